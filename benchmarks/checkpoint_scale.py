@@ -349,7 +349,7 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
     if place in ("thread", "process"):
         saving.MIN_PROCESS_BYTES = 0 if place == "process" else 1 << 62
         saver = saving.Saver()
-        return lambda state, folder: saver.save(state, folder, background=True).done
+        return lambda state, folder: saver.save(state, folder, background=True).is_done
     kind = AsyncCheckpointerType.PROCESS if place == "dcp-process" else AsyncCheckpointerType.THREAD
 
     def save(state: dict[str, Any], folder: Path) -> Callable[[], bool]:

@@ -41,14 +41,14 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
-from portable.loop import steps
-from portable.model.parameters import state_tensors
-from portable.planner.memory_model import Setting as Sharding
-from portable.planner.this_machine import planner_here
+from portable.loop import iter_steps
+from portable.model.parameters import get_state_tensors
+from portable.planner.memory_model import StrategySetting as Sharding
+from portable.planner.this_machine import build_local_planner
 from portable.progress import Progress
 from portable.ranks.parent_death import die_with_parent
 from portable.registry import create_backend
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
@@ -416,7 +416,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
     planned = _planned(run, backend) if name in OF_OURS else None
     pipe.recv()
     loop = _loop(name, run, folder / f"run of {name}", sum(case.lengths))
-    peak = backend.peak_flops(run.config.precision)
+    peak = backend.get_peak_flops(run.config.precision)
 
     def after(index: int, turn: Turn) -> None:
         if index == 0:
@@ -457,11 +457,15 @@ def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerL
 
 def _planned(run: Prepared, backend: Backend) -> int:
     """Bytes on the device that the planner expects of a run as it is."""
-    from portable.adapters.adapter import training_model
+    from portable.adapters.adapter import build_training_model
     from portable.model import build as models
 
-    model = training_model(models.model_config(run.config.model), run.config)
-    return planner_here(run.config, model, backend).option(Sharding.of(run.config)).device_bytes.total
+    model = build_training_model(models.load_model_config(run.config.model), run.config)
+    return (
+        build_local_planner(run.config, model, backend)
+        .build_option(Sharding.from_config(run.config))
+        .device_bytes.total
+    )
 
 
 def free_memory(device: str) -> None:
@@ -567,8 +571,8 @@ def _engine(case: Case, device: str, folder: Path, changes: dict[str, Any]) -> I
     run = prepared(case, changes, folder, backend)
     try:
         engine: Any = restore(run, None).engine
-        batches = iter(train_loader(run, 0))
-        list(steps(run, engine, batches, Progress(0, 0), 1))
+        batches = iter(build_train_loader(run, 0))
+        list(iter_steps(run, engine, batches, Progress(0, 0), 1))
         batches.close()
         yield run, engine
     finally:
@@ -581,7 +585,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
 
     optimizer = to_store(engine._optimizer, engine._optimized)
     moments = [value for values in optimizer["state"].values() for value in values.values()]
-    values = [*state_tensors(engine.model).values(), *moments]
+    values = [*get_state_tensors(engine.model).values(), *moments]
     return [value.detach() for value in values if isinstance(value, torch.Tensor)]
 
 

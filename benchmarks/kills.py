@@ -436,7 +436,7 @@ class Attack:
     # -- looking -----------------------------------------------------------------------------------------
 
     def _newest(self) -> int:
-        return max((step for step, _ in self._run.checkpoints.complete()), default=0)
+        return max((step for step, _ in self._run.checkpoints.list_complete()), default=0)
 
     def look(self, launch: Launch, output: str, outcome: Outcome) -> None:
         """Check the promises on what a launch left."""
@@ -449,7 +449,7 @@ class Attack:
             for pid in self._run.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        complete = self._run.checkpoints.complete()
+        complete = self._run.checkpoints.list_complete()
         steps = [step for step, _ in complete]
         launch.kept = max(steps, default=0)
         if lost := self._lost(steps):
@@ -616,7 +616,7 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
     }
     run = Run(scratch / "away", place(store.url("away")), 1_000_000, changes=changes)
     run.start("no_shard")
-    until(lambda: bool(run.checkpoints.complete()) or not run.running())
+    until(lambda: bool(run.checkpoints.list_complete()) or not run.running())
     for length in seconds:
         store.forget()
         until(lambda: store.count("PUT", "checkpoints/") > 0 or not run.running())
@@ -626,16 +626,16 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
         step, seen = run.step(), 0
         while run.running() and seen < step:
             # A slow listing may find that all checkpoints it began with have been replaced.
-            seen = max((found for found, _ in run.checkpoints.complete()), default=0)
+            seen = max((found for found, _ in run.checkpoints.list_complete()), default=0)
         if not run.running():
             outcome.broken.append(f"away for {length:.0f} s: the run ended\n{run.output()[-3000:]}")
             return
     run.signal(signal.SIGTERM)
     launch = Launch("no_shard", "term")
     launch.code, output = run.wait()
-    launch.reached = max((step for step, _ in run.checkpoints.complete()), default=0)
+    launch.reached = max((step for step, _ in run.checkpoints.list_complete()), default=0)
     Attack(run, None, random.Random(0)).look(launch, output, outcome)
-    kept = {folder.name for _, folder in run.checkpoints.complete()}
+    kept = {folder.name for _, folder in run.checkpoints.list_complete()}
     there = {name.split("/")[0] for name in store.names("away/checkpoints/")}
     if there != kept or store.open_uploads():
         outcome.broken.append(f"left behind: {sorted(there - kept)}, uploads {store.open_uploads()}")
@@ -653,7 +653,7 @@ class Conversions:
         self._dice, self._outcome = dice, outcome
         self._notes, self._parent = scratch / "notes", scratch / "converted"
         self._parent.mkdir(parents=True)
-        self._sources = [folder for _, folder in run.checkpoints.complete()]
+        self._sources = [folder for _, folder in run.checkpoints.list_complete()]
         self._out = {to: self._parent / to for to in ("safetensors", "dcp")}
         self._results: dict[tuple[Place, str], dict[str, bytes]] = {}
         self._there: dict[str, dict[str, bytes]] = {}

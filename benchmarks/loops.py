@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader, Dataset
 from portable.callbacks import Callback, Run
 from portable.loop import StopSignals, train
 from portable.model.build import AUTO_CLASSES
-from portable.model.groups import groups_of
-from portable.optim.optimizers import parameter_groups
+from portable.model.groups import assign_groups
+from portable.optim.optimizers import build_parameter_groups
 from portable.output.output_dir import Output
 from portable.reporting.reporter import Reporter
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.restore import restore
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Setting:
         """torch's fused AdamW, or bitsandbytes' in 8 bits."""
         settings = self.config.train
         named = dict(model.named_parameters())
-        groups = parameter_groups(named, groups_of(model, settings), settings.learning_rate)
+        groups = build_parameter_groups(named, assign_groups(model, settings), settings.learning_rate)
         common: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
         if settings.optimizer == "adamw_8bit":
             import bitsandbytes
@@ -224,7 +224,7 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:
-    loader = iter(train_loader(prepared, 0))
+    loader = iter(build_train_loader(prepared, 0))
     # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
     # the last is what the results are compared on.
     batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
@@ -270,12 +270,12 @@ class PortableLoop:
         prepared = replace(prepared, config=config)
         restored = restore(prepared, None)
         self.model = restored.engine.model
-        self._batches = iter(train_loader(prepared, 0))
+        self._batches = iter(build_train_loader(prepared, 0))
         self._clock = StepClock(prepared.backend.device)
         folder.mkdir()
         with _quiet():
             output = Output(folder, prepared.backend.rank)
-            self._run = Run(prepared, restored, output.checkpoints(keep=None), folder)
+            self._run = Run(prepared, restored, output.open_checkpoints(keep=None), folder)
             self._reporter = Reporter(self._run, output, restored, self._batches)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 

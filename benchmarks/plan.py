@@ -25,15 +25,15 @@ from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from portable.config import load_config
 from portable.engines.machine import Machine
-from portable.engines.memory_trial import fake_ranks
+from portable.engines.memory_trial import start_fake_ranks
 from portable.model import build as models
 from portable.model.initialize import InitialWeights
-from portable.planner.activations import fake_batch
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.activations import build_fake_batch
+from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
-from portable.registry import engine_part
+from portable.registry import import_engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,12 +67,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
 SETTINGS = (
-    Setting("no_shard"),
-    Setting("zero1"),
-    Setting("zero2"),
-    Setting("shard_grad_op"),
-    Setting("zero3"),
-    Setting("full_shard"),
+    StrategySetting("no_shard"),
+    StrategySetting("zero1"),
+    StrategySetting("zero2"),
+    StrategySetting("shard_grad_op"),
+    StrategySetting("zero3"),
+    StrategySetting("full_shard"),
 )
 STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
 
@@ -82,13 +82,15 @@ class Row:
     """One line of the table."""
 
     family: str
-    setting: Setting
+    setting: StrategySetting
     recompute: str
     planned: DeviceBytes
     measured: int
 
 
-def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folder: str) -> dict[str, Any]:
+def settings_of(
+    family: str, setting: StrategySetting, recompute: str, ranks: int, folder: str
+) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "backend": "cpu",
         "precision": "bf16",
@@ -113,13 +115,13 @@ def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folde
 def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
-    module = engine_part(config.strategy, "engine")
+    module = import_engine_part(config.strategy, "engine")
     gc.collect()
-    with fake_ranks(machine) as at_stop:
-        model = models.build_model(models.model_config(config.model), config.model)
-        request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
-        batch = fake_batch(model, request)
-        weights = InitialWeights.of(model).initial_weights(0)
+    with start_fake_ranks(machine) as at_stop:
+        model = models.build_model(models.load_model_config(config.model), config.model)
+        request = Request.from_config(config, micro_batch=BATCH, compute="cast", on_gpu=False)
+        batch = build_fake_batch(model, request)
+        weights = InitialWeights.from_model(model).build_weights(0)
         with allocations() as recording:
             engine = module.prepare(model, config, machine, at_stop)
             engine.load_weights(weights)
@@ -134,10 +136,10 @@ def measure(config: RunConfig, ranks: int) -> int:
 
 
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
-    model = models.build_model(models.model_config(config.model), config.model)
+    model = models.build_model(models.load_model_config(config.model), config.model)
     target = Target(config.backend, Cluster(ranks, ranks), None, None)
     subject = MetaModel(model, config)
-    return Planner(config, subject, target).option(Setting.of(config)).device_bytes
+    return Planner(config, subject, target).build_option(StrategySetting.from_config(config)).device_bytes
 
 
 def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[Row]:

@@ -94,14 +94,14 @@ def measure_messages(path: Path, lazy: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from portable.ranks.collectives import any_rank, background_group
+    from portable.ranks.collectives import get_background_group, reduce_any
     from portable.registry import create_backend
 
     if lazy:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     backend = create_backend("cpu")
     backend.start()
-    background_group()
+    get_background_group()
     flag = torch.zeros((), dtype=torch.int32)
 
     def exchange_now() -> None:
@@ -113,19 +113,19 @@ def measure_messages(path: Path, lazy: bool) -> None:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
     def ask_all() -> None:
-        any_rank(False)
+        reduce_any(False)
 
     rows: dict[str, float] = {}
     for name, call in (("before", exchange_before), ("now", exchange_now), ("any", ask_all)):
         for _ in range(10):
             call()
-        any_rank(False)
+        reduce_any(False)
         before, begun = count_segments(), time.perf_counter()
         for _ in range(CALLS):
             call()
         rows[f"{name}_us"] = (time.perf_counter() - begun) / CALLS * 1e6
         rows[name] = (count_segments() - before) / CALLS
-        any_rank(False)
+        reduce_any(False)
     rows["sockets"] = sum(
         str(entry.readlink()).startswith("socket:")
         for entry in Path("/proc/self/fd").iterdir()
@@ -133,7 +133,7 @@ def measure_messages(path: Path, lazy: bool) -> None:
     )
     if backend.rank == 0:
         path.write_text(json.dumps(rows))
-    any_rank(False)
+    reduce_any(False)
     os._exit(0)  # without destroying the process groups, which waits for gloo's threads
 
 

@@ -53,21 +53,21 @@ def tokenize(
     from portable.data.sources.opening import open_source
     from portable.data.sources.source import SourceSettings
     from portable.data.tokens import tokenize as tokenizing
-    from portable.data.tokens.frame import special_token_frame
+    from portable.data.tokens.frame import build_special_token_frame
     from portable.data.tokens.tokenize import TokenizeJob
     from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 
     settings = SourceSettings(DataConfig(source=str(source), cache_dir=str(cache)))
     opened = open_source(settings)
-    opened.recognise()
+    opened.detect_format()
     tokenizer = train_tokenizer(opened, 4000, tokenizer_folder)
-    vocabulary = Vocabulary.of(tokenizer)
-    frame = special_token_frame("causal-lm", vocabulary)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    frame = build_special_token_frame("causal-lm", vocabulary)
     tokenizing._SAVE_SECONDS = _SAVE_SECONDS
     if processes is not None:
         tokenizing._count_processes = lambda: processes
     began, cpu_before = time.monotonic(), _read_cpu_seconds()
-    tokens = TokenizeJob(opened.settings, tokenizer, vocabulary, frame, cache).tokens(opened)
+    tokens = TokenizeJob(opened.settings, tokenizer, vocabulary, frame, cache).tokenize(opened)
     return {
         "seconds": time.monotonic() - began,
         "cpu": _read_cpu_seconds() - cpu_before,

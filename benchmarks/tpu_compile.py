@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
+from portable.adapters.adapter import build_training_model
+from portable.adapters.settings import resolve_adapter
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
 from portable.planner.compiled_graph import Collective
-from portable.planner.device_lookup import named
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.device_lookup import find_device
+from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
 from portable.tpu.compile.compiler import compile_graphs, find_library
@@ -167,13 +167,13 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 def planner_of(case: Case, folder: str) -> Planner:
     """The planner of a case's run. Cases of one model share it, and the passes that it has run."""
-    config = resolved(case.config(folder))
+    config = resolve_adapter(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
     model = *sections, config.train.optimizer, config.precision
     if model not in _MODELS:
-        built = training_model(models.model_config(config.model), config)
+        built = build_training_model(models.load_model_config(config.model), config)
         _MODELS[model] = MetaModel(built, config)
-    device = named(case.device)
+    device = find_device(case.device)
     target = Target("xla", Cluster(case.devices, device.per_node), device, None)
     return Planner(config, _MODELS[model], target)
 
@@ -181,7 +181,7 @@ def planner_of(case: Case, folder: str) -> Planner:
 def plan(case: Case, folder: str) -> Option:
     """What the planner says of a case."""
     planner = planner_of(case, folder)
-    return planner.option(Setting.of(planner.config))
+    return planner.build_option(StrategySetting.from_config(planner.config))
 
 
 def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
         "state_bytes": compiled.state_bytes,
         "working_bytes": compiled.working_bytes,
         "code_bytes": compiled.code_bytes,
-        "sent_bytes": compiled.sent_bytes(case.micro_batches),
+        "sent_bytes": compiled.compute_sent_bytes(case.micro_batches),
         "collectives": {kind: [found.count, found.bytes] for kind, found in sorted(collectives.items())},
         "large_values": [
             f"{value.count} x {value.shape} {value.operation}"

@@ -30,12 +30,12 @@ from benchmarks import harness
 from benchmarks.harness import Options, Result, check_losses, table
 from benchmarks.loops import Turn
 from benchmarks.machine import command_line, describe_machine, print_machine
-from portable.loop import steps as taken
-from portable.model.groups import groups_of
-from portable.optim.optimizers import parameter_groups
+from portable.loop import iter_steps as taken
+from portable.model.groups import assign_groups
+from portable.optim.optimizers import build_parameter_groups
 from portable.progress import Progress
 from portable.registry import create_backend
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
@@ -71,7 +71,7 @@ class Ours:
     def __init__(self, prepared: Prepared, backend: Backend) -> None:
         self._prepared, self._backend = prepared, backend
         self.engine = restore(prepared, None).engine
-        self._batches = iter(train_loader(prepared, 0))
+        self._batches = iter(build_train_loader(prepared, 0))
         self._progress = Progress(0, 0)
 
     def turn(self, steps: int) -> float:
@@ -109,8 +109,8 @@ class Bare:
             xs.mark_sharding(parameter, self._mesh, spec)
         settings = prepared.config.train
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(
-                dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
+            build_parameter_groups(
+                dict(model.named_parameters()), assign_groups(model, settings), settings.learning_rate
             ),
             lr=torch.tensor(settings.learning_rate).to(self._device),
             betas=settings.betas,
@@ -163,7 +163,7 @@ def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) 
     backend, prepared = both(folder, (rounds + 1) * steps, num_hidden_layers=layers, hidden_size=hidden)
     ours = Ours(prepared, backend)
     weights = {name: value.cpu() for name, value in ours.engine.model.state_dict().items()}
-    loader = iter(train_loader(prepared, 0))
+    loader = iter(build_train_loader(prepared, 0))
     batches = list(islice(loader, (rounds + 1) * steps))
     loader.close()
     loops: list[Bare | Ours] = [Bare(prepared, weights, batches), ours]

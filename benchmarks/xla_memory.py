@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.model import build as models
-from portable.planner.activations import fake_batch
+from portable.planner.activations import build_fake_batch
 from portable.planner.passes import Request
 from portable.registry import create_backend
 
@@ -91,11 +91,11 @@ def measure(config: RunConfig) -> Step:
     devices = backend.devices_per_rank
     backend.start()
     try:
-        model = models.build_model(models.model_config(config.model), config.model)
+        model = models.build_model(models.load_model_config(config.model), config.model)
         micro_batch = int(config.train.micro_batch_size) * devices
-        request = Request.of(config, micro_batch=micro_batch, compute="cast", on_gpu=False)
+        request = Request.from_config(config, micro_batch=micro_batch, compute="cast", on_gpu=False)
         engine: Any = backend.prepare(model, config)
-        batch = backend.place(fake_batch(model, request))
+        batch = backend.place(build_fake_batch(model, request))
         valid = backend.total(micro_batch * config.data.seq_len)
         losses = []
 

@@ -39,11 +39,11 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.data.samples.loader import TrainLoader
 from portable.model.initialize import InitialWeights
-from portable.model.parameters import tied_names
+from portable.model.parameters import find_tied_names
 from portable.model.tensors import to_torch
 from portable.ranks.launch import launch
 from portable.registry import create_backend, resolve_backend
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 
@@ -174,7 +174,7 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
     )
     everything = list(islice(alone, batches * options.ranks))
     portable = PortableLoop(prepared, folder / "portable")
-    setting = Setting(prepared, weights, list(islice(train_loader(prepared, 0), batches)))
+    setting = Setting(prepared, weights, list(islice(build_train_loader(prepared, 0), batches)))
     others: list[Loop] = [BareZeroLoop(setting, document(options, strategy), BASELINE), portable]
     if options.control:
         others.append(BareZeroLoop(setting, document(options, strategy), "bare, again"))
@@ -196,9 +196,9 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
 
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     """The weights that the run starts from; each rank initialises only its share."""
-    drawn = InitialWeights.of(prepared.model).initial_weights(prepared.config.seed)
+    drawn = InitialWeights.from_model(prepared.model).build_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}
-    for name, others in tied_names(prepared.model).items():
+    for name, others in find_tied_names(prepared.model).items():
         weights |= dict.fromkeys(others, weights[name])
     return weights
 

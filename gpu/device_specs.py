@@ -92,7 +92,7 @@ _FP16_ONLY = ("v100-32", "v100-16", "t4")
 BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
-def index(local_rank: int, visible: int) -> int:
+def find_gpu_index(local_rank: int, visible: int) -> int:
     """The CUDA index of the GPU for ``local_rank``, out of ``visible`` GPUs.
 
     Raises:
@@ -108,9 +108,9 @@ def index(local_rank: int, visible: int) -> int:
     )
 
 
-def accelerators() -> list[Device]:
+def list_gpus() -> list[Device]:
     """The GPUs that the planner knows by name."""
-    found = {
+    devices = {
         name: Device(
             name,
             ("cuda",),
@@ -118,22 +118,22 @@ def accelerators() -> list[Device]:
             name not in _FP16_ONLY,
             per_node,
             KEPT_FOR_COLLECTIVES,
-            _peaks(name),
-            _of(_REACHED, name) or NOT_MEASURED,
-            _of(_LINKS, name),
+            _list_peaks(name),
+            _look_up(_REACHED, name) or NOT_MEASURED,
+            _look_up(_LINKS, name),
         )
         for name, mebibytes, per_node in _MACHINES
     }
-    return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]
+    return [*devices.values(), *(replace(devices[real], name=name) for name, real in _ALSO.items())]
 
 
-def _of(table: dict[str, Value], name: str) -> Value | None:
+def _look_up(table: dict[str, Value], name: str) -> Value | None:
     """What a table has of ``a100-80``: the longest key with which it begins."""
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 
 
-def _peaks(name: str) -> tuple[tuple[str, float], ...]:
+def _list_peaks(name: str) -> tuple[tuple[str, float], ...]:
     """Peak FLOP/s by precision of the GPU that the planner calls ``name``, such as ``a100-80``."""
     for card, half, tf32 in PEAKS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
@@ -143,7 +143,7 @@ def _peaks(name: str) -> tuple[tuple[str, float], ...]:
     return ()
 
 
-def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
+def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
     """The number of elements that matrix sizes should be a multiple of, for tensor cores at full speed.
 
     16 bytes; 128 bytes on A100 and later server GPUs. See :mod:`portable.model.flops`.
@@ -159,7 +159,7 @@ def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
     return (128 if capability == (8, 0) or capability >= (9, 0) else 16) // size
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def get_peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None if unknown."""
     for name, half, tf32 in PEAKS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40

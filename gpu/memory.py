@@ -37,14 +37,14 @@ class CudaDiagnostics(Diagnostics):
             # torchfrtrace expects this name.
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(of_torch.dump_nccl_trace())
 
-    def driver_memory(self) -> tuple[int, int] | None:
+    def query_driver_memory(self) -> tuple[int, int] | None:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free, total
 
 
 @contextmanager
-def limit(device: torch.device, world_size: int) -> Iterator[None]:
-    """See :meth:`portable.engines.package.TorchPackage.memory_limit`."""
+def limit_memory(device: torch.device, world_size: int) -> Iterator[None]:
+    """See :meth:`portable.engines.package.TorchPackage.limit_memory`."""
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if world_size > 1 else 0)

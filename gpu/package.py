@@ -29,7 +29,7 @@ class CudaPackage(TorchPackage):
 
         return torch.cuda.is_available()
 
-    def local_ranks(self) -> int:
+    def count_local_ranks(self) -> int:
         import torch
 
         return torch.cuda.device_count()
@@ -37,21 +37,21 @@ class CudaPackage(TorchPackage):
     def check_ranks(self, ranks: int) -> None:
         from portable.gpu.device_specs import NO_GPU
 
-        if ranks > (devices := self.local_ranks()):
+        if ranks > (devices := self.count_local_ranks()):
             raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
         require(devices > 0, NO_GPU)
 
-    def default_precision(self, *, in_rank: bool) -> str | None:
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
         if not in_rank:  # a launcher must not open a GPU: its context would stay there throughout the run
             return None
         import torch
 
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
-    def devices(self) -> tuple[Device, ...]:
-        from portable.gpu.device_specs import accelerators
+    def list_devices(self) -> tuple[Device, ...]:
+        from portable.gpu.device_specs import list_gpus
 
-        return tuple(accelerators())
+        return tuple(list_gpus())
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         import torch
@@ -59,36 +59,36 @@ class CudaPackage(TorchPackage):
         from portable.gpu import device_specs
 
         require(torch.cuda.is_available(), device_specs.NO_GPU)
-        return torch.device("cuda", device_specs.index(local_rank, torch.cuda.device_count()))
+        return torch.device("cuda", device_specs.find_gpu_index(local_rank, torch.cuda.device_count()))
 
     def start(self, device: torch.device) -> None:
         super().start(device)
         for variable in _FLIGHT_RECORDER:
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
-    def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
+    def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
         from portable.gpu.memory import CudaDiagnostics
 
         return CudaDiagnostics(device, rank, world_size)
 
-    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
-        from portable.gpu.memory import limit
+    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
+        from portable.gpu.memory import limit_memory
 
-        return limit(device, world_size)
+        return limit_memory(device, world_size)
 
-    def shape_multiple(self, device: torch.device, precision: str) -> int | None:
+    def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
         import torch
 
         from portable.gpu import device_specs
 
-        return device_specs.shape_multiple(torch.cuda.get_device_capability(device), precision)
+        return device_specs.get_shape_multiple(torch.cuda.get_device_capability(device), precision)
 
-    def peak_flops(self, device: torch.device, precision: str) -> float | None:
+    def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
         import torch
 
         from portable.gpu import device_specs
 
-        return device_specs.peak_flops(torch.cuda.get_device_name(device), precision)
+        return device_specs.get_peak_flops(torch.cuda.get_device_name(device), precision)
 
 
 CUDA = CudaPackage("cuda", runs_cuda=True)

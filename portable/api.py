@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
-from portable.checkpoint.store import checkpoints_of
-from portable.data.sources.user_records import written_records
+from portable.checkpoint.store import open_checkpoints
+from portable.data.sources.user_records import write_records
 from portable.errors import RunError
-from portable.paths import REPORT_FILE, default_cache_dir, place_of
+from portable.paths import REPORT_FILE, get_default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Result:
     @property
     def checkpoint(self) -> Place | None:
         """The newest complete checkpoint."""
-        newest: Place | None = checkpoints_of(self.folder).latest()
+        newest: Place | None = open_checkpoints(self.folder).find_latest()
         return newest
 
     @property
@@ -78,22 +78,22 @@ def with_objects(
     """
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for name, key, one in (
+    for name, key, value in (
         ("loss", "train.loss", loss),
         ("data", "data.source", data),
         ("model", "model.function", model),
         ("schedule", "train.schedule", schedule),
         ("optimizer", "train.optimizer", optimizer),
     ):
-        if name == "data" and isinstance(one, Sequence) and not isinstance(one, str):
+        if name == "data" and isinstance(value, Sequence) and not isinstance(value, str):
             folder = config.data.cache_dir
-            cache = default_cache_dir() if folder is None else Path(folder)
-            values[key] = str(written_records(one, cache / "records"))
-        elif one is not None:
-            values[key] = plugins.name_of(name, one, sources, make=name != "optimizer")
-    for key, given in (("metrics", metrics), ("callbacks", callbacks)):
-        if given:
-            names = tuple(plugins.name_of(key, one, sources) for one in given)
+            cache = get_default_cache_dir() if folder is None else Path(folder)
+            values[key] = str(write_records(value, cache / "records"))
+        elif value is not None:
+            values[key] = plugins.name_object(name, value, sources, make=name != "optimizer")
+    for key, objects in (("metrics", metrics), ("callbacks", callbacks)):
+        if objects:
+            names = tuple(plugins.name_object(key, value, sources) for value in objects)
             values[f"train.{key}"] = (*(config.get(f"train.{key}") or ()), *names)
     if not values:
         return config

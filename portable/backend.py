@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 class SaveHandle(Protocol):
     """Handle for a checkpoint that is being written."""
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether this rank's files have been written.
 
         On rank 0, return whether the files of all ranks have been written.
         """
 
     def wait(self) -> None:
-        """Block until :meth:`done` returns True.
+        """Block until :meth:`is_done` returns True.
 
         Raises:
             BaseException: If writing failed. This is the original exception.
@@ -118,7 +118,7 @@ class Engine(Protocol):
             The global gradient norm before clipping, an fp32 device scalar.
         """
 
-    def health(self) -> Health:
+    def read_health(self) -> Health:
         """Read the counters of skipped updates from the device.
 
         This triggers a host-device sync, so only call it when logging.
@@ -128,7 +128,7 @@ class Engine(Protocol):
                 minimum.
         """
 
-    def nonfinite_gradients(self) -> list[str]:
+    def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose accumulated gradient is not finite, in model order.
 
         Each rank checks its own shards. Must be called on all ranks, before :meth:`update`. Triggers a
@@ -195,7 +195,7 @@ class Diagnostics:
     def dump_collectives(self, folder: Path) -> None:
         """Write the most recent collectives on this rank's device, if they are being recorded."""
 
-    def driver_memory(self) -> tuple[int, int] | None:
+    def query_driver_memory(self) -> tuple[int, int] | None:
         """Query the device driver for this rank's memory usage.
 
         Returns:
@@ -237,7 +237,7 @@ class Backend(Protocol):
             The engine. Its weights are still uninitialized.
         """
 
-    def fits(
+    def check_fit(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
         """Run training steps on a temporary engine to check whether they fit in device memory.
@@ -257,7 +257,7 @@ class Backend(Protocol):
             and None is returned.
         """
 
-    def ran_out_of_memory(self, error: BaseException) -> bool:
+    def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error of the device."""
 
     def leave(self) -> None:
@@ -307,7 +307,7 @@ class Backend(Protocol):
             The values of all tensors, flattened and concatenated in the given order.
         """
 
-    def any(self, flag: bool) -> bool:
+    def reduce_any(self, flag: bool) -> bool:
         """Return whether ``flag`` is True on any rank. A host collective that does not sync the device.
 
         The time grows with the logarithm of the number of ranks. Do not call it after every step.
@@ -319,29 +319,29 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Block until all ranks have reached the barrier."""
 
-    def memory(self) -> tuple[int, int]:
+    def measure_memory(self) -> tuple[int, int]:
         """Return the current and peak memory usage of this rank's device, in bytes.
 
         On a CPU, this is the resident memory of the process.
         """
 
-    def shape_multiple(self, precision: str) -> int | None:
+    def get_shape_multiple(self, precision: str) -> int | None:
         """Return the number that matrix dimensions should be a multiple of to reach full speed.
 
         Returns None if the device handles all matrix sizes equally well.
         """
 
-    def peak_flops(self, precision: str) -> float | None:
+    def get_peak_flops(self, precision: str) -> float | None:
         """Return the peak dense FLOP/s of one device in ``precision``, according to its data sheet.
 
         Returns None if the peak is unknown.
         """
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Return additional backend metrics for ``metrics.jsonl``, keyed by name."""
 
 
-def host_memory() -> tuple[int, int]:
+def measure_host_memory() -> tuple[int, int]:
     """Return the current and peak resident memory of this process, in bytes."""
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portable.config.derived import largest_divisor
-from portable.data.samples.order import accumulation_steps, first_of_rank
+from portable.config.derived import find_largest_divisor
+from portable.data.samples.order import compute_rank_start, count_accumulation_steps
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class BatchPlan:
     """Position of this rank's first sequence in a global batch; 0 under ``one_program``."""
 
     def __post_init__(self) -> None:
-        steps = accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
+        steps = count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
         rank = 0 if self.one_program else self.rank
         object.__setattr__(self, "accumulation_steps", steps)
-        first = first_of_rank(self.global_batch_size, rank, self.world_size)
+        first = compute_rank_start(self.global_batch_size, rank, self.world_size)
         object.__setattr__(self, "first_of_rank", first)
 
     @property
@@ -64,7 +64,7 @@ class BatchPlan:
         """Sequences of all micro-batches of a step, with those that only fill them up."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
-    def dropout_seed(self, first_sample: int, micro_batch: int) -> int:
+    def compute_dropout_seed(self, first_sample: int, micro_batch: int) -> int:
         """Seed of the dropout in a micro-batch. It depends only on the run's seed and the samples.
 
         A resumed run repeats it, so no generator state is saved.
@@ -115,7 +115,7 @@ def plan_batches(
     micro = config.train.micro_batch_size
     assert micro != "auto"  # the backend has replaced or refused it
     chosen = config.is_set("train.micro_batch_size")
-    fitting = largest_divisor(share, micro)
+    fitting = find_largest_divisor(share, micro)
     if total % devices:
         # The smallest size for the same number of micro-batches has the fewest sequences without labels.
         fitting = min(micro, share) if chosen else -(-share // -(-share // micro))
@@ -135,7 +135,7 @@ def describe_padding(plan: BatchPlan) -> str:
     return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
 
 
-def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
+def build_batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
     """How this rank goes through the global batch."""
     return plan_batches(
         config,

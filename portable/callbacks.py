@@ -153,7 +153,7 @@ class Run:
         self.first_step = restored.progress.step + 1
         self.stopped = False
         self.callbacks: Sequence[Callback] = ()
-        self.health = Health(self, folder)
+        self.health = HealthReporter(self, folder)
         self.pending: dict[str, float | Tensor] = {}
         self.stopping = self.saving = False
 
@@ -170,7 +170,7 @@ class Run:
     @property
     def checkpoint(self) -> Place | None:
         """Newest complete checkpoint."""
-        newest: Place | None = self.checkpoints.newest_known()
+        newest: Place | None = self.checkpoints.find_newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
@@ -284,9 +284,9 @@ class Run:
             save, self.saving = self.saving, False
             return False, save
         requests, self.saving = (self.stopping, self.saving), False
-        if not self.backend.any(any(requests)):  # one collective in most steps
+        if not self.backend.reduce_any(any(requests)):  # one collective in most steps
             return False, False
-        self.stopping, save = (self.backend.any(request) for request in requests)
+        self.stopping, save = (self.backend.reduce_any(request) for request in requests)
         return self.stopping, save
 
     def take_logged(self) -> dict[str, float]:
@@ -305,10 +305,10 @@ def _find_last_good(run: Run) -> str:
     """Wait for the save in progress, and find the newest complete checkpoint. Called on all ranks."""
     run.checkpoints.finish()
     run.backend.barrier()  # rank 0 has now renamed the folder
-    return str(run.checkpoints.latest() or "none yet")
+    return str(run.checkpoints.find_latest() or "none yet")
 
 
-class Health:
+class HealthReporter:
     """Reports skipped updates. Reads their count from the device when the host waits for it anyway.
 
     Args:
@@ -332,18 +332,18 @@ class Health:
         if self._checked == run.step:
             return
         self._checked = run.step
-        health, progress, batch = run.engine.health(), run.progress, run.prepared.plan.global_batch_size
+        health, progress, batch = run.engine.read_health(), run.progress, run.prepared.plan.global_batch_size
         skipped = self._start.skipped + health.skipped_updates
         new, progress.skipped = skipped - progress.skipped, skipped
         if new == 0 or health.first_bad_update is None:
             return
         step = self._start.step + health.first_bad_update + 1
         sample = self._start.samples + health.first_bad_update * batch
-        what = "loss is" if health.bad_loss else "gradients are"
-        problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {what} not finite"
+        subject = "loss is" if health.bad_loss else "gradients are"
+        problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {subject} not finite"
         # On XLA the processes of a slice discover each other.
         ranks = 1 if run.backend.one_program else run.world_size
-        remedy = f"to locate the cause: {launch.command(ranks, config=self._config, replay=step)}"
+        remedy = f"to locate the cause: {launch.format_command(ranks, config=self._config, replay=step)}"
         if not health.halted:
             run.call("skipped", new, f"{problem}; {remedy}")
             return
@@ -365,7 +365,7 @@ class Health:
             RunError: If there is such a value on any rank. No checkpoint is saved.
         """
         names = run.engine.find_nonfinite_state()[:_SHOWN_NAMES]
-        if not run.backend.any(bool(names)):
+        if not run.backend.reduce_any(bool(names)):
             return
         first = next(text for text in run.backend.gather(", ".join(names)) if text)
         good = _find_last_good(run)

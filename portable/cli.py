@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.commands import REFUSED, wrap_main
 from portable.errors import ReportedElsewhereError, RunError, UserError, report
-from portable.ranks.ending import ends_with
+from portable.ranks.ending import set_exit_code
 from portable.ranks.parent_death import die_with_parent
-from portable.terminal import be_quiet, loading, tell
+from portable.terminal import set_quiet, show_loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "init": "init:init",
-    "completion": "completion:completion",
+    "completion": "completion:print_completion",
     "import": "importing:import_files",
-    "schema": "init:schema",
+    "schema": "init:print_schema",
     "chat": "chat:main",
-    "--dry-run": "dry_run:dry_run",
+    "--dry-run": "dry_run:print_dry_run",
     "--show-data": "show_data:show_data",
     "--resume-info": "resume_info:describe_checkpoint",
 }
 """Commands other than training. Each value is the module in ``portable.commands`` and its function."""
 
 
-def do(name: str, *arguments: Any) -> int:
+def run_command(name: str, *arguments: Any) -> int:
     """Do one of :data:`COMMANDS`, whose module is imported for it; return the exit code."""
     module, _, function = COMMANDS[name].partition(":")
     code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in COMMANDS and not words[0].startswith("-"):
-            return do(words[0], words[1:])
+            return run_command(words[0], words[1:])
         if "SLURM_PROCID" in os.environ:
-            from portable.ranks.slurm import rank_variables
+            from portable.ranks.slurm import read_rank_variables
 
-            os.environ.update(rank_variables(os.environ))
-        return run(parse_args(_without_local_rank(words)))
+            os.environ.update(read_rank_variables(os.environ))
+        return run(parse_args(_strip_local_rank(words)))
     except UserError as error:
         report(error)
         return REFUSED
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def program() -> int:
     """:func:`main` as a process of its own, which may be a rank of a launcher."""
     code = main()
-    return code if os.environ.get("WORLD_SIZE", "1") == "1" else ends_with(code)
+    return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_exit_code(code)
 
 
-def _without_local_rank(argv: Sequence[str]) -> list[str]:
+def _strip_local_rank(argv: Sequence[str]) -> list[str]:
     """``argv`` without the ``--local_rank=N`` that the ``deepspeed`` launcher adds to it."""
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
@@ -80,16 +80,16 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be a rank of another launcher."""
-    with loading():
+    with show_loading():
         from portable import plugins
-        from portable.checkpoint.store import checkpoints_of
+        from portable.checkpoint.store import open_checkpoints
         from portable.ranks import launch
-        from portable.registry import backend_package, resolve_backend
+        from portable.registry import load_backend_package, resolve_backend
         from portable.run.rank import run_rank
         from portable.run.resolve import resolve
 
     config = invocation.config
-    be_quiet(config.log.quiet)
+    set_quiet(config.log.quiet)
     joined = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     if joined:
         launch.check_variables()
@@ -100,29 +100,33 @@ def run(invocation: Invocation) -> int:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
     _check_switches(invocation)
     if invocation.resume_info is not None:
-        return do("--resume-info", str(invocation.resume_info), config.backend)
+        return run_command("--resume-info", str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
-    package = backend_package(name)
+    package = load_backend_package(name)
     switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.json)
     if joined:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
         if invocation.dry_run:
-            return do("--dry-run", resolve(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
+            return (
+                run_command("--dry-run", resolve(config, name, writes=False))
+                if os.environ["RANK"] == "0"
+                else 0
+            )
         if invocation.show_data is not None:
             raise UserError("--show-data: start it alone, not by a launcher of ranks")
         launch.check_meeting_place()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         return run_rank(name, config, *switches)
-    ranks = package.local_ranks() if invocation.nproc is None else invocation.nproc
+    ranks = package.count_local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
-        with plugins.not_run(plugins.outside if invocation.from_elsewhere else None):
-            return do("--dry-run", resolve(config, name, ranks, writes=False))
+        with plugins.refuse_code(plugins.explain_foreign_module if invocation.is_from_elsewhere else None):
+            return run_command("--dry-run", resolve(config, name, ranks, writes=False))
     if invocation.show_data is not None:
         resolved = resolve(config, name, ranks, writes=False, downloads=True)
-        return do("--show-data", resolved, invocation.show_data)
+        return run_command("--show-data", resolved, invocation.show_data)
     trains = not invocation.eval_only and invocation.replay is None
     resolved = resolve(config, name, ranks, writes=trains)
     if ranks == 1 and not resolved.config.memory.offloads:
@@ -134,8 +138,8 @@ def run(invocation: Invocation) -> int:
         run_rank,
         (name, resolved, *switches),
         ranks=ranks,
-        memory_advice=package.host_memory_advice(resolved.config),
-        saved=lambda: checkpoints_of(resolved.place).latest(),
+        memory_advice=package.get_host_memory_advice(resolved.config),
+        saved=lambda: open_checkpoints(resolved.place).find_latest(),
     )
 
 
@@ -169,12 +173,12 @@ def _may_replace(path: Path) -> bool:
     try:
         if path.is_file() and not path.stat().st_size:  # as mktemp makes it
             return True
-        found = read_json(path)
+        values = read_json(path)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "step" in found
+    return isinstance(values, dict) and "step" in values
 
 
 if __name__ == "__main__":

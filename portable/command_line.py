@@ -142,7 +142,7 @@ class Invocation:
     notes: tuple[str, ...] = ()
 
     @property
-    def from_elsewhere(self) -> bool:
+    def is_from_elsewhere(self) -> bool:
         """Whether a YAML file is outside the current folder."""
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 

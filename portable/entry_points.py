@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from portable.converters.interrupts import exit_on_interrupt
-from portable.ranks.ending import ends_with
+from portable.ranks.ending import set_exit_code
 
 exit_on_interrupt()
 
@@ -12,39 +12,39 @@ def train() -> int:
     """Run ``portable-train``."""
     from portable.cli import program
 
-    return ends_with(program())
+    return set_exit_code(program())
 
 
 def convert() -> int:
     """Run ``portable-convert``."""
     from portable.converters.cli import main
 
-    return ends_with(main())
+    return set_exit_code(main())
 
 
 def report() -> int:
     """Run ``portable-report``."""
     from portable.reporting.html_report import main
 
-    return ends_with(main())
+    return set_exit_code(main())
 
 
 def plan() -> int:
     """Run ``portable-plan``."""
     from portable.planner.cli import main
 
-    return ends_with(main())
+    return set_exit_code(main())
 
 
 def chat() -> int:
     """Run ``portable-chat``."""
     from portable.commands.chat import main
 
-    return ends_with(main())
+    return set_exit_code(main())
 
 
 def data() -> int:
     """Run ``portable-data``."""
     from portable.commands.data import main
 
-    return ends_with(main())
+    return set_exit_code(main())

@@ -52,8 +52,8 @@ class ReportedElsewhereError(Exception):
         Returns at once after SIGTERM, because the launcher then knows of the failure.
         """
         end = time.monotonic() + (REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
-        while not _is_end_requested and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _POLL_SECONDS))
+        while not _is_end_requested and (seconds_left := end - time.monotonic()) > 0:
+            time.sleep(min(seconds_left, _POLL_SECONDS))
 
 
 def note_end_request() -> None:
@@ -75,7 +75,7 @@ class DamagedError(UserError):
     """A damaged checkpoint. An older one may be intact."""
 
 
-def one_line(text: object) -> str:
+def to_one_line(text: object) -> str:
     """Fold ``text``, or the name of an exception without one, into one printable line for stderr."""
     said = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
     folded = " ".join(said.split())
@@ -105,7 +105,7 @@ class StoppedError(RunError):
 def report(error: Exception) -> None:
     """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
     for line in error.lines if isinstance(error, MistakesError) else [error]:
-        print_error(f"error: {one_line(line)}")
+        print_error(f"error: {to_one_line(line)}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def human_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a byte count in binary units: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -18,7 +18,7 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def human_count(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``. The plural of ``noun`` must end in s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
@@ -33,26 +33,26 @@ def format_short_count(count: int) -> str:
     return f"{value:.{digits}f}{unit}"
 
 
-def human_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """``1:02:03``, or ``2:03`` under an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns. The first ``left`` of them are text, the others numbers."""
+def align_columns(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Columns. The first ``text_columns`` of them are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
 
 
-def table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
+def format_table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
     """Two aligned columns.
 
     Args:

@@ -49,11 +49,11 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
         with (get_node_folder() / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             if not is_recent(answered):
-                with _asking():
+                with _mark_asking():
                     result = ask()
                 answered.touch()
                 return result
-        with _offline():
+        with _force_offline():
             return ask()
     except Exception:
         if not is_recent(answered):
@@ -87,7 +87,7 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
+def _mark_asking() -> Iterator[None]:
     global _is_asking
     _is_asking = True
     try:
@@ -97,7 +97,7 @@ def _asking() -> Iterator[None]:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def _force_offline() -> Iterator[None]:
     """Let the libraries of the hub, until the context ends, use only their caches."""
     from huggingface_hub import constants
 

@@ -1,7 +1,7 @@
 """Training loop shared by all backends, strategies and world sizes.
 
-:func:`train` runs a launch, :func:`steps` iterates over its optimizer steps, and :func:`train_step` takes one
-step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
+:func:`train` runs a launch, :func:`iter_steps` iterates over its optimizer steps, and :func:`train_step`
+takes one step. The loop accesses the device only through a :class:`portable.backend.Backend` and a
 :class:`portable.backend.Engine`. SIGTERM and SIGINT stop it after the current step (see
 :class:`StopSignals`). If there are several ranks, they stop after the next step, because the all-reduce at
 the start of a step distributes the request.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import note_end_request
 from portable.model.loss import add_micro_batches
 from portable.progress import StepResult
-from portable.terminal import at_a_terminal
+from portable.terminal import shows_run_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,10 +66,10 @@ def train_step(
         The global loss and gradient norm, as device tensors.
     """
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(engine.objective.weight(batch) for batch in batches), stop=stop())
+    valid = backend.total(sum(engine.objective.compute_weight(batch) for batch in batches), stop=stop())
     shares = []
     for index, batch in enumerate(batches):
-        backend.seed(plan.dropout_seed(first_sample, index))
+        backend.seed(plan.compute_dropout_seed(first_sample, index))
         placed, last = backend.place(batch), index == len(batches) - 1
         shares.append(engine.accumulate(placed, valid, last=last, with_token_metrics=with_token_metrics))
     step_sums = add_micro_batches(shares)
@@ -80,7 +80,7 @@ def train_step(
     return StepResult(loss, grad_norm, metrics, step_sums.names, learning_rate)
 
 
-def steps(
+def iter_steps(
     prepared: Prepared,
     engine: Engine,
     micro_batches: Iterator[Batch],
@@ -138,13 +138,13 @@ def train(run: Run, micro_batches: Iterable[Batch], signals: StopSignals) -> boo
     """
     signals.install()
     batches, requested = iter(micro_batches), signals.is_requested
-    for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
+    for result in iter_steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs, requested):
         run.result = result
         # A request of another rank arrives with the token count of the next step. Before an evaluation or a
         # save, the ranks exchange requests at once: an evaluation would use up the time that a scheduler
         # leaves between SIGTERM and SIGKILL, and the save would be followed by another one.
         pauses = run.evaluation_is_due or run.save_is_due
-        share = run.backend.any if pauses else run.backend.stop_requested
+        share = run.backend.reduce_any if pauses else run.backend.stop_requested
         run.stopped = share(signals.requested)
         run.finish_step()
         if run.stopped:
@@ -195,7 +195,7 @@ class StopSignals:
             signal.signal(*self._previous.popitem())
 
     def _request_stop(self, number: int, _: object) -> None:
-        if at_a_terminal() and not self.requested:
+        if shows_run_bars() and not self.requested:
             os.write(2, _STOP_MESSAGE)  # os.write, because print is not safe in a signal handler
         self.requested = True
         if number == signal.SIGINT:

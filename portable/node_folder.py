@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from portable.temporary_folder import lasting_folder
+from portable.temporary_folder import get_lasting_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,11 +117,11 @@ def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
         is_rank: Whether this process is a rank.
     """
     launch = hashlib.sha256(f"{_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
-    for other in lasting_folder().glob(f"{_PREFIX}*"):
+    for other in get_lasting_folder().glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
             if other.lstat().st_uid == os.getuid() and not _is_alive(int(other.name.split("-")[2])):
                 shutil.rmtree(other, ignore_errors=True)
-    folder = lasting_folder() / f"{_PREFIX}{launcher}-{launch}"
+    folder = get_lasting_folder() / f"{_PREFIX}{launcher}-{launch}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder}: belongs to another user; remove it, or set TMPDIR")

@@ -43,13 +43,13 @@ __all__ = [
     "REPORT_FILE",
     "check_folder",
     "check_link",
-    "default_cache_dir",
+    "convert_storage_errors",
+    "get_default_cache_dir",
+    "iter_regular_files",
     "name_inside",
     "open_file",
     "place_of",
     "read_json",
-    "regular_files",
-    "storage_errors",
 ]
 _MOST_JSON = 1 << 30
 _FLUSHES = 16
@@ -66,7 +66,7 @@ def place_of(key: str, text: str) -> Place:
     Raises:
         UserError: if the URL is invalid, contains credentials or needs a package that is not installed.
     """
-    with storage_errors(key):
+    with convert_storage_errors(key):
         try:
             return place(text)
         except RemoteError:
@@ -75,14 +75,14 @@ def place_of(key: str, text: str) -> Place:
             raise UserError(f"{key}: {error}") from error
 
 
-def default_cache_dir() -> Path:
+def get_default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 @contextmanager
-def storage_errors(key: str) -> Iterator[None]:
+def convert_storage_errors(key: str) -> Iterator[None]:
     """Convert errors of an object store to errors of the setting ``key``.
 
     Raises:
@@ -97,7 +97,7 @@ def storage_errors(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {error}") from error
 
 
-def exists(path: Place) -> bool:
+def path_exists(path: Place) -> bool:
     """Whether ``path`` exists. False for an invalid name."""
     try:
         return path.exists()
@@ -153,7 +153,7 @@ def name_inside(name: object) -> str:
     return name
 
 
-def regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[Path]:
+def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders, including linked subfolders, in no particular order.
 
     Args:
@@ -188,23 +188,25 @@ MAX_FILES = 50_000
 """Most files of a model, tokenizer or adapter folder. More are a home folder, or a disk."""
 
 
-def check_folder(key: str, named: str, *, most: int | None = MAX_FILES) -> None:
+def check_folder(key: str, folder: str, *, most: int | None = MAX_FILES) -> None:
     """Check that no link leaves a folder that other libraries read, and that all its files are regular.
 
     Hidden files are checked as well, because a library may open any name.
 
     Args:
         key: Setting that names the folder, for messages.
-        named: The folder. Nothing is checked if it does not exist.
+        folder: The folder. Nothing is checked if it does not exist.
         most: Number of files that the folder may have, or None if it may have any.
 
     Raises:
         UserError: If a link leaves the folder, if something is not a regular file, or if there are too many.
     """
-    files = regular_files(key, Path(named), hidden=True) if exists(Path(named)) else ()
+    files = iter_regular_files(key, Path(folder), hidden=True) if path_exists(Path(folder)) else ()
     for number, _ in enumerate(files, start=1):
         if most is not None and number > most:
-            raise UserError(f"{key}: {named}: has more than {most} files; name the folder of the model alone")
+            raise UserError(
+                f"{key}: {folder}: has more than {most} files; name the folder of the model alone"
+            )
 
 
 def check_link(key: str, path: Path, folder: Path) -> None:
@@ -250,7 +252,7 @@ def sync_folder(path: Path) -> None:
         sync(path)
 
 
-def path_inside(root: Path, *names: str) -> Path:
+def make_path_inside(root: Path, *names: str) -> Path:
     """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
 
     Makes the folder around it and removes a link in its place.

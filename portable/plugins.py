@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.similar_names import suggest_name
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class NotRunError(UserError):
 
 
 @contextmanager
-def not_run(why: Callable[[str], str | None] | None) -> Iterator[None]:
+def refuse_code(why: Callable[[str], str | None] | None) -> Iterator[None]:
     """Within this context, import no code of the user's for which ``why`` has a reason.
 
     Args:
@@ -65,7 +65,7 @@ def not_run(why: Callable[[str], str | None] | None) -> Iterator[None]:
         _refused.reset(token)
 
 
-def outside(name: str) -> str | None:
+def explain_foreign_module(name: str) -> str | None:
     """Why a config from elsewhere may not have the module ``name`` run: it is none of this project.
 
     Those are in the current folder, or in one of PYTHONPATH.
@@ -82,7 +82,7 @@ def outside(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Name:
+class PluginSpec:
     """What a setting names.
 
     Attributes:
@@ -96,12 +96,12 @@ class Name:
     arguments: Mapping[str, Any]
 
     def __str__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in sorted(self.arguments.items()))
+        arguments_text = ", ".join(f"{key}={value!r}" for key, value in sorted(self.arguments.items()))
         start = "" if self.module is None else f"{self.module}:"
-        return start + self.name + (f"({given})" if given else "")
+        return start + self.name + (f"({arguments_text})" if arguments_text else "")
 
 
-def parse(text: str) -> Name:
+def parse(text: str) -> PluginSpec:
     """Read the name in a setting.
 
     Raises:
@@ -111,9 +111,9 @@ def parse(text: str) -> Name:
     if match is None:
         raise ValueError(f"{text!r} is no package.module:name or package.module:name(argument=value)")
     arguments: dict[str, Any] = {}
-    if given := match["given"]:
+    if arguments_text := match["given"]:
         try:
-            call = ast.parse(f"_({given})", mode="eval").body
+            call = ast.parse(f"_({arguments_text})", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 raise ValueError("give arguments by name")
             for keyword in call.keywords:
@@ -124,7 +124,7 @@ def parse(text: str) -> Name:
             raise ValueError(
                 f"{text!r}: its arguments are not name=value of plain values: {error}"
             ) from error
-    return Name(match["module"], match["name"], arguments)
+    return PluginSpec(match["module"], match["name"], arguments)
 
 
 def names_code(text: object) -> bool:
@@ -135,92 +135,94 @@ def names_code(text: object) -> bool:
     return match is not None and match["module"] is not None
 
 
-def load(key: str, text: str, known: Mapping[str, str] | None = None, default: str | None = None) -> Any:
+def load(
+    key: str, text: str, builtin_paths: Mapping[str, str] | None = None, default: str | None = None
+) -> Any:
     """The object that a setting names: a function, or what a class makes of the arguments.
 
     Args:
         key: the setting, for messages.
         text: its value.
-        known: where to find what the setting has by name.
+        builtin_paths: where to find what the setting has by name.
         default: Meaning of a null value, used in error messages. None if the setting cannot be null.
 
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    named = _parsed(key, text)
-    if str(named) in _objects:
-        return _objects[str(named)]
-    told = f"{key}: {text}"
-    if named.module is None:
-        if named.name not in (known or {}):
-            names = [*(known or ["none"]), *([] if default is None else [f"null for {default}"])]
+    spec = _parse_spec(key, text)
+    if str(spec) in _objects:
+        return _objects[str(spec)]
+    context = f"{key}: {text}"
+    if spec.module is None:
+        if spec.name not in (builtin_paths or {}):
+            names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
-                f"{told}: there is no such name here; there are {', '.join(names)}, and package.module:name "
-                f"for custom code{suggest_name(named.name, known or {})}"
+                f"{context}: there is no such name here; there are {', '.join(names)}, and "
+                f"package.module:name for custom code{suggest_name(spec.name, builtin_paths or {})}"
             )
-        place = parse((known or {})[named.name])
-        named = Name(place.module, place.name, named.arguments)
-    found = _found(told, named)
-    return _made(told, found, named.arguments)
+        place = parse((builtin_paths or {})[spec.name])
+        spec = PluginSpec(place.module, place.name, spec.arguments)
+    target = _find_object(context, spec)
+    return _create_object(context, target, spec.arguments)
 
 
-def maker(key: str, text: str) -> Callable[..., Any]:
+def load_factory(key: str, text: str) -> Callable[..., Any]:
     """The function or class that a setting names, with its arguments, to be called with more.
 
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    named, told = _parsed(key, text), f"{key}: {text}"
-    found = _objects.get(str(named))
-    if found is None:
-        found = _found(told, named)
-    if not callable(found):
-        raise UserError(f"{told}: is a {type(found).__name__}; give a class or a function")
-    made: Callable[..., Any] = found
-    if isinstance(made, functools.partial) or not named.arguments:
-        return made
-    _check_arguments(told, made, named.arguments, all_of_them=False)
-    return functools.partial(made, **named.arguments)
+    spec, context = _parse_spec(key, text), f"{key}: {text}"
+    target = _objects.get(str(spec))
+    if target is None:
+        target = _find_object(context, spec)
+    if not callable(target):
+        raise UserError(f"{context}: is a {type(target).__name__}; give a class or a function")
+    factory: Callable[..., Any] = target
+    if isinstance(factory, functools.partial) or not spec.arguments:
+        return factory
+    _check_arguments(context, factory, spec.arguments, all_of_them=False)
+    return functools.partial(factory, **spec.arguments)
 
 
-def load_made(key: str, text: str) -> Any:
+def load_and_call(key: str, text: str) -> Any:
     """The object that a setting names; what a function returns, in place of the function."""
-    found = load(key, text)
-    with user_code_errors(f"{key}: {text}"):
-        return found() if callable(found) else found
+    target = load(key, text)
+    with convert_user_errors(f"{key}: {text}"):
+        return target() if callable(target) else target
 
 
-def _parsed(key: str, text: str) -> Name:
+def _parse_spec(key: str, text: str) -> PluginSpec:
     try:
         return parse(text)
     except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+        raise UserError(f"{key}: {to_one_line(error)}") from error
 
 
-def _found(told: str, named: Name) -> Any:
-    assert named.module is not None
-    found = _module(told, named.module)
-    for part in named.name.split("."):
+def _find_object(context: str, spec: PluginSpec) -> Any:
+    assert spec.module is not None
+    target = _import_module(context, spec.module)
+    for part in spec.name.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError as error:
-            public = [name for name in dir(found) if not name.startswith("_")]
+            public = [name for name in dir(target) if not name.startswith("_")]
             raise UserError(
-                f"{told}: {named.module} has no {named.name}{suggest_name(part, public)}"
+                f"{context}: {spec.module} has no {spec.name}{suggest_name(part, public)}"
             ) from error
-    return found
+    return target
 
 
-def check_may_run(told: str, name: str) -> None:
+def check_may_run(context: str, name: str) -> None:
     """Raise NotRunError if code called ``name`` may not run, since the config is somebody else's."""
     if (why := _refused.get()) is not None and (reason := why(name)) is not None:
-        raise NotRunError(f"{told}: {reason}")
+        raise NotRunError(f"{context}: {reason}")
 
 
-def _module(told: str, name: str) -> types.ModuleType:
-    check_may_run(told, name)
+def _import_module(context: str, name: str) -> types.ModuleType:
+    check_may_run(context, name)
     if name.startswith(NOTEBOOK) and name not in sys.modules:
-        raise UserError(f"{told}: was defined in a notebook or script; start the run from there")
+        raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
     here = str(Path.cwd())
     if here not in sys.path:  # as if the program were a script beside it
         sys.path.append(here)
@@ -232,43 +234,43 @@ def _module(told: str, name: str) -> types.ModuleType:
             near = suggest_name(name, [path.stem for path in Path.cwd().glob("*.py")])
         remedy = "give package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
-            f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; {remedy}"
+            f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){near}; {remedy}"
         ) from error
 
 
-def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
-    if not callable(found):
+def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> Any:
+    if not callable(target):
         if arguments:
-            raise UserError(f"{told}: is a {type(found).__name__}, which takes no arguments")
-        return found
-    if not inspect.isclass(found) and not arguments:
-        return found
-    _check_arguments(told, found, arguments, all_of_them=inspect.isclass(found))
-    if not inspect.isclass(found):
-        return functools.update_wrapper(functools.partial(found, **arguments), found)
+            raise UserError(f"{context}: is a {type(target).__name__}, which takes no arguments")
+        return target
+    if not inspect.isclass(target) and not arguments:
+        return target
+    _check_arguments(context, target, arguments, all_of_them=inspect.isclass(target))
+    if not inspect.isclass(target):
+        return functools.update_wrapper(functools.partial(target, **arguments), target)
     try:
-        return found(**arguments)
+        return target(**arguments)
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # foreign code
-        raise UserError(f"{told}: cannot be made ({_said(error)})") from error
+        raise UserError(f"{context}: cannot be made ({_describe_error(error)})") from error
 
 
-def _check_arguments(told: str, found: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
+def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
         signature.bind(**arguments) if all_of_them else signature.bind_partial(**arguments)
     except TypeError as error:
-        takes = list(inspect.signature(found).parameters)
+        takes = list(inspect.signature(target).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{told}: {one_line(error)}{suggest_name(wrong, takes)}") from error
+        raise UserError(f"{context}: {to_one_line(error)}{suggest_name(wrong, takes)}") from error
     except ValueError:  # a signature that Python cannot tell
         pass
 
 
 @contextmanager
-def user_code_errors(what: str) -> Iterator[None]:
-    """Within this context, an error of foreign code ends the run in one line that begins with ``what``."""
+def convert_user_errors(context: str) -> Iterator[None]:
+    """Within this context, an error of foreign code ends the run in one line that begins with ``context``."""
     try:
         yield
     except (UserError, RunError):
@@ -276,13 +278,13 @@ def user_code_errors(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run says what to do about it
             raise
-        raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
+        raise UserError(f"{context}: fails ({_describe_error(error)}); correct it") from error
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
-    where = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
-    return f"{type(error).__name__}: {one_line(error)}{where}"
+    location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
+    return f"{type(error).__name__}: {to_one_line(error)}{location}"
 
 
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -300,11 +302,11 @@ def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.Fram
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
-    own = [frame for frame in others if packages[frame.filename] is None]
-    if not own:  # the setting names code of an installed package
+    user_frames = [frame for frame in others if packages[frame.filename] is None]
+    if not user_frames:  # the setting names code of an installed package
         entry = next((name for name in packages.values() if name not in _FRAMEWORKS), None)
-        own = [frame for frame in others if packages[frame.filename] == entry]
-    return next(reversed(own or others or list(frames)), None)
+        user_frames = [frame for frame in others if packages[frame.filename] == entry]
+    return next(reversed(user_frames or others or list(frames)), None)
 
 
 _OWN_FOLDER = f"{Path(__file__).parent}{os.sep}"
@@ -349,12 +351,12 @@ def digest(text: str) -> str:
     if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
         return ""
     try:
-        return _code_digest(inspect.getsource(_module("", module)))
+        return _compute_code_digest(inspect.getsource(_import_module("", module)))
     except (UserError, OSError, TypeError):  # compiled code has no source
         return ""
 
 
-def _code_digest(source: str) -> str:
+def _compute_code_digest(source: str) -> str:
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
 
@@ -362,35 +364,35 @@ def _code_digest(source: str) -> str:
 # -- objects -----------------------------------------------------------------------------------------------
 
 
-def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True) -> str:
+def name_object(key: str, user_object: Any, sources: dict[str, str], *, make: bool = True) -> str:
     """The name of an object, under which ranks find it.
 
     Args:
         key: the argument that it was given as, for messages.
-        given: a function or class, a ``functools.partial`` of one, or an object of a dataclass.
+        user_object: a function or class, a ``functools.partial`` of one, or an object of a dataclass.
         sources: modules by name, to which the text of what a notebook or script defines is added.
-        make: whether a class stands for an object of it; see :func:`load` and :func:`maker`.
+        make: whether a class stands for an object of it; see :func:`load` and :func:`load_factory`.
 
     Raises:
         UserError: if ranks could not make the same object.
     """
-    if isinstance(given, str):
-        return given
+    if isinstance(user_object, str):
+        return user_object
     arguments: dict[str, Any] = {}
-    target = given
-    if isinstance(given, functools.partial):
-        if given.args:
+    target = user_object
+    if isinstance(user_object, functools.partial):
+        if user_object.args:
             raise UserError(f"{key}: a partial with positional arguments; give them by name")
-        target, arguments = given.func, dict(given.keywords)
-    elif not inspect.isclass(given) and not inspect.isfunction(given):
-        target = type(given)
-        if dataclasses.is_dataclass(given):
+        target, arguments = user_object.func, dict(user_object.keywords)
+    elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
+        target = type(user_object)
+        if dataclasses.is_dataclass(user_object):
             arguments = {
-                field.name: getattr(given, field.name)
-                for field in dataclasses.fields(given)
-                if field.init and not _is_default(field, getattr(given, field.name))
+                field.name: getattr(user_object, field.name)
+                for field in dataclasses.fields(user_object)
+                if field.init and not _is_default(field, getattr(user_object, field.name))
             }
-        elif vars(given) if hasattr(given, "__dict__") else True:
+        elif vars(user_object) if hasattr(user_object, "__dict__") else True:
             raise UserError(
                 f"{key}: an object of {target.__name__}, which the ranks do not know how to make; make "
                 "the class a dataclass, or give the class itself"
@@ -403,27 +405,29 @@ def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True)
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:
-        text = _source_with_globals(key, target)
-        module = f"{NOTEBOOK}{_code_digest(text)}"
+        text = _build_source_with_globals(key, target)
+        module = f"{NOTEBOOK}{_compute_code_digest(text)}"
         sources[module] = text
-    elif _object_at(module, name) is not target:
+    elif _find_imported(module, name) is not target:
         raise UserError(
             f"{key}: the ranks would find another object as {module}:{name}; define it at the top of a module"
         )
-    found = str(Name(module, name, arguments))
-    _objects[found] = given if not (make and inspect.isclass(given)) else given(**arguments)
-    return found
+    full_name = str(PluginSpec(module, name, arguments))
+    _objects[full_name] = (
+        user_object if not (make and inspect.isclass(user_object)) else user_object(**arguments)
+    )
+    return full_name
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     return field.default is not dataclasses.MISSING and value is field.default
 
 
-def _object_at(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
+def _find_imported(module: str, name: str) -> Any:
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _is_plain(value: Any) -> bool:
@@ -433,7 +437,7 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _source_with_globals(key: str, target: Any) -> str:
+def _build_source_with_globals(key: str, target: Any) -> str:
     """The text of a module with ``target``, and with all that it uses of the module that defines it."""
     parts: dict[str, str] = {}
     _gather(key, target, parts)
@@ -446,13 +450,13 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
         return
     if "<" in target.__qualname__:
         raise UserError(f"{key}: {target.__qualname__} is defined within a function; define it at the top")
-    text = _source_of(target)
+    text = _get_source(target)
     if text is None:
         raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
     parts[name] = ""  # it may use itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
-    for used in sorted(_names_in(text)):
+    for used in sorted(_find_names(text)):
         if used == name or used not in space:
             continue
         value = space[used]
@@ -472,13 +476,13 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
                 f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which ranks "
                 "do not have; make it an argument, or define both in a module"
             )
-    own = parts.pop(name)
-    assert not own
+    placeholder = parts.pop(name)
+    assert not placeholder
     parts |= {used: line for used, line in before.items() if used not in parts}
     parts[name] = text
 
 
-def _source_of(target: Any) -> str | None:
+def _get_source(target: Any) -> str | None:
     try:
         return textwrap.dedent(inspect.getsource(target))
     except (OSError, TypeError):
@@ -487,7 +491,9 @@ def _source_of(target: Any) -> str | None:
         return None
     # Python finds no class of a notebook, whose cells are no files. Its methods know their cell; a class
     # without any is looked for in all, the newest first.
-    files = [getattr(getattr(one, "__code__", None), "co_filename", "") for one in vars(target).values()]
+    files = [
+        getattr(getattr(member, "__code__", None), "co_filename", "") for member in vars(target).values()
+    ]
     cells = [name for name in reversed([*linecache.cache]) if not Path(name).is_file()]
     for file in (*filter(None, files), *cells):
         cell = "".join(linecache.getlines(file))
@@ -495,17 +501,17 @@ def _source_of(target: Any) -> str | None:
             continue
         for node in ast.walk(ast.parse(cell)):
             if isinstance(node, ast.ClassDef) and node.name == target.__name__:
-                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 lines = cell.splitlines(keepends=True)[first - 1 : node.end_lineno]
                 return textwrap.dedent("".join(lines))
     return None
 
 
-def _names_in(text: str) -> set[str]:
+def _find_names(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-def installed() -> dict[str, str]:
+def get_installed_sources() -> dict[str, str]:
     """The modules of a notebook or script that :func:`install` made in this process."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
@@ -526,11 +532,11 @@ def install(sources: Mapping[str, str]) -> None:
         except Exception as error:
             del sys.modules[name]
             raise UserError(
-                f"a function or class of the notebook cannot be defined in a rank ({_said(error)})"
+                f"a function or class of the notebook cannot be defined in a rank ({_describe_error(error)})"
             ) from error
 
 
-def new_python(code: str, *arguments: str) -> list[str]:
+def build_python_command(code: str, *arguments: str) -> list[str]:
     """What runs ``code``, with ``arguments`` in ``sys.argv``, and looks for modules where this process does.
 
     By itself a new Python looks in the current folder first, which may hold modules of any name.

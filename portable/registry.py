@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.config.rules import Problem
+    from portable.config.rules import SettingProblem
     from portable.planner.compiled_graph import Compiled
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
@@ -60,7 +60,7 @@ class CompileTarget:
     """What a run's graphs are compiled for.
 
     Attributes:
-        device: its name, as :meth:`BackendPackage.devices` has it; None if only its memory is known.
+        device: its name, as :meth:`BackendPackage.list_devices` has it; None if only its memory is known.
         devices: how many.
         topology: how they are connected, such as ``4x4``; None for the usual way.
         large: elements from which a value is listed; 0 for none.
@@ -90,7 +90,7 @@ class BackendPackage(Protocol):
     def is_here(self) -> bool:
         """Whether this machine has the devices, so that ``backend: auto`` may choose them."""
 
-    def local_ranks(self) -> int:
+    def count_local_ranks(self) -> int:
         """The ranks that this machine holds: one a device, or one a host; 1 on CPU."""
 
     def check_ranks(self, ranks: int) -> None:
@@ -99,17 +99,17 @@ class BackendPackage(Protocol):
     def launch_environment(self, ranks: int) -> dict[str, str]:
         """Variables that ``ranks`` ranks on this machine must share, set before they start."""
 
-    def world(self, ranks: int) -> World:
+    def get_world(self, ranks: int) -> World:
         """The launch that this process starts with ``ranks`` ranks, or has joined."""
 
-    def default_precision(self, *, in_rank: bool) -> str | None:
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
         """What ``precision: auto`` means; None where only a rank may open the device to find out.
 
         Args:
             in_rank: whether this process is a rank.
         """
 
-    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         """Yield the settings that the backend and its engines do not support.
 
         See :func:`portable.checks.check`.
@@ -125,19 +125,19 @@ class BackendPackage(Protocol):
     def check(self, config: RunConfig, world: World) -> None:
         """Raise UserError for a setting that cannot run on this machine, before any rank starts."""
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def build_notes(self, config: RunConfig) -> list[str]:
         """What a user may not expect of this config on this backend, one line each."""
 
-    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         """Settings that need less device memory than ``config``, the cheapest first."""
 
-    def host_memory_advice(self, config: RunConfig) -> str:
+    def get_host_memory_advice(self, config: RunConfig) -> str:
         """Which settings to change where host memory runs out, in one sentence."""
 
-    def footprint(self) -> FootprintModule:
+    def load_footprint(self) -> FootprintModule:
         """What the planner asks; its module imports no accelerator library."""
 
-    def devices(self) -> tuple[Device, ...]:
+    def list_devices(self) -> tuple[Device, ...]:
         """The devices of this backend that a plan knows by name."""
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
@@ -155,7 +155,7 @@ class BackendPackage(Protocol):
         """The backend of this process; rank and world size come from the environment."""
 
 
-def backend_package(name: str) -> BackendPackage:
+def load_backend_package(name: str) -> BackendPackage:
     """The record of a backend.
 
     Raises:
@@ -167,12 +167,14 @@ def backend_package(name: str) -> BackendPackage:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        others = ", ".join(sorted(n for n, (where, _) in BACKENDS.items() if where != module))
+        others = ", ".join(
+            sorted(n for n, (backend_module, _) in BACKENDS.items() if backend_module != module)
+        )
         raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
     return package
 
 
-def engine_part(strategy: str, part: str) -> Any:
+def import_engine_part(strategy: str, part: str) -> Any:
     """Import a module of the engine behind a strategy.
 
     Args:
@@ -196,7 +198,7 @@ def resolve_backend(name: str) -> str:
     """The backend that ``auto`` stands for on this machine; any other name comes back as it is."""
     if name != "auto":
         return name
-    return next(candidate for candidate in reversed(BACKENDS) if backend_package(candidate).is_here())
+    return next(candidate for candidate in reversed(BACKENDS) if load_backend_package(candidate).is_here())
 
 
 def create_backend(name: str) -> Backend:
@@ -205,7 +207,7 @@ def create_backend(name: str) -> Backend:
     Raises:
         UserError: if a library that it needs is not installed, with the command that installs it.
     """
-    package = backend_package(name)
+    package = load_backend_package(name)
     try:
         return package.create()
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from portable.converters.writers.replace_folder import lock_folder, release_lock
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _LASTING = "PORTABLE_LASTING_TMPDIR"
 _SOCKET, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
-def lasting_folder() -> Path:
+def get_lasting_folder() -> Path:
     """The folder for temporary files that outlive the run."""
     return Path(os.environ.get(_LASTING) or tempfile.gettempdir())
 
 
-def _user() -> str:
+def _get_user_name() -> str:
     """The user's name as torch writes it."""
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
@@ -41,7 +41,7 @@ def _user() -> str:
 
 
 @contextmanager
-def temporary_files_in(folder: Path) -> Iterator[None]:
+def redirect_temporary_files(folder: Path) -> Iterator[None]:
     """Make child processes create their temporary files in ``folder``.
 
     torch, DeepSpeed and ``multiprocessing`` remove their temporary folders on exit, but not if they are
@@ -56,7 +56,7 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
     if _LASTING not in os.environ:
         changes[_LASTING] = usual
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # kernels take minutes to compile
-        changes["TORCHINDUCTOR_CACHE_DIR"] = str(Path(usual) / f"torchinductor_{_user()}")
+        changes["TORCHINDUCTOR_CACHE_DIR"] = str(Path(usual) / f"torchinductor_{_get_user_name()}")
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -70,7 +70,7 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def scratch_folder(kind: str) -> Iterator[Path]:
+def create_scratch_folder(kind: str) -> Iterator[Path]:
     """Create a temporary folder for this context, and lock it.
 
     First removes this user's unlocked folders of the same kind, which killed processes left.
@@ -78,23 +78,23 @@ def scratch_folder(kind: str) -> Iterator[Path]:
     Args:
         kind: a unique prefix of the folder's name.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
-        _remove_leftover(left)
-    folder, held = _new(kind)
+    for leftover in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
+        _remove_leftover(leftover)
+    folder, lock = _create_folder(kind)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        release_lock(held)
+        release_lock(lock)
 
 
-def _new(kind: str) -> tuple[Path, int | None]:
+def _create_folder(kind: str) -> tuple[Path, int | None]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
-        held = lock_folder(folder)
+        lock = lock_folder(folder)
         if folder.exists():  # another process may have removed it before it was locked
-            return folder, held
-        release_lock(held)
+            return folder, lock
+        release_lock(lock)
 
 
 def _remove_leftover(folder: Path) -> None:
@@ -103,41 +103,41 @@ def _remove_leftover(folder: Path) -> None:
             return
     except FileNotFoundError:
         return
-    if (held := lock_folder(folder)) is None:  # in use, not a folder, or no locks on this file system
+    if (lock := lock_folder(folder)) is None:  # in use, not a folder, or no locks on this file system
         return
     try:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        release_lock(held)
+        release_lock(lock)
 
 
 T = TypeVar("T")
 
 
-def made_once(
+def open_or_build(
     folder: Path,
-    opened: Callable[[Path], T | None],
+    open_cached: Callable[[Path], T | None],
     write: Callable[[Path], object],
     *,
     resumes: bool = False,
 ) -> T:
-    """What ``opened`` finds in ``folder``, which is written first if it finds nothing.
+    """What ``open_cached`` finds in ``folder``, which is written first if it finds nothing.
 
     Any number of processes may call this concurrently: one writes, the others wait.
 
     Args:
         folder: of the cache.
-        opened: None for a folder that does not exist or is damaged.
+        open_cached: None for a folder that does not exist or is damaged.
         write: writes into an empty folder beside it, which then takes its place.
         resumes: Whether ``write`` continues what a killed process has written. Its folder is then not empty.
 
     Raises:
         UserError: if the folder is not writable, or of ``write``.
     """
-    if (found := opened(folder)) is not None:
-        return found
-    with _locked(folder, resumes=resumes) as draft:
-        if (found := opened(folder)) is None:
+    if (result := open_cached(folder)) is not None:
+        return result
+    with _lock_for_writing(folder, resumes=resumes) as draft:
+        if (result := open_cached(folder)) is None:
             if folder.exists():
                 tell(f"warning: data.cache_dir: {folder}: damaged; making it again")
             write(draft)
@@ -147,14 +147,14 @@ def made_once(
             if folder.exists():
                 shutil.rmtree(folder)
             draft.rename(folder)
-            found = opened(folder)
-    if found is None:
+            result = open_cached(folder)
+    if result is None:
         raise RunError(f"data.cache_dir: {folder}: damaged, just written; choose a folder on another disk")
-    return found
+    return result
 
 
 @contextmanager
-def _locked(folder: Path, *, resumes: bool) -> Iterator[Path]:
+def _lock_for_writing(folder: Path, *, resumes: bool) -> Iterator[Path]:
     """Lock ``folder`` and yield a folder beside it to write into.
 
     Args:
@@ -180,5 +180,6 @@ def _locked(folder: Path, *, resumes: bool) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)  # another process has made the folder
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"data.cache_dir: cannot write in {folder.parent} ({one_line(error)}); choose a writable folder"
+            f"data.cache_dir: cannot write in {folder.parent} ({to_one_line(error)}); choose a writable "
+            "folder"
         ) from error

@@ -48,10 +48,10 @@ class _Retries(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if found := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
-            if found[1] not in self._told:
-                self._told.add(found[1])
-                tell(f"warning: {found[1]} does not answer; trying again, for up to half a minute a file")
+        if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
+            if match[1] not in self._told:
+                self._told.add(match[1])
+                tell(f"warning: {match[1]} does not answer; trying again, for up to half a minute a file")
             return False
         return not re.match(r"Retrying in [\d.]+s \[Retry", text)
 
@@ -63,7 +63,7 @@ LOG.setLevel(logging.DEBUG)
 LOG.propagate = False
 
 
-def be_quiet(quiet: bool) -> None:
+def set_quiet(quiet: bool) -> None:
     """Print only warnings and errors from now on, and no progress bars; or everything again."""
     TERMINAL.setLevel(logging.WARNING if quiet else logging.INFO)
 
@@ -72,7 +72,7 @@ def is_quiet() -> bool:
     return TERMINAL.level > logging.INFO
 
 
-def quiet_checkpoint_warnings() -> None:
+def silence_checkpoint_warnings() -> None:
     """Suppress torch's warnings about TypedStorage and about saving in a single process.
 
     For the whole process, because background saves warn in another thread.
@@ -86,18 +86,18 @@ def shows_bars() -> bool:
     return not is_quiet() and sys.stderr.isatty()
 
 
-def at_a_terminal() -> bool:
+def shows_run_bars() -> bool:
     """Whether this process draws the bars of a run: as :func:`shows_bars`, on rank 0 alone."""
     return shows_bars() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def show_loading() -> Iterator[None]:
     """Show on a terminal that libraries are loading, and clear the line at the end.
 
     No garbage is collected meanwhile: there is none, and looking for it takes a tenth of the time.
     """
-    shown = at_a_terminal() and "torch" not in sys.modules
+    shown = shows_run_bars() and "torch" not in sys.modules
     if shown:
         print("loading torch and transformers ...", end="", file=sys.stderr, flush=True)
     collects = gc.isenabled()
@@ -112,7 +112,7 @@ def loading() -> Iterator[None]:
 
 
 @contextmanager
-def native_stdout_closed() -> Iterator[None]:
+def discard_native_stdout() -> Iterator[None]:
     """Discard the connection messages that gloo's C++ code prints to stdout."""
     sys.stdout.flush()
     stdout = os.dup(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.names.contradictions import find_invalid_settings
 from portable.converters.storage.safe_open import stays_inside
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.paths import check_folder, read_json
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offli
         if path.name == CONFIG_FILE and isinstance(settings, dict):
             invalid = find_invalid_settings(settings, ())
             if invalid:
-                raise UserError(f"{key}: {path}: {one_line(invalid[0])}; correct the file")
+                raise UserError(f"{key}: {path}: {to_one_line(invalid[0])}; correct the file")
 
 
-def check_values(where: str, settings: Any, folder: Path) -> None:
+def check_values(location: str, settings: Any, folder: Path) -> None:
     """Check the values of a JSON or YAML file.
 
     Args:
-        where: Begin of the message.
+        location: Begin of the message.
         settings: Values of the file.
         folder: Folder that the values may name files of.
 
@@ -87,11 +87,11 @@ def check_values(where: str, settings: Any, folder: Path) -> None:
     for key, value in _iter_values(settings, ""):
         if isinstance(value, str) and not _is_text(key) and _leads_outside(value, folder):
             raise UserError(
-                f"{where}: {key}: {one_line(repr(value[:200]))} names a file outside the folder; remove the "
-                "key, or use another folder"
+                f"{location}: {key}: {to_one_line(repr(value[:200]))} names a file outside the folder; "
+                "remove the key, or use another folder"
             )
         if _counts_layers(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
-            raise UserError(f"{where}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
+            raise UserError(f"{location}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def convert_library_errors(key: str) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        reason = one_line(error)[:500] or type(error).__name__
+        reason = to_one_line(error)[:500] or type(error).__name__
         raise UserError(f"{key}: {reason}") from error
 
 
@@ -123,7 +123,7 @@ def describe_download_error(name: str, error: BaseException) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if not any(isinstance(cause, LocalEntryNotFoundError) for cause in (error, error.__cause__)):
-        return one_line(error)
+        return to_one_line(error)
     if constants.HF_HUB_OFFLINE:
         return f"{name}: is not cached on this machine; unset HF_HUB_OFFLINE, or give a folder"
     return (

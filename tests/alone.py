@@ -25,7 +25,7 @@ from portable.errors import UserError
 from portable.model.document_attention import check_direction, check_documents, keep_documents_apart
 from portable.model.labels import classifies_last_position
 from portable.model.rotations import check_rotations, rotate_by_text
-from portable.private.of_transformers import no_value_checks
+from portable.private.of_transformers import disable_value_checks
 from tests.architectures import COMPOSITE, Pair, auto_class, pairs
 from tests.tiny_models import tiny_config
 
@@ -169,7 +169,7 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
 
 def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     rotate_by_text(keep_documents_apart(model))
-    with torch.no_grad(), no_value_checks():
+    with torch.no_grad(), disable_value_checks():
         logits: torch.Tensor = model(**batch).logits
     return logits
 

@@ -151,7 +151,7 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     }
     trained |= _find_statistics(source)
     base = open_checkpoint(source).tensors
-    names, _ = of_transformers.renamed(run.model, base)
+    names, _ = of_transformers.map_names(run.model, base)
     is_trained: dict[str, bool] = {}
     for published, live, _ in names:
         is_trained[published] = is_trained.get(published, False) or live in trained

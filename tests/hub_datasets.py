@@ -93,7 +93,7 @@ def main(name: str, cache: Path) -> None:
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return
-    texts = [[found.text for found in part.open(files.settings).documents()] for part in files.parts]
+    texts = [[found.text for found in part.open(files.settings).iter_documents()] for part in files.parts]
     print(json.dumps({"texts": texts}))
 
 

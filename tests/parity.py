@@ -16,12 +16,12 @@ from portable.batch import Batch
 from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
 from portable.loop import train_step
-from portable.model.loss import token_loss
-from portable.private.of_transformers import no_value_checks
+from portable.model.loss import compute_token_loss
+from portable.private.of_transformers import disable_value_checks
 from portable.progress import StepResult
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
@@ -56,7 +56,7 @@ class Opened:
         self.run = run
         self.backend = run.backend
         self.engine: Any = restore(run, None).engine
-        self.batches = iter(train_loader(run, 0))
+        self.batches = iter(build_train_loader(run, 0))
         self.steps = 0
 
     def step(self, learning_rate: float | None = None) -> StepResult:
@@ -159,13 +159,13 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
     """Train from the start on ``config.backend``; nothing is read from the device before the last step."""
     with opened(config) as trial:
         backend = trial.backend
-        before = backend.metrics()
+        before = backend.get_metrics()
         results = [trial.step() for _ in range(steps)]
-        figures = {name: value - before[name] for name, value in backend.metrics().items()}
+        figures = {name: value - before[name] for name, value in backend.get_metrics().items()}
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         compiled: Any = getattr(trial.engine, "graphs", None)
-        return Steps(losses, norms, figures, {} if compiled is None else compiled.distinct)
+        return Steps(losses, norms, figures, {} if compiled is None else compiled.graph_counts)
 
 
 def launched(config: RunConfig) -> int:
@@ -219,8 +219,8 @@ def loss_and_gradients(
 ) -> list[torch.Tensor]:
     """The loss, and the whole gradients, once ``summed`` has been called."""
     model.zero_grad()
-    with no_value_checks():
-        loss = token_loss(model, batch)
+    with disable_value_checks():
+        loss = compute_token_loss(model, batch)
     loss.backward()
     summed()
     found = [loss.detach().clone()]

@@ -11,10 +11,10 @@ import torch
 
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.model.build import build_model, model_config
+from portable.model.build import build_model, load_model_config
 from portable.model.padding import explain_padding
 from portable.model.rotations import check_rotary_layers
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from tests.alone import TOLERANCE, compare
 from tests.architectures import Pair, pairs
 from tests.engines import ENGINES, Engines
@@ -141,7 +141,7 @@ def test_longrope_factors_follow_each_text(settings: dict[str, Any], micro: int,
 
         plain = transformers.AutoModelForCausalLM.from_config(trial.run.model_config).float()
         plain.load_state_dict(trial.engine.model.state_dict())
-        batches = train_loader(trial.run, 0)
+        batches = build_train_loader(trial.run, 0)
         total, labels, lengths = 0.0, 0, set()
         for _, batch in zip(range(4 // micro), batches, strict=False):
             for ids, targets in texts_of(batch):
@@ -218,7 +218,7 @@ def test_padded_targets_have_no_length(tmp_path: Path) -> None:
     config = {"model_type": "moonshine", "rope_parameters": rope}
     settings = configured(tmp_path, tmp_path, model__config=config).model
     with pytest.raises(UserError, match=r"rope_type that depends on the length of each text, which padded"):
-        model_config(settings.model_copy(update={"task": "seq2seq-lm"}))
+        load_model_config(settings.model_copy(update={"task": "seq2seq-lm"}))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_custom_code_that_counts_padding_is_refused(
     """The rotary embeddings of custom code do not have the attributes of transformers."""
     config = configured(tmp_path, corpus, **{"model__config": longrope(24), "data__seq_len": 96, **settings})
     with torch.device("meta"):
-        model = build_model(model_config(config.model), config.model)
+        model = build_model(load_model_config(config.model), config.model)
     for module in model.modules():
         if hasattr(module, "rope_type"):
             del module.rope_type

@@ -14,11 +14,11 @@ import torch
 
 from portable.config import RunConfig
 from portable.converters import open_checkpoint
-from portable.engines.fsdp.units import units
+from portable.engines.fsdp.units import find_fsdp_units
 from portable.errors import UserError
-from portable.model.build import build_model, model_config, training_model
-from portable.model.freezing import frozen_names
-from portable.model.groups import groups_of
+from portable.model.build import build_base_model, build_model, load_model_config
+from portable.model.freezing import find_frozen_names
+from portable.model.groups import assign_groups
 from portable.model.reach import find_unreached, get_unreached_names, summarize_parameters
 from portable.registry import create_backend
 from tests.composite import build_composite_config, write_composite
@@ -47,7 +47,7 @@ def build_settings(folder: Path, **model: Any) -> RunConfig:
 
 def build_class_name(folder: Path, **model: Any) -> str:
     settings = build_settings(folder, **model).model
-    return type(build_model(model_config(settings), settings)).__name__
+    return type(build_model(load_model_config(settings), settings)).__name__
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
@@ -110,7 +110,7 @@ def test_missing_package_of_a_vision_tower_is_named(model_type: str, package: st
 def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:
     settings = checked(None, {"model.config": {"model_type": "qwen3_vl"}, "data.source": "text.jsonl"}).model
     with pytest.raises(UserError, match=r"set model\.config\.model_type to qwen3_vl_text") as refused:
-        build_model(model_config(settings), settings)
+        build_model(load_model_config(settings), settings)
     assert len(str(refused.value)) < 250
 
 
@@ -118,7 +118,7 @@ def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:
 
 
 def build_composite(config: RunConfig) -> Any:
-    return training_model(model_config(config.model), config)
+    return build_base_model(load_model_config(config.model), config)
 
 
 _GLOBAL = [f"encoder.layer.*.attention.self.{name}_global" for name in ("query", "key", "value")]
@@ -152,7 +152,7 @@ def test_parameters_without_gradient_are_found_by_the_graph(
         config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
     assert sorted(summarize_parameters(model, get_unreached_names(model))) == sorted(parts)
-    assert set(frozen_names(model)) == get_unreached_names(model)
+    assert set(find_frozen_names(model)) == get_unreached_names(model)
 
 
 def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path)
 
     drops = {**tiny_config("opt"), "layerdrop": 0.9, "dropout": 0.5}
     config = checked(None, {"model.config": drops, "data.source": "text.jsonl"})
-    assert not frozen_names(build_composite(config))
+    assert not find_frozen_names(build_composite(config))
     experts = tiny_config("qwen3_moe")
     eager = {"model.config": experts, "model.experts": "eager", "data.source": "text.jsonl"}
-    model = build_model(model_config(checked(None, eager).model), checked(None, eager).model)
+    model = build_model(load_model_config(checked(None, eager).model), checked(None, eager).model)
     model.register_parameter("spare", torch.nn.Parameter(torch.empty(3, device="meta")))
     assert find_unreached(model) == {"spare"}
 
@@ -175,7 +175,7 @@ def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> No
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     tower = {name for name in trained if "vision_tower" in name}
     assert tower and not any("projector" in name for name in trained)
-    groups = groups_of(model, config.train)
+    groups = assign_groups(model, config.train)
     assert {groups[name].weight_decay for name in tower} == {0.0}
     assert {groups[name].weight_decay for name in trained - tower} == {0.0, config.train.weight_decay}
 
@@ -185,7 +185,7 @@ def test_tower_layers_stay_sharded_as_units_of_fsdp(tmp_path: Path) -> None:
     config = build_settings(tmp_path).replaced({"strategy": "full_shard"})
     model = build_composite(config)
     names = {id(module): name for name, module in model.named_modules()}
-    unit_names = [names[id(module)] for module in units(model, config)]
+    unit_names = [names[id(module)] for module in find_fsdp_units(model, config)]
     assert sum("vision_tower" in name for name in unit_names) == 2
     assert sum("language_model" in name for name in unit_names) == 2
 
@@ -265,8 +265,8 @@ def map_published_names(folder: Path) -> dict[str, str]:
     from portable.private import of_transformers
 
     settings = build_settings(folder).model
-    model = build_model(model_config(settings), settings)
-    names, _ = of_transformers.renamed(model, open_checkpoint(folder).tensors)
+    model = build_model(load_model_config(settings), settings)
+    names, _ = of_transformers.map_names(model, open_checkpoint(folder).tensors)
     return {published: live for published, live, _ in names}
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from portable.config import RunConfig
 from portable.converters import open_checkpoint
 from portable.evaluation.metrics import evaluate
-from portable.run.batches import eval_loader
+from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened, take_steps
@@ -81,7 +81,7 @@ def _exercise(
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         assert run.data.eval is not None
-        evaluated = evaluate(backend, engine, eval_loader(run, run.data.eval), run.metrics)
+        evaluated = evaluate(backend, engine, build_eval_loader(run, run.data.eval), run.metrics)
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")
@@ -92,7 +92,7 @@ def _exercise(
             last = index == run.plan.accumulation_steps - 1
             parts.append(engine.accumulate(backend.place(next(trial.batches)), valid, last=last).values[0])
         engine.update(run.schedule(1), 1.0, backend.sum(torch.stack(parts).sum()))
-        skipped = engine.health().skipped_updates
+        skipped = engine.read_health().skipped_updates
         save(engine, folder / "masked")
         return losses, norms, evaluated, continued, skipped
 

@@ -24,7 +24,7 @@ from portable.adapters.adapter import adapt
 from portable.converters.cli import main
 from portable.converters.names.earlier_keys import add_earlier_keys
 from portable.data.dataset import build_data
-from portable.model.build import model_config, training_model
+from portable.model.build import build_base_model, load_model_config
 from portable.private import of_transformers
 from tests import earlier_keys
 from tests.composite import build_composite, build_composite_config, write_composite
@@ -182,7 +182,7 @@ class Sample(NamedTuple):
 def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
     """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
     if model_type in COMPOSITE:
-        of_transformers.mend_llama4()
+        of_transformers.patch_llama4()
         model = build_composite(model_type).eval()
     else:
         model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))
@@ -364,8 +364,8 @@ def list_adapter_names(model_type: str, folder: Path) -> tuple[str, list[str]]:
         build_composite_config(model_type).save_pretrained(folder)
         settings = {"model__config": None, "model__name_or_path": str(folder)}
     config = configured(folder, folder / "text.txt", **ADAPTER, **settings)
-    model = training_model(model_config(config.model), config)
-    return type(model).__name__, adapt(model, model_config(config.model), config).files
+    model = build_base_model(load_model_config(config.model), config)
+    return type(model).__name__, adapt(model, load_model_config(config.model), config).files
 
 
 @pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)

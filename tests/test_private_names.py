@@ -18,7 +18,7 @@ from portable.cli import run
 from portable.command_line import Invocation
 from portable.errors import UserError
 from portable.private import of_torch, of_transformers
-from portable.private.of_bitsandbytes import bitsandbytes
+from portable.private.of_bitsandbytes import import_bitsandbytes
 from tests.runs import configured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +201,7 @@ def test_a_private_name_is_found(code: str, found: str) -> None:
 
 
 def masked() -> None:
-    with of_transformers.no_value_checks():
+    with of_transformers.disable_value_checks():
         pass
 
 
@@ -212,7 +212,7 @@ def masked() -> None:
         (
             "transformers.utils.chat_template_utils",
             "_compile_jinja_template",
-            lambda: of_transformers.compiled_template(""),
+            lambda: of_transformers.compile_template(""),
             "data.chat_template",
         ),
         ("torch", "_foreach_mul_", lambda: of_torch.scale_([], torch.ones(())), "precision: fp16"),
@@ -254,7 +254,7 @@ def test_an_extra_that_is_missing_or_too_old(
 
     found = metadata.version
     monkeypatch.setattr(metadata, "version", installed)
-    bitsandbytes.cache_clear()
+    import_bitsandbytes.cache_clear()
     (tmp_path / "data.txt").write_text("some words " * 2000)
     config = configured(tmp_path / "run", tmp_path / "data.txt", **settings)
     with pytest.raises(UserError) as raised:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from portable.converters import open_checkpoint
 from portable.data.dataset import build_data
 from portable.errors import UserError
-from portable.private.of_bitsandbytes import bitsandbytes
+from portable.private.of_bitsandbytes import import_bitsandbytes
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
@@ -25,7 +25,7 @@ from tests.parity import launched, take_steps
 from tests.runs import TINY_MODEL, configured
 
 try:
-    bnb: Any = bitsandbytes()
+    bnb: Any = import_bitsandbytes()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 

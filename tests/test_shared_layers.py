@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from portable.adapters.assemble import looked_at
+from portable.adapters.assemble import inspect_run
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard, shard_group_size
 from portable.engines.machine import Machine
-from portable.errors import UserError, one_line
-from portable.model.parameters import replace_tensors, state_tensors
+from portable.errors import UserError, to_one_line
+from portable.model.parameters import get_state_tensors, replace_tensors
 from portable.model.regularization import remove_dropout
 from portable.model.shared_layers import COMPARED, check_layers, cut_dims
 from portable.model.tensors import ComputedTensor
@@ -143,7 +143,7 @@ def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str
 def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
     with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
-        looked_at(configured(tmp_path, corpus, **given))
+        inspect_run(configured(tmp_path, corpus, **given))
 
 
 SWITCHED: dict[str, dict[str, Any]] = {
@@ -181,13 +181,13 @@ def _beside_one(model_type: str) -> str:
         settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
         zero_missing_gradients(model)
         sharded = shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
-        values = state_tensors(plain)
-        for name, tensor in state_tensors(model).items():
-            fill_shard(tensor, ComputedTensor.of(values[name].detach()))
+        values = get_state_tensors(plain)
+        for name, tensor in get_state_tensors(model).items():
+            fill_shard(tensor, ComputedTensor.from_tensor(values[name].detach()))
         found = loss_and_gradients(model, batch, sharded.average_gradients)
         apart = off(found, loss_and_gradients(plain, batch))
     except Exception as error:
-        return one_line(error)
+        return to_one_line(error)
     return apart or ("" if cut_dims(plain, 2) else "nothing is cut")
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from portable.adapters.assemble import check_sharing
 from portable.config import RunConfig
-from portable.data.samples.loader import part_of
+from portable.data.samples.loader import slice_sequence
 from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
@@ -142,7 +142,7 @@ def _beside_whole(model_type: str) -> str:
             return str(error)
         with ExitStack() as at_stop:
             share_sequences(model, settings, at_stop)
-            found = loss_and_gradients(model, part_of(whole, (dist.get_rank(), 2)))
+            found = loss_and_gradients(model, slice_sequence(whole, (dist.get_rank(), 2)))
         for value in found:
             dist.all_reduce(value)
         if apart := off(found, expected):
@@ -171,11 +171,11 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
         dist.all_to_all_single = counted  # type: ignore[assignment]
         with ExitStack() as at_stop:
             share_sequences(model, run, at_stop)
-            loss_and_gradients(model, part_of(batch, (dist.get_rank(), parts)))
+            loss_and_gradients(model, slice_sequence(batch, (dist.get_rank(), parts)))
     finally:
         dist.all_to_all_single = exchange
         dist.destroy_process_group()
-    return sum(sent), MetaModel(model, run).exchanged(run, Cluster(parts, parts))[0]
+    return sum(sent), MetaModel(model, run).compute_exchanged_bytes(run, Cluster(parts, parts))[0]
 
 
 @pytest.mark.parametrize(("model_type", "parts"), [("mistral", 4), ("deepseek_v3", 2)])

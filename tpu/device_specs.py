@@ -65,13 +65,13 @@ PCI_VENDOR = "0x1ae0"
 PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 
-def accelerators() -> list[Device]:
+def list_accelerators() -> list[Device]:
     """The TPUs that the planner knows by name, as the runtime's devices."""
-    found = []
+    devices = []
     for name, kind in GENERATIONS.items():
         cores = kind.devices_per_chip
-        peaks = {precision: peak_flops(name, precision) for precision in ("bf16", "fp32")}
-        found.append(
+        peaks = {precision: get_peak_flops(name, precision) for precision in ("bf16", "fp32")}
+        devices.append(
             Device(
                 name,
                 ("xla", "tpu"),
@@ -83,30 +83,30 @@ def accelerators() -> list[Device]:
                 links=None if kind.links is None else kind.links / cores,
             )
         )
-    return found
+    return devices
 
 
-def generation(accelerator_type: str) -> Generation | None:
+def find_generation(accelerator_type: str) -> Generation | None:
     """The generation of an accelerator type such as ``v5litepod-16``; None if unknown."""
     name = accelerator_type.partition("-")[0]
     return GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
 
-def peak_flops(accelerator_type: str | None, precision: str) -> float | None:
+def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
     """Dense peak FLOP/s of one device, as the runtime counts devices, or None where unknown.
 
     Args:
         accelerator_type: as :func:`accelerator_type` returns it; None if unknown.
         precision: ``bf16``; or ``fp32``, whose products take six bf16 passes at the highest precision.
     """
-    found = None if accelerator_type is None else generation(accelerator_type)
+    spec = None if accelerator_type is None else find_generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
-    if found is None or passes is None:
+    if spec is None or passes is None:
         return None
-    return found.teraflops * 1e12 / found.devices_per_chip / passes
+    return spec.teraflops * 1e12 / spec.devices_per_chip / passes
 
 
-def accelerator_type() -> str | None:
+def detect_accelerator_type() -> str | None:
     """The accelerator type of this host, such as ``v5litepod-16``; None if unknown.
 
     ``TPU_ACCELERATOR_TYPE`` comes first, then the VM's metadata server, unless no TPU is in use or
@@ -114,9 +114,9 @@ def accelerator_type() -> str | None:
     """
     if not uses_tpu():
         return None
-    named = os.environ.get("TPU_ACCELERATOR_TYPE")
-    if named or os.environ.get("TPU_SKIP_MDS_QUERY"):
-        return named
+    env_value = os.environ.get("TPU_ACCELERATOR_TYPE")
+    if env_value or os.environ.get("TPU_SKIP_MDS_QUERY"):
+        return env_value
     # By address and without a proxy: the server is link-local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
@@ -129,11 +129,11 @@ def accelerator_type() -> str | None:
     return line[1] if line else None
 
 
-def chips() -> int:
+def count_chips() -> int:
     """TPU chips of this host, by its PCI devices, or those of them that ``TPU_VISIBLE_DEVICES`` names."""
-    named = os.environ.get("TPU_VISIBLE_DEVICES")
+    visible = os.environ.get("TPU_VISIBLE_DEVICES")
     there = sum(_is_tpu(device) for device in PCI_DEVICES.glob("*"))
-    return min(there, len(named.split(","))) if named else there
+    return min(there, len(visible.split(","))) if visible else there
 
 
 def uses_tpu() -> bool:

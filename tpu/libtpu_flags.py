@@ -16,14 +16,14 @@ OURS = ("xla_tpu_copy_elision_analysis_allowance=1000000000",)
 """What a run adds to the flags of torch_xla."""
 
 
-def with_missing(given: str, flags: Iterable[str]) -> str:
-    """``given`` with those of ``flags`` that it does not set.
+def add_missing_flags(current: str, flags: Iterable[str]) -> str:
+    """Add to ``current`` the ``flags`` that it does not set.
 
     Args:
-        given: a value of ``LIBTPU_INIT_ARGS``.
+        current: a value of ``LIBTPU_INIT_ARGS``.
         flags: each ``name=value``.
     """
-    arguments = given.split()
-    named = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}
-    missing = [f"--{flag}" for flag in flags if flag.partition("=")[0] not in named]
+    arguments = current.split()
+    present = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}
+    missing = [f"--{flag}" for flag in flags if flag.partition("=")[0] not in present]
     return " ".join([*arguments, *missing])

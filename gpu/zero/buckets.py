@@ -21,12 +21,12 @@ _ALIGNED_BYTES = 1 << 10
 _SWAP_BLOCK = 1 << 18
 
 
-def aligned(elements: int, size: int) -> int:
+def compute_aligned_bytes(elements: int, size: int) -> int:
     """Bytes of ``elements`` of ``size`` bytes each in a swap file or buffer, alignment included."""
     return -(-elements * size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def swap_buffer(largest_parameter: int, ranks: int) -> int:
+def compute_swap_buffer(largest_parameter: int, ranks: int) -> int:
     """Elements of a swap buffer, which holds one parameter's shard.
 
     A smaller one fails in the first step, a larger one wastes memory.
@@ -35,7 +35,7 @@ def swap_buffer(largest_parameter: int, ranks: int) -> int:
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
-def automatic(hidden_size: int) -> dict[str, int]:
+def compute_auto_sizes(hidden_size: int) -> dict[str, int]:
     """The sizes that ``auto`` means for a hidden size, as in the Hugging Face Trainer."""
     return {
         "reduce_bucket_size": hidden_size * hidden_size,

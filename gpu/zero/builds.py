@@ -23,15 +23,15 @@ def wait_for_build(op: str) -> None:
     """Wait until no other process builds DeepSpeed's ``op``; remove the lock of one that was killed."""
     from torch.utils import cpp_extension
 
-    lock = Path(of_torch.build_folder(op, verbose=False)) / "lock"
-    began, told = time.monotonic(), False
+    lock = Path(of_torch.get_build_folder(op, verbose=False)) / "lock"
+    began, has_warned = time.monotonic(), False
     while hasattr(cpp_extension, "FileBaton") and lock.exists():
-        if not _is_open(lock) and time.time() - _last_change(lock.parent) > DEAD:
+        if not _is_open(lock) and time.time() - _get_last_change(lock.parent) > DEAD:
             lock.unlink(missing_ok=True)
             tell(f"note: removed {lock}, which a killed build of DeepSpeed's {op} left")
             return
-        if not told and time.monotonic() - began > _PATIENCE:
-            told = True
+        if not has_warned and time.monotonic() - began > _PATIENCE:
+            has_warned = True
             tell(
                 f"note: waiting for another process to build DeepSpeed's {op}; if that process was killed, "
                 f"remove {lock}"
@@ -49,7 +49,7 @@ def _is_open(file: Path) -> bool:
     return False
 
 
-def _last_change(folder: Path) -> float:
+def _get_last_change(folder: Path) -> float:
     """When a file in ``folder`` last changed, as ``time.time()``."""
     times = [folder.stat().st_mtime]
     for entry in folder.iterdir():

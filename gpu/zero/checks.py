@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem, format_setting
+from portable.config.rules import SettingProblem, format_setting
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -20,60 +20,60 @@ OPTIMIZERS = ("adamw", "sgd", "muon")
 """Built-in optimizers that ZeRO supports."""
 
 
-def check_adapter(config: RunConfig) -> Iterator[Problem]:
+def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of section ``adapter`` that ZeRO does not support."""
     base, strategy = config.adapter.base, config.strategy
     if base in ("nf4", "int8"):
-        yield Problem(
+        yield SettingProblem(
             ("adapter.base", "strategy"),
             f"adapter.base {base} does not work with DeepSpeed's strategy {strategy}, which casts weights; "
             "use full_shard",
         )
     if config.adapter.trainable_token_indices and strategy == "zero3":
-        yield Problem(
+        yield SettingProblem(
             ("adapter.trainable_token_indices", "strategy"),
             "adapter.trainable_token_indices does not work with strategy zero3, under which no rank has "
             "the whole table of embeddings; use full_shard",
         )
     if base == "fp32" and config.precision in ("bf16", "fp16"):
-        yield Problem(
+        yield SettingProblem(
             ("adapter.base", "strategy"),
             f"adapter.base fp32 does not work with strategy {strategy}, which keeps frozen weights in the "
             "compute type; use full_shard",
         )
 
 
-def check_memory(config: RunConfig) -> Iterator[Problem]:
+def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of sections ``memory`` and ``fsdp`` that ZeRO does not support."""
     memory, strategy = config.memory, config.strategy
     if memory.loss_chunk_tokens not in ("auto", 0):
-        yield Problem(
+        yield SettingProblem(
             ("memory.loss_chunk_tokens", "strategy"),
             f"memory.loss_chunk_tokens {memory.loss_chunk_tokens} does not work with strategy {strategy}; "
             "set it to auto",
         )
     if memory.offload_params != "none" and strategy != "zero3":
-        yield Problem(
+        yield SettingProblem(
             ("memory.offload_params", "strategy"),
             f"memory.offload_params {memory.offload_params} needs sharded parameters, but strategy "
             f"{strategy} replicates them; use zero3",
         )
     if memory.offload_optimizer == "nvme" and strategy != "zero3":
-        yield Problem(
+        yield SettingProblem(
             ("memory.offload_optimizer", "strategy"),
             f"memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3",
         )
     for name, value in config.fsdp:
         if value is not None:
             key = f"fsdp.{name}"
-            yield Problem(
+            yield SettingProblem(
                 (key, "strategy"),
                 f"{format_setting(config, key)} has no effect with DeepSpeed's strategy {strategy}; remove "
                 "it, or use full_shard",
             )
 
 
-def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[Problem]:
+def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[SettingProblem]:
     """Yield the settings that ZeRO does not support on a backend.
 
     Args:
@@ -83,13 +83,13 @@ def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[Prob
     """
     optimizer = config.train.optimizer
     if not cuda and config.precision == "fp16":
-        yield Problem(
+        yield SettingProblem(
             ("precision", "backend", "strategy"),
             f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
             "DeepSpeed's; use fp32 or bf16",
         )
     if optimizer not in OPTIMIZERS and not names_code(optimizer):
-        yield Problem(
+        yield SettingProblem(
             ("train.optimizer",),
             f"train.optimizer: ZeRO does not support {optimizer}; use adamw, sgd or muon",
         )
@@ -97,64 +97,64 @@ def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[Prob
         yield from check_parameters(config)
         if names_code(optimizer):
             yield from check_custom_optimizer(config)
-        if _swaps(config):
+        if _is_swapping(config):
             yield from check_nvme(config)
 
 
-def check_parameters(config: RunConfig) -> Iterator[Problem]:
+def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that do not work with the way in which ZeRO gathers, saves and swaps parameters."""
-    if _swaps(config) and config.train.micro_batch_size == "auto":
-        yield Problem(
+    if _is_swapping(config) and config.train.micro_batch_size == "auto":
+        yield SettingProblem(
             ("train.micro_batch_size",),
             "train.micro_batch_size: auto would write the whole state to nvme for each size it tries; set "
             "a number",
         )
     if config.compile and config.strategy == "zero3":
-        yield Problem(
+        yield SettingProblem(
             ("compile", "strategy"),
             "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
             "layers; use zero2 or full_shard",
         )
     if config.train.freezes and config.memory.offload_params == "nvme":
-        yield Problem(
+        yield SettingProblem(
             ("memory.offload_params",),
             "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or "
             "train all",
         )
 
 
-def check_custom_optimizer(config: RunConfig) -> Iterator[Problem]:
+def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of a custom optimizer, whose code this loads."""
     from portable.optim import user_optimizer  # which imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer
-    if not user_optimizer.elementwise(config.train):
+    if not user_optimizer.is_elementwise(config.train):
         reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
-        yield Problem((key,), f"{key}: {optimizer}: {reason}")
+        yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
     if user_optimizer.constructs_state(config.train):
         reason = "its constructor makes state, of parameters that ZeRO replaces; use strategy full_shard"
-        yield Problem((key,), f"{key}: {optimizer}: {reason}")
+        yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
 
 
-def check_nvme(config: RunConfig) -> Iterator[Problem]:
+def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that do not work with state on nvme."""
     key, optimizer = "train.optimizer", config.train.optimizer
     offloading = "memory.offload_optimizer"
     reason = f"does not work with {offloading} or offload_params nvme"
     if config.train.ema is not None:
-        yield Problem(("train.ema", offloading), f"train.ema: {reason}; use cpu")
+        yield SettingProblem(("train.ema", offloading), f"train.ema: {reason}; use cpu")
     if optimizer == "muon":
-        yield Problem(
+        yield SettingProblem(
             (key, offloading),
             f"{key}: muon {reason}, which swap parts of matrices apart; use cpu",
         )
     if names_code(optimizer):
-        yield Problem(
+        yield SettingProblem(
             (key, offloading),
             f"{key}: {optimizer}: {reason}, since only DeepSpeed knows what it swaps; use cpu",
         )
 
 
-def _swaps(config: RunConfig) -> bool:
+def _is_swapping(config: RunConfig) -> bool:
     """Return whether parameters or optimizer state are on nvme."""
     return "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class DeepSpeedScaler(LossScale):
+class DeepSpeedLossScale(LossScale):
     """DeepSpeed itself advances the search.
 
     Args:
@@ -26,7 +26,7 @@ class DeepSpeedScaler(LossScale):
         """Count a skipped update."""
         self._overflows += 1
 
-    def state(self) -> dict[str, float]:
+    def read_state(self) -> dict[str, float]:
         return {**{name: getattr(self._scaler, name) for name in STATE}, "overflows": self._overflows}
 
     def restore(self, state: Mapping[str, float]) -> None:

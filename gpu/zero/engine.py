@@ -12,10 +12,10 @@ from torch import nn
 
 from portable import plugins
 from portable.batch_plan import plan_batches
-from portable.checkpoint.external import step_of_run
-from portable.checkpoint.match_to_model import stored_state
+from portable.checkpoint.external import read_run_step
+from portable.checkpoint.match_to_model import match_stored_state
 from portable.converters import Tensor as StoredTensor
-from portable.engines.experts import called_by_choice, routed
+from portable.engines.experts import find_expert_modules, find_routed_modules
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
 from portable.engines.transforms import apply_transforms, build_objective
@@ -25,30 +25,30 @@ from portable.gpu.zero import config as deepspeed_json
 from portable.gpu.zero import nvme, private_api
 from portable.gpu.zero import optimizer as zero_optimizer
 from portable.gpu.zero import runtime as zero_runtime
-from portable.gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
+from portable.gpu.zero.deepspeed_loss_scale import DeepSpeedLossScale
 from portable.gpu.zero.footprint import footprint
 from portable.gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from portable.gpu.zero.saving import ZeroSaver
-from portable.gpu.zero.settings import ModelSizes, settings_for
-from portable.model.freezing import frozen_names
-from portable.model.groups import groups_of
+from portable.gpu.zero.settings import ModelSizes, build_settings
+from portable.model.freezing import find_frozen_names
+from portable.model.groups import assign_groups
 from portable.model.layers import find_repeated_modules
 from portable.model.loss import divide_by_global_weight, forward_loss
-from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
+from portable.model.parameters import get_state_tensors, has_peft_adapter, materialize, replace_tensors
 from portable.model.tensors import fill
 from portable.optim.muon import Muon
 from portable.optim.non_finite import (
     NEW_COUNTERS,
     Health,
-    allowed_streak,
     count_update,
     find_nonfinite,
+    get_allowed_streak,
 )
 from portable.optim.optimizers import set_betas, set_rates
-from portable.optim.schedule import cycle_of
+from portable.optim.schedule import build_one_cycle
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
-from portable.terminal import native_stdout_closed
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -75,7 +75,7 @@ def check(config: RunConfig, device_type: str) -> None:
     if document is not None:
         deepspeed_json.check_installed(document, device_type)
     zero_optimizer.check(config, document)
-    if nvme.in_use(config):
+    if nvme.is_swapping(config):
         nvme.check(config, deepspeed)
 
 
@@ -92,7 +92,7 @@ def notes(config: RunConfig, device_type: str) -> list[str]:
     """Notes on the run's DeepSpeed JSON, one line each."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
-    return [] if document is None else deepspeed_json.notes(config, document)
+    return [] if document is None else deepspeed_json.build_notes(config, document)
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
@@ -102,17 +102,19 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     zero_runtime.start(deepspeed, machine.device, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
-    settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
-    if nvme.in_use(config):
+    settings = build_settings(config, plan, ModelSizes.from_model(model), document, machine.device.type)
+    if nvme.is_swapping(config):
         _make_swap_folder(model, config, machine, at_stop)
     on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
     apply_transforms(model, config, at_stop, recompute_inputs_on_host=on_host)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
-    groups = groups_of(model, config.train)  # before parameters lose their shapes
-    frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
+    groups = assign_groups(model, config.train)  # before parameters lose their shapes
+    frozen = (
+        [] if has_peft_adapter(model) else find_frozen_names(model)
+    )  # which checkpoints of an adapter leave out
     rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
-    experts = routed(model)
+    experts = find_routed_modules(model)
     require(
         stage != 2 or not experts or machine.world_size == 1,
         f"strategy: zero2 does not support {type(model).__name__}: it reduces gradients as they are "
@@ -122,7 +124,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     if stage == 3:
         if leaves := [
             *experts,
-            *called_by_choice(model),
+            *find_expert_modules(model),
         ]:  # gathered as one, so missing gradients become zeros
             require(
                 not (repeated := find_repeated_modules(model, leaves)),
@@ -135,7 +137,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     else:
         materialize(model, machine.device)
     optimizer = zero_optimizer.build(config, document, model, groups)
-    with native_stdout_closed():
+    with discard_native_stdout():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -159,7 +161,7 @@ def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         per_rank = footprint(inspect(model, config.train), config, Cluster(machine.world_size, local)).disk
         nvme.check_room(config, per_rank * local)
-        folder = nvme.run_folder(config)
+        folder = nvme.get_swap_folder(config)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         at_stop.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -176,13 +178,13 @@ def _partition(
     # Init casts modules that are built inside its context, and takes a finished parameter as it is.
     context = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=settings)
 
-    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+    def partition_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
         empty = torch.empty_like(meta, device=device, dtype=compute)
-        whole = nn.Parameter(empty, requires_grad=meta.requires_grad)
-        private_api.partition(context, whole)
-        return whole
+        full = nn.Parameter(empty, requires_grad=meta.requires_grad)
+        private_api.partition(context, full)
+        return full
 
-    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
+    replace_tensors(model, partition_parameter, lambda _, buffer: buffer.to(device))
 
 
 class ZeroEngine:
@@ -200,7 +202,7 @@ class ZeroEngine:
         self._engine = engine
         self.objective = build_objective(self.model, config)
         self._settings = config.train
-        self._cycle = cycle_of(config.train)
+        self._cycle = build_one_cycle(config.train)
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -211,10 +213,10 @@ class ZeroEngine:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
-        if isinstance(base := private_api.basic_optimizer(engine), Muon):
-            base.device, base.flat = machine.device, self._partitions.matrices(machine.world_size)
-        scaler = private_api.dynamic_loss_scaler(engine.optimizer)
-        self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
+        if isinstance(base := private_api.get_basic_optimizer(engine), Muon):
+            base.device, base.flat = machine.device, self._partitions.list_matrices(machine.world_size)
+        scaler = private_api.get_dynamic_loss_scaler(engine.optimizer)
+        self._scaler = None if scaler is None else DeepSpeedLossScale(scaler)
         # DeepSpeed casts frozen parameters to the compute type. What that rounds is kept in host memory, so
         # that checkpoints have it as it was: this rank's shards, or where rank 0 saves for all, whole.
         here = self._sharded or machine.rank == 0
@@ -222,7 +224,7 @@ class ZeroEngine:
         self._rounded = set(rounded) if here else set[str]()
         self._saver = ZeroSaver(engine, self._exact)
         # With dynamic loss scaling an overflow is no failure.
-        self._limit = allowed_streak(config.train.on_non_finite)
+        self._limit = get_allowed_streak(config.train.on_non_finite)
         self._account = torch.tensor(NEW_COUNTERS)  # on the host: DeepSpeed syncs every step for the norm
 
     def accumulate(
@@ -240,7 +242,7 @@ class ZeroEngine:
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         optimizer = self._engine.optimizer
-        if self.health().halted:
+        if self.read_health().halted:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
         set_rates(optimizer, learning_rate, self._settings)
@@ -250,7 +252,7 @@ class ZeroEngine:
             self._engine.step()
         except Exception as error:
             if self._scaler is not None and private_api.is_scale_exhausted(error):
-                raise self._scaler.exhausted() from error
+                raise self._scaler.build_exhausted_error() from error
             raise
         private_api.count_samples(self._engine, self._settings.global_batch_size)
         # DeepSpeed has synced, and skips an update that is not finite on any rank.
@@ -258,23 +260,25 @@ class ZeroEngine:
         if skipped and self._scaler is not None:
             self._scaler.count_overflow()
             skipped = False
-        at = loss.cpu() if skipped else torch.zeros(())
-        self._account, _ = count_update(self._account, bad=torch.tensor(skipped), loss=at, limit=self._limit)
+        bad_loss = loss.cpu() if skipped else torch.zeros(())
+        self._account, _ = count_update(
+            self._account, bad=torch.tensor(skipped), loss=bad_loss, limit=self._limit
+        )
         norm = self._engine.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
-    def health(self) -> Health:
-        return Health.of(self._account.tolist(), self._limit)
+    def read_health(self) -> Health:
+        return Health.from_counters(self._account.tolist(), self._limit)
 
-    def nonfinite_gradients(self) -> list[str]:
+    def find_nonfinite_gradients(self) -> list[str]:
         from deepspeed.utils import safe_get_full_grad
 
-        found = []
+        names = []
         for name, parameter in self.model.named_parameters():
             gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
             if gradient is not None and not torch.isfinite(gradient).all():
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def find_nonfinite_state(self) -> list[str]:
         """See :class:`portable.backend.Engine`."""
@@ -282,9 +286,9 @@ class ZeroEngine:
         weights_only = plugins.names_code(self._settings.optimizer)
         return find_nonfinite(self._partitions.iter_parts(weights_only=weights_only))
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """See :class:`portable.engines.machine.MeasuredEngine`."""
-        return {} if self._scaler is None else self._scaler.metrics()
+        return {} if self._scaler is None else self._scaler.get_metrics()
 
     @torch.no_grad()
     def evaluate(
@@ -319,7 +323,7 @@ class ZeroEngine:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         self._partitions.load_weights(weights)
-        for name, tensor in state_tensors(self.model).items():
+        for name, tensor in get_state_tensors(self.model).items():
             # Tensors without an optimizer are whole on every rank; under ZeRO-3 frozen parameters are
             # sharded.
             if name in weights and not tensor.requires_grad:
@@ -333,16 +337,16 @@ class ZeroEngine:
                         fill(self._exact.setdefault(name, exact), weights[name])
 
     def load(self, checkpoint: Checkpoint) -> None:
-        stored = stored_state(checkpoint, self.model)
+        stored = match_stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        base = private_api.basic_optimizer(self._engine)
-        samples = zero_optimizer.begin_again(base, self._settings, checkpoint.optimizer)
+        base = private_api.get_basic_optimizer(self._engine)
+        samples = zero_optimizer.restore_param_groups(base, self._settings, checkpoint.optimizer)
         self._partitions.load_optimizer(stored.optimizer, samples)
         if self._scaler is not None:
             self._scaler.load(checkpoint.root)
-        steps = _steps_done(checkpoint)
+        steps = _read_steps_done(checkpoint)
         zero_optimizer.catch_up(base, steps)
-        private_api.set_steps(self._engine, step_of_run(checkpoint.root, steps))
+        private_api.set_steps(self._engine, read_run_step(checkpoint.root, steps))
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()
@@ -351,7 +355,7 @@ class ZeroEngine:
         return self._saver.save(folder, background=background)
 
 
-def _steps_done(checkpoint: Checkpoint) -> int:
+def _read_steps_done(checkpoint: Checkpoint) -> int:
     """Optimizer steps before a checkpoint; 0 if it does not record them."""
     state: Any = next(iter(checkpoint.optimizer.state.values()), {}) if checkpoint.optimizer else {}
     step = state.get("step", checkpoint.metadata.get("step", 0))

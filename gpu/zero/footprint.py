@@ -12,11 +12,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from portable.config.derived import ZERO
-from portable.engines.volumes import across_nodes, elements
+from portable.engines.volumes import compute_internode_bytes, count_elements
 from portable.gpu.zero import buckets
 from portable.gpu.zero.checks import OPTIMIZERS
-from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic, orthogonalizing
-from portable.planner.optimizer_memory import MASTER, user_moment_bytes
+from portable.planner.memory_model import (
+    COMPUTE_BYTES,
+    Cluster,
+    Footprint,
+    StrategySetting,
+    Traffic,
+    compute_muon_cost,
+)
+from portable.planner.optimizer_memory import MASTER, compute_user_moment_bytes
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -27,31 +34,31 @@ if TYPE_CHECKING:
     from portable.planner.inventory import Inventory, Weight
 
 
-def settings(config: RunConfig) -> Iterator[Setting]:
+def settings(config: RunConfig) -> Iterator[StrategySetting]:
     """What ZeRO adds to :func:`portable.engines.footprint.settings`."""
     train = config.train
-    if train.optimizer in OPTIMIZERS or _elementwise(train):
+    if train.optimizer in OPTIMIZERS or _is_elementwise(train):
         for strategy in ZERO:
-            yield Setting(strategy)
-            yield Setting(strategy, "cpu")
-        yield Setting("zero3", "none", "cpu")
-        yield Setting("zero3", "cpu", "cpu")
+            yield StrategySetting(strategy)
+            yield StrategySetting(strategy, "cpu")
+        yield StrategySetting("zero3", "none", "cpu")
+        yield StrategySetting("zero3", "cpu", "cpu")
         if train.optimizer in ("adamw", "sgd") and train.ema is None:
-            yield Setting("zero3", "nvme")
-            yield Setting("zero3", "nvme", "nvme")
+            yield StrategySetting("zero3", "nvme")
+            yield StrategySetting("zero3", "nvme", "nvme")
 
 
-def _elementwise(train: TrainConfig) -> bool:
+def _is_elementwise(train: TrainConfig) -> bool:
     if not names_code(train.optimizer):
         return False
     from portable.optim import user_optimizer  # only here: it needs torch
 
-    return user_optimizer.elementwise(train) and not user_optimizer.constructs_state(train)
+    return user_optimizer.is_elementwise(train) and not user_optimizer.constructs_state(train)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
-    return _Zero(model, config, cluster).footprint()
+    return _Zero(model, config, cluster).compute_footprint()
 
 
 class _Shares:
@@ -59,7 +66,7 @@ class _Shares:
 
     def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
-        self._section = _section_of(config)
+        self._section = _get_zero_section(config)
         self._ranks = cluster.devices
         self._stage = int(config.strategy[-1])
         self._compute = COMPUTE_BYTES[config.precision]
@@ -67,7 +74,7 @@ class _Shares:
         self._weights = model.weights
         self._trained = model.trained
         self._whole = model.elements
-        self._learning = elements(self._trained)
+        self._learning = count_elements(self._trained)
         self._largest = max(w.elements for w in self._weights)
         self._largest_gradient = max(w.elements for w in self._trained)
         self._hidden = model.hidden_size
@@ -78,44 +85,46 @@ class _Shares:
 
     @cached_property
     def _groups(self) -> list[list[Weight]]:
-        """The optimizer's groups of parameters; see :func:`portable.optim.optimizers.parameter_groups`."""
-        found: dict[Any, list[Weight]] = {}
+        """The optimizer's parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`."""
+        groups: dict[Any, list[Weight]] = {}
         for weight in self._trained:
-            found.setdefault(weight.group, []).append(weight)
-        return [found[group] for group in sorted(found)]
+            groups.setdefault(weight.group, []).append(weight)
+        return [groups[group] for group in sorted(groups)]
 
     @cached_property
     def _shard(self) -> int:
         """Elements that a rank updates."""
-        return sum(map(self._share_of, self._groups))
+        return sum(map(self._count_share_elements, self._groups))
 
-    def _shard_of(self, weights: Iterable[Weight]) -> int:
+    def _count_shard_elements(self, weights: Iterable[Weight]) -> int:
         return sum(-(-w.elements // self._ranks) for w in weights)
 
-    def _moments(self) -> int:
+    def _compute_moment_bytes(self) -> int:
         """Bytes of the moments of flat partitions, and their step counts."""
         return int(self._moments_per_element * MASTER * self._shard) + self._step_counts
 
     @property
     def _moments_per_element(self) -> int | Fraction:
         """Moments per element; with Muon on average."""
-        return self._of_optimizer + (self._config.train.ema is not None)
+        return self._optimizer_moments + (self._config.train.ema is not None)
 
     @property
-    def _of_optimizer(self) -> int | Fraction:
+    def _optimizer_moments(self) -> int | Fraction:
         if names_code(self._config.train.optimizer):
-            return Fraction(user_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
+            return Fraction(compute_user_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
         if self._config.train.optimizer == "muon":
-            moments = sum((1 if group[0].matrices else 2) * self._share_of(group) for group in self._groups)
+            moments = sum(
+                (1 if group[0].matrices else 2) * self._count_share_elements(group) for group in self._groups
+            )
             return Fraction(moments, self._shard)
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
-    def _share_of(self, group: list[Weight]) -> int:
+    def _count_share_elements(self, group: list[Weight]) -> int:
         """Elements of a group of parameters that a rank updates."""
         if self._stage == 3:
-            return self._shard_of(group)
+            return self._count_shard_elements(group)
         alignment = 2 * self._ranks
-        return -(-elements(group) // alignment) * 2
+        return -(-count_elements(group) // alignment) * 2
 
     @property
     def _step_counts(self) -> int:
@@ -124,57 +133,60 @@ class _Shares:
             return 0
         groups = self._groups if self._stage < 3 else self._sub_groups
         if names_code(self._config.train.optimizer):
-            return user_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
+            return compute_user_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
         return MASTER * sum(not group[0].matrices for group in groups)
 
     @cached_property
     def _sub_groups(self) -> list[list[Weight]]:
         """Parameters that stage 3 updates and swaps together."""
-        most = self._size("sub_group_size")
-        found: list[list[Weight]] = []
+        most = self._get_size("sub_group_size")
+        sub_groups: list[list[Weight]] = []
         for group in self._groups:
             filled = most  # start a new sub-group with each group
             for parameter in group:
                 if filled >= most:
-                    found.append([])
+                    sub_groups.append([])
                     filled = 0
-                found[-1].append(parameter)
-                filled += self._shard_of([parameter])
-        return found
+                sub_groups[-1].append(parameter)
+                filled += self._count_shard_elements([parameter])
+        return sub_groups
 
-    def _size(self, name: str) -> int:
-        given: Any = self._section
+    def _get_size(self, name: str) -> int:
+        value: Any = self._section
         for part in name.split("."):
-            given = given.get(part) if isinstance(given, dict) else None
-        if given is None:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None:
             return buckets.DEFAULTS[name]
-        return buckets.automatic(self._hidden)[name] if given == "auto" else int(given)
+        return buckets.compute_auto_sizes(self._hidden)[name] if value == "auto" else int(value)
 
 
 class _Zero(_Shares):
     """What the stages of ZeRO in DeepSpeed 0.19 hold, and where."""
 
-    def footprint(self) -> Footprint:
-        whole, learning, compute, share = self._whole, self._learning, self._compute, self._shard
+    def compute_footprint(self) -> Footprint:
+        total, learning, compute, share = self._whole, self._learning, self._compute, self._shard
         master = MASTER * share
-        moments = self._moments()
-        gradients = self._gradients()
+        moments = self._compute_moment_bytes()
+        gradients = self._compute_gradient_bytes()
         on_host = self._optimizer_on_host
-        resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
+        resident = compute * (
+            self._count_shard_elements(self._weights) if self._stage == 3 else self._flat_row
+        )
         links = (self._ranks - 1) / self._ranks
         summed = MASTER * learning * links
         if self._stage == 3:
-            gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
-            traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
+            gathers = 1 if total <= self._get_size("stage3_max_live_parameters") else 2
+            traffic = Traffic(per_pass=summed + gathers * compute * total * links)
         elif self._stage == 2:
             traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
         else:
             traffic = Traffic(per_step=summed + compute * learning * links)
-        passes, layers, at_end = self._in_passes()
-        in_update, sent = orthogonalizing(self._model, compute, self._ranks, replicated=False)
+        passes, layers, at_end = self._compute_pass_bytes()
+        in_update, sent = compute_muon_cost(self._model, compute, self._ranks, replicated=False)
         traffic = replace(traffic, per_step=traffic.per_step + sent)
         network = Traffic(
-            across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
+            compute_internode_bytes(traffic.per_pass, self._cluster),
+            compute_internode_bytes(traffic.per_step, self._cluster),
         )
         return Footprint(
             parameters=0 if self._parameters_on_host else resident,
@@ -184,11 +196,11 @@ class _Zero(_Shares):
             gathered=passes,
             in_layers=layers,
             at_end=at_end,
-            in_update=self._in_update() + in_update,
+            in_update=self._compute_update_bytes() + in_update,
             # Stages 1 and 2 also save the compute copy.
             also_saved=compute * learning if self._stage < 3 else 0,
-            host=self._host(resident),
-            disk=self._disk(),
+            host=self._compute_host_bytes(resident),
+            disk=self._compute_disk_bytes(),
             links=traffic,
             network=network,
         )
@@ -200,39 +212,41 @@ class _Zero(_Shares):
         """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
         return self._ranks * self._shard + self._whole - self._learning
 
-    def _gradients(self) -> int:
+    def _compute_gradient_bytes(self) -> int:
         """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
         if self._stage == 1:
             return self._compute * self._learning
         if self._optimizer_on_host and self._stage == 3:
             return 0
         if self._stage == 2 and self._compute == MASTER:
-            return MASTER * self._reached()
+            return MASTER * self._count_reached_elements()
         return MASTER * self._shard
 
-    def _reached(self) -> int:
+    def _count_reached_elements(self) -> int:
         """Elements of the parameters that overlap rank 0's share, which stage 2 keeps unsharded in fp32."""
         reached = 0
         for group in self._groups:
-            row, end = 0, -(-elements(group) // (2 * self._ranks)) * 2
+            row, end = 0, -(-count_elements(group) // (2 * self._ranks)) * 2
             for parameter in group:
                 if row < end:
                     reached += parameter.elements
                 row += parameter.elements
         return reached
 
-    def _host(self, resident: int) -> int:
+    def _compute_host_bytes(self, resident: int) -> int:
         """Bytes in host memory, buffers for gradients and parameters included."""
         host = MASTER * self._exact
         if self._parameters_on_host:
-            host += self._host_of_swapped_parameters() if self._parameters_on_disk else resident
+            host += self._compute_swap_host_bytes() if self._parameters_on_disk else resident
         if not self._optimizer_on_host:
             return host
         in_memory = self._shard
         if self._optimizer_on_disk:
-            largest = max(self._shard_of(group) for group in self._sub_groups)
-            in_memory -= sum(self._shard_of(group) for group in self._swapped_groups)
-            host += self._size("offload_optimizer.buffer_count") * buckets.aligned(largest, MASTER)
+            largest = max(self._count_shard_elements(group) for group in self._sub_groups)
+            in_memory -= sum(self._count_shard_elements(group) for group in self._swapped_groups)
+            host += self._get_size("offload_optimizer.buffer_count") * buckets.compute_aligned_bytes(
+                largest, MASTER
+            )
         moments = int(self._moments_per_element * MASTER * in_memory) + self._step_counts
         host += 2 * MASTER * in_memory + moments  # with master weights and gradients
         if self._stage == 3:
@@ -247,8 +261,8 @@ class _Zero(_Shares):
         """
         rounded = [w for w in self._weights if not w.trained and w.itemsize > self._compute]
         if self._stage == 3:
-            return self._shard_of(rounded)
-        return -(-elements(rounded) // min(self._cluster.per_node, self._ranks))
+            return self._count_shard_elements(rounded)
+        return -(-count_elements(rounded) // min(self._cluster.per_node, self._ranks))
 
     # -- on disk -------------------------------------------------------------------------------------------
 
@@ -258,50 +272,56 @@ class _Zero(_Shares):
         if not self._optimizer_on_disk:
             return []
         least = buckets.SWAPPED_BYTES
-        return [group for group in self._sub_groups if MASTER * self._shard_of(group) >= least]
+        return [group for group in self._sub_groups if MASTER * self._count_shard_elements(group) >= least]
 
-    def _host_of_swapped_parameters(self) -> int:
+    def _compute_swap_host_bytes(self) -> int:
         """Bytes of swap buffers, and of compute copies that stay in memory."""
         compute, ranks = self._compute, self._ranks
-        buffers = self._size("offload_param.buffer_count") * buckets.swap_buffer(self._largest, ranks)
-        most = self._size("offload_param.max_in_cpu")
+        buffers = self._get_size("offload_param.buffer_count") * buckets.compute_swap_buffer(
+            self._largest, ranks
+        )
+        most = self._get_size("offload_param.max_in_cpu")
         in_memory = min(most, self._shard)
         filled, outside = 0, 0
         apart: list[list[Weight]] = []
         for group in self._sub_groups:
-            share = self._shard_of(group)
+            share = self._count_shard_elements(group)
             if filled + share > in_memory:
                 apart.append(group)
-                outside += self._shard_of([w for w in group if not self._swaps(w)])
+                outside += self._count_shard_elements([w for w in group if not self._is_swapped(w)])
             filled += share
-        outside += self._shard_of([w for w in self._weights if not w.trained and not self._swaps(w)])
+        outside += self._count_shard_elements(
+            [w for w in self._weights if not w.trained and not self._is_swapped(w)]
+        )
         # The rest is written through a buffer, which DeepSpeed sizes for unsharded parameters.
-        largest = max(apart, key=self._shard_of, default=[])
-        written = sum(buckets.aligned(w.elements, compute) for w in largest)
+        largest = max(apart, key=self._count_shard_elements, default=[])
+        written = sum(buckets.compute_aligned_bytes(w.elements, compute) for w in largest)
         return compute * (buffers + in_memory + outside) + written
 
-    def _swaps(self, parameter: Weight) -> bool:
+    def _is_swapped(self, parameter: Weight) -> bool:
         """Whether its compute copy is swapped to a file."""
-        return self._compute * self._shard_of([parameter]) >= buckets.SWAPPED_BYTES
+        return self._compute * self._count_shard_elements([parameter]) >= buckets.SWAPPED_BYTES
 
-    def _disk(self) -> int:
+    def _compute_disk_bytes(self) -> int:
         """Bytes of all swap files."""
-        found = 0
+        disk_bytes = 0
         for group in self._swapped_groups:
-            found += int(1 + self._moments_per_element) * buckets.aligned(self._shard_of(group), MASTER)
-            gradients = [MASTER * self._shard_of([parameter]) for parameter in group]
-            found += sum(size for size in gradients if size >= buckets.SWAPPED_BYTES)
+            disk_bytes += int(1 + self._moments_per_element) * buckets.compute_aligned_bytes(
+                self._count_shard_elements(group), MASTER
+            )
+            gradients = [MASTER * self._count_shard_elements([parameter]) for parameter in group]
+            disk_bytes += sum(size for size in gradients if size >= buckets.SWAPPED_BYTES)
         if self._parameters_on_disk:
-            swapped = [self._shard_of([w]) for w in self._weights if self._swaps(w)]
-            found += sum(buckets.aligned(share, self._compute) for share in swapped)
-        return found
+            swapped = [self._count_shard_elements([w]) for w in self._weights if self._is_swapped(w)]
+            disk_bytes += sum(buckets.compute_aligned_bytes(share, self._compute) for share in swapped)
+        return disk_bytes
 
     # -- temporary -----------------------------------------------------------------------------------------
 
-    def _in_passes(self) -> tuple[int, int, int]:
+    def _compute_pass_bytes(self) -> tuple[int, int, int]:
         """Bytes of buffers, gathered parameters and unreduced gradients: before the backward pass reaches the
         layers, in them, and at the end, when few activations are left."""
-        bucket = self._size("reduce_bucket_size")
+        bucket = self._get_size("reduce_bucket_size")
         compute = self._compute
         cast = 0 if compute == MASTER else MASTER
         layer = max((w.elements for w in self._trained if not w.table), default=0)
@@ -310,44 +330,50 @@ class _Zero(_Shares):
             if self._optimizer_on_host:
                 buffer += compute * self._largest_gradient
             # A gradient larger than the bucket is reduced alone, in an fp32 copy.
-            layers = buffer + cast * min(bucket, self._learning) + (compute + cast) * self._alone(layer)
-            own = compute * self._shard  # a copy of this rank's share after the reduction
-            return buffer, layers, buffer + own + (compute + cast) * self._alone(self._largest_gradient)
-        threshold = self._size("stage3_param_persistence_threshold")
+            layers = (
+                buffer + cast * min(bucket, self._learning) + (compute + cast) * self._count_unbucketed(layer)
+            )
+            share_copy = compute * self._shard  # a copy of this rank's share after the reduction
+            return (
+                buffer,
+                layers,
+                buffer + share_copy + (compute + cast) * self._count_unbucketed(self._largest_gradient),
+            )
+        threshold = self._get_size("stage3_param_persistence_threshold")
         persistent = sum(w.elements for w in self._weights if w.elements <= threshold)
         coming = self._whole - persistent
         # Swapped parameters are released after each use.
-        most = 0 if self._parameters_on_disk else self._size("stage3_max_live_parameters")
+        most = 0 if self._parameters_on_disk else self._get_size("stage3_max_live_parameters")
         live = min(coming, max(most, self._largest))
         # Gathered into one flat buffer ahead of the layers, and copied out to each parameter.
-        row = min(coming, max(self._size("stage3_prefetch_bucket_size"), self._largest))
+        row = min(coming, max(self._get_size("stage3_prefetch_bucket_size"), self._largest))
         there = MASTER * bucket + compute * (persistent + live)
-        layers = there + (compute + 2 * MASTER) * self._alone(layer)
+        layers = there + (compute + 2 * MASTER) * self._count_unbucketed(layer)
         if coming > live:  # gathering continues during the pass
             there, layers = there + compute * row, layers + compute * row
-        end = (compute + 2 * MASTER) * self._alone(self._largest_gradient)
+        end = (compute + 2 * MASTER) * self._count_unbucketed(self._largest_gradient)
         return there, layers, MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
 
-    def _alone(self, elements: int) -> int:
+    def _count_unbucketed(self, elements: int) -> int:
         """``elements`` if a gradient of that size is too large for a bucket, else 0."""
-        return elements if elements > self._size("reduce_bucket_size") else 0
+        return elements if elements > self._get_size("reduce_bucket_size") else 0
 
-    def _in_update(self) -> int:
+    def _compute_update_bytes(self) -> int:
         """Bytes of the flat fp32 gradients for the optimizer."""
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
-            return (MASTER + 2 * self._compute) * self._shard - self._gradients()
+            return (MASTER + 2 * self._compute) * self._shard - self._compute_gradient_bytes()
         if self._stage == 2 and self._compute != MASTER:
             return 2 * MASTER * self._largest_gradient
         if self._stage == 3:
-            return MASTER * max(self._shard_of(group) for group in self._sub_groups)
+            return MASTER * max(self._count_shard_elements(group) for group in self._sub_groups)
         return MASTER * self._shard
 
 
-def _section_of(config: RunConfig) -> dict[str, Any]:
+def _get_zero_section(config: RunConfig) -> dict[str, Any]:
     """The section zero_optimization of the run's DeepSpeed JSON; the run checks it."""
-    document, given = config.documents.get("deepspeed.config"), config.deepspeed.config
-    values = given if document is None else document.values
+    document, setting = config.documents.get("deepspeed.config"), config.deepspeed.config
+    values = setting if document is None else document.values
     zero = values.get("zero_optimization") if isinstance(values, dict) else None
     return {k: v for k, v in zero.items() if v is not None} if isinstance(zero, dict) else {}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.errors import UserError, one_line, require
-from portable.formatting import human_bytes
+from portable.errors import UserError, require, to_one_line
+from portable.formatting import format_bytes
 from portable.gpu.zero import private_api
 from portable.gpu.zero.builds import wait_for_build
 
@@ -32,7 +32,7 @@ AIO_DEFAULTS: dict[str, Any] = {
 """``aio`` for a local NVMe drive: a deep queue of large requests. ``ds_nvme_tune`` measures a disk."""
 
 
-def in_use(config: RunConfig) -> bool:
+def is_swapping(config: RunConfig) -> bool:
     """Whether the run swaps to disk."""
     return "nvme" in (config.memory.offload_optimizer, config.memory.offload_params)
 
@@ -44,15 +44,15 @@ def check(config: RunConfig, deepspeed: Any) -> None:
         UserError: unless DeepSpeed can swap the optimizer's state, ``memory.nvme_path`` is a writable folder
             on disk, and async_io can be built.
     """
-    path = _disk(config)
+    path = _get_disk(config)
     try:
         require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")
         require(path.is_dir(), f"{_KEY}: {path} is not a folder")
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
-        raise UserError(f"{_KEY}: {path} is not writable ({one_line(error)})") from error
-    kind = filesystem(path)
+        raise UserError(f"{_KEY}: {path} is not writable ({to_one_line(error)})") from error
+    kind = find_filesystem(path)
     require(
         kind not in _RAM_DISKS,
         f"{_KEY}: {path} is in memory ({kind}), where offloading saves nothing; name a folder on a disk",
@@ -60,7 +60,7 @@ def check(config: RunConfig, deepspeed: Any) -> None:
     check_async_io(deepspeed)
 
 
-def _disk(config: RunConfig) -> Path:
+def _get_disk(config: RunConfig) -> Path:
     path = config.memory.nvme_path
     if path is None:
         raise UserError(f"{_KEY}: not set; name a folder on a local disk to offload to")
@@ -80,11 +80,11 @@ def check_async_io(deepspeed: Any) -> None:
 
 def check_room(config: RunConfig, needed: int) -> None:
     """Raise UserError unless the disk has ``needed`` free bytes, for the swap files of this node's ranks."""
-    disk = _disk(config)
+    disk = _get_disk(config)
     free = shutil.disk_usage(disk).free
     require(
         free >= needed,
-        f"{_KEY}: {disk} has {human_bytes(free)} free and this run swaps {human_bytes(needed)} there; "
+        f"{_KEY}: {disk} has {format_bytes(free)} free and this run swaps {format_bytes(needed)} there; "
         "free some space, or name another disk",
     )
 
@@ -107,22 +107,22 @@ def release_buffers_after_forward(engine: Any) -> None:
     engine.module.register_forward_hook(release)
 
 
-def run_folder(config: RunConfig) -> Path:
+def get_swap_folder(config: RunConfig) -> Path:
     """This run's own folder under ``memory.nvme_path``, so that runs can share a disk."""
     digest = hashlib.sha256(os.fsencode(Path(config.output_dir).absolute())).hexdigest()[:12]
-    return _disk(config) / f"portable-swap-{digest}"
+    return _get_disk(config) / f"portable-swap-{digest}"
 
 
-def filesystem(path: Path) -> str:
+def find_filesystem(path: Path) -> str:
     """The file system type of ``path``; empty if the system does not report it."""
     mounts = Path("/proc/mounts")
     if not mounts.exists():
         return ""
-    found, longest = "", -1
+    fs_type, longest = "", -1
     resolved = path.resolve()
     for line in mounts.read_text().splitlines():
         _, point, kind, *_ = line.split()
         point = point.replace("\\040", " ")
         if len(point) > longest and resolved.is_relative_to(point):
-            found, longest = kind, len(point)
-    return found
+            fs_type, longest = kind, len(point)
+    return fs_type

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
 from portable.gpu.zero.builds import wait_for_build
 from portable.optim import user_optimizer
 from portable.optim.average import keep_average
-from portable.optim.optimizers import build_optimizer, parameter_groups
+from portable.optim.optimizers import build_optimizer, build_parameter_groups
 from portable.optim.stored_state import restore_groups
 from portable.plugins import names_code
-from portable.terminal import native_stdout_closed
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
     from portable.converters.checkpoint import OptimizerState
-    from portable.gpu.zero.config import Document
+    from portable.gpu.zero.config import DeepSpeedDocument
     from portable.optim.optimizers import Group
 
 _KEY = "zero_force_ds_cpu_optimizer"
 
 
-def check(config: RunConfig, document: Document | None) -> None:
+def check(config: RunConfig, document: DeepSpeedDocument | None) -> None:
     """Build DeepSpeed's CPU optimizer if it will be needed: minutes, once per machine.
 
     Raises:
@@ -45,7 +45,7 @@ def check(config: RunConfig, document: Document | None) -> None:
         f"{document.name}: zero_allow_untested_optimizer false: DeepSpeed has not tested "
         f"{config.train.optimizer} with ZeRO; use adamw, or set it to true",
     )
-    if not _forced(config, document):
+    if not _is_cpu_adam_forced(config, document):
         return
     require(
         config.train.optimizer == "adamw",
@@ -57,40 +57,42 @@ def check(config: RunConfig, document: Document | None) -> None:
     try:
         builder = CPUAdamBuilder()
         wait_for_build(builder.name)
-        with native_stdout_closed():
+        with discard_native_stdout():
             builder.load()
     except Exception as error:
         raise UserError(
-            f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({one_line(error)}); "
+            f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({to_one_line(error)}); "
             "install a C++ compiler and ninja, or set it to false"
         ) from error
 
 
-def build(config: RunConfig, document: Document | None, model: nn.Module, groups: Mapping[str, Group]) -> Any:
+def build(
+    config: RunConfig, document: DeepSpeedDocument | None, model: nn.Module, groups: Mapping[str, Group]
+) -> Any:
     """The optimizer of ``model``, whose parameters may be partitioned already."""
     parameters = dict(model.named_parameters())
-    if not _forced(config, document):
+    if not _is_cpu_adam_forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
         built = build_optimizer(config.train, parameters, groups, compute=compute)
         return built.inner if isinstance(built, user_optimizer.UserOptimizer) else built
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
-    made = parameter_groups(parameters, groups, train.learning_rate)
-    forced = DeepSpeedCPUAdam(made, lr=train.learning_rate, betas=train.betas, eps=train.eps)
+    param_groups = build_parameter_groups(parameters, groups, train.learning_rate)
+    forced = DeepSpeedCPUAdam(param_groups, lr=train.learning_rate, betas=train.betas, eps=train.eps)
     if train.ema is not None:
         keep_average(forced, train.ema)
     return forced
 
 
-def begin_again(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> dict[str, Any]:
+def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> dict[str, Any]:
     """Restore what groups have of a user's optimizer; returns the types of its state, if they matter."""
     if not names_code(train.optimizer):
         return {}
     restore_groups(optimizer.param_groups, stored)
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
-    found = user_optimizer.samples(train)
-    return {k: v for k, v in found.items() if not (on_device and getattr(v, "shape", None) == ())}
+    samples = user_optimizer.build_sample_state(train)
+    return {k: v for k, v in samples.items() if not (on_device and getattr(v, "shape", None) == ())}
 
 
 def catch_up(optimizer: Any, steps: int) -> None:
@@ -98,5 +100,5 @@ def catch_up(optimizer: Any, steps: int) -> None:
     private_api.replay_cpu_adam(optimizer, steps, [torch.zeros(1) for _ in range(4)])
 
 
-def _forced(config: RunConfig, document: Document | None) -> bool:
+def _is_cpu_adam_forced(config: RunConfig, document: DeepSpeedDocument | None) -> bool:
     return document is not None and document.get(_KEY) is True and config.memory.offload_optimizer != "none"

@@ -20,8 +20,8 @@ from portable.converters import Tensor as StoredTensor
 from portable.gpu.zero import private_api
 from portable.model.tensors import fill
 from portable.optim.average import exchange
-from portable.optim.muon import Matrix, spread
-from portable.optim.stored_state import number_like
+from portable.optim.muon import Matrix, split_matrices
+from portable.optim.stored_state import cast_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Fragment:
     stop: int
     offset: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def get_slice(self, flat: Tensor) -> Tensor:
         """The slice of ``flat``, the partition or a tensor of its shape."""
         return flat[self.offset : self.offset + self.stop - self.start]
 
@@ -79,15 +79,15 @@ def _split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator
     first, last = -(-start // row), stop // row
     if first > last:  # all within one row
         parts = [(last, start, stop)]
-        whole = None
+        full_rows = None
     else:
         parts = [(first - 1, start, first * row)] if start < first * row else []
-        whole = (slice(first, last), *(slice(0, size) for size in shape[1:])) if first < last else None
+        full_rows = (slice(first, last), *(slice(0, size) for size in shape[1:])) if first < last else None
     for number, low, high in parts:
         for index in _split_into_boxes(shape[1:], low - number * row, high - number * row):
             yield slice(number, number + 1), *index
-    if whole is not None:
-        yield whole
+    if full_rows is not None:
+        yield full_rows
     if first <= last and last * row < stop:
         for index in _split_into_boxes(shape[1:], 0, stop - last * row):
             yield slice(last, last + 1), *index
@@ -102,28 +102,30 @@ class FlatPartitions:
         self._rank = rank
         self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
         self._fragments = [
-            list(_fragments_of(group, row, rank * flat.numel(), flat.numel(), names))
-            for (group, row), flat in zip(private_api.flat_groups(zero_optimizer), self._flats, strict=True)
+            list(_iter_group_fragments(group, row, rank * flat.numel(), flat.numel(), names))
+            for (group, row), flat in zip(
+                private_api.iter_flat_groups(zero_optimizer), self._flats, strict=True
+            )
         ]
         self._stale = False
 
-    def matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
+    def list_matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
         """The matrices of each flat partition, see :mod:`portable.optim.muon`; vectors have none."""
-        found = {}
-        for (group, row), flat in zip(private_api.flat_groups(self._zero), self._flats, strict=True):
-            found[flat] = [
+        matrices = {}
+        for (group, row), flat in zip(private_api.iter_flat_groups(self._zero), self._flats, strict=True):
+            matrices[flat] = [
                 matrix
                 for parameter in group
                 if parameter.dim() > 1
-                for matrix in spread(
+                for matrix in split_matrices(
                     parameter.shape,
-                    first=-_place(parameter, row),
+                    first=-_find_start(parameter, row),
                     length=flat.numel(),
                     ranks=ranks,
                     rank=self._rank,
                 )
             ]
-        return found
+        return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill the master weights; :meth:`refresh` then updates the compute copies."""
@@ -138,9 +140,9 @@ class FlatPartitions:
             yield from _iter_fragments(flat, fragments, state)
 
     def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
+        """Fill the optimizer state, by parameter name; see :func:`_assemble_state`."""
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
-            self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat], samples)
+            self._base.state[flat] = _assemble_state(flat, fragments, state, self._base.state[flat], samples)
 
     def swap_ema_weights(self) -> None:
         """Exchange master weights and their average; :meth:`refresh` then updates the compute copies."""
@@ -161,35 +163,35 @@ class ShardedPartitions:
         self._zero = zero_optimizer
         self._rank = rank
         self._fragments: list[list[Fragment]] = []
-        for group in private_api.sub_groups(zero_optimizer):
+        for group in private_api.get_sub_groups(zero_optimizer):
             fragments, offset = [], 0
             for parameter in group:
-                size = private_api.shard_size(parameter)
-                start, stop = self._slice(parameter)
+                size = private_api.get_shard_size(parameter)
+                start, stop = self._get_slice(parameter)
                 fragments.append(Fragment(names[parameter], start, stop, offset))
                 offset += size
             self._fragments.append(fragments)
 
-    def matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
-        """See :meth:`FlatPartitions.matrices`."""
-        found = {}
+    def list_matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
+        """See :meth:`FlatPartitions.list_matrices`."""
+        matrices = {}
         for index, (group, fragments) in enumerate(
-            zip(private_api.sub_groups(self._zero), self._fragments, strict=True)
+            zip(private_api.get_sub_groups(self._zero), self._fragments, strict=True)
         ):
-            found[private_api.master_weights(self._zero, index)] = [
+            matrices[private_api.get_master_weights(self._zero, index)] = [
                 matrix
                 for parameter, fragment in zip(group, fragments, strict=True)
-                if len(shape := private_api.full_shape(parameter)) > 1
-                for matrix in spread(
+                if len(shape := private_api.get_full_shape(parameter)) > 1
+                for matrix in split_matrices(
                     shape,
                     first=0,
-                    length=private_api.shard_size(parameter),
+                    length=private_api.get_shard_size(parameter),
                     ranks=ranks,
                     rank=self._rank,
                     offset=fragment.offset,
                 )
             ]
-        return found
+        return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill the master weights and the compute copies."""
@@ -208,13 +210,13 @@ class ShardedPartitions:
                 yield from _iter_fragments(flat, fragments, state)
 
     def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
+        """Fill the optimizer state, by parameter name; see :func:`_assemble_state`."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedIn(self._zero, index) as flat:
                 states = self._zero.optimizer.state
                 # Swapped-in state is in the swapper's buffers, which must not be reused here.
                 before = {} if private_api.is_swapped(self._zero, index) else states[flat]
-                states[flat] = _optimizer_state(flat, fragments, state, before, samples)
+                states[flat] = _assemble_state(flat, fragments, state, before, samples)
 
     def swap_ema_weights(self) -> None:
         """Exchange master weights and their average, and update the compute copies."""
@@ -234,19 +236,19 @@ class ShardedPartitions:
         Returns:
             the shard in fp32 on the host, padding included, if ``exact``.
         """
-        start, stop = self._slice(parameter)
-        held = torch.zeros(private_api.shard_size(parameter)) if exact else None
+        start, stop = self._get_slice(parameter)
+        exact_shard = torch.zeros(private_api.get_shard_size(parameter)) if exact else None
         if stop > start:
             with private_api.shard(parameter) as shard:
                 fill_slice(shard[: stop - start], source, start, stop)
-            if held is not None:
-                fill_slice(held[: stop - start], source, start, stop)
+            if exact_shard is not None:
+                fill_slice(exact_shard[: stop - start], source, start, stop)
         private_api.drop_secondary_shard(parameter)
-        return held
+        return exact_shard
 
-    def _slice(self, parameter: Any) -> tuple[int, int]:
+    def _get_slice(self, parameter: Any) -> tuple[int, int]:
         """The elements of ``parameter`` that this rank holds."""
-        size, full = private_api.shard_size(parameter), private_api.full_size(parameter)
+        size, full = private_api.get_shard_size(parameter), private_api.get_full_size(parameter)
         start = min(self._rank * size, full)
         return start, min(start + size, full)
 
@@ -261,7 +263,7 @@ class _SwappedIn:
     def __enter__(self) -> Tensor:
         if self._swapped:
             private_api.swap_in(self._zero, self._index)
-        return private_api.master_weights(self._zero, self._index)
+        return private_api.get_master_weights(self._zero, self._index)
 
     def __exit__(self, *_: object) -> None:
         if self._swapped:
@@ -275,10 +277,10 @@ def _iter_fragments(
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
         for tensor in tensors:
-            yield fragment.name, fragment.of(tensor)
+            yield fragment.name, fragment.get_slice(tensor)
 
 
-def _fragments_of(
+def _iter_group_fragments(
     group: list[Any], row: Tensor, first: int, size: int, names: Mapping[nn.Parameter, str]
 ) -> Iterator[Fragment]:
     """The fragments of ``group`` in the ``size`` elements of ``row`` from ``first`` on.
@@ -287,14 +289,14 @@ def _fragments_of(
     model's order, as with ``round_robin_gradients``.
     """
     for parameter in group:
-        begin = _place(parameter, row)
+        begin = _find_start(parameter, row)
         start = max(first - begin, 0)
         stop = min(first + size - begin, parameter.numel())
         if stop > start:
             yield Fragment(names[parameter], start, stop, begin + start - first)
 
 
-def _place(parameter: Tensor, row: Tensor) -> int:
+def _find_start(parameter: Tensor, row: Tensor) -> int:
     """The element of ``row`` that ``parameter``, a view of it, begins with."""
     return (parameter.data_ptr() - row.data_ptr()) // row.element_size()
 
@@ -303,11 +305,11 @@ def _place(parameter: Tensor, row: Tensor) -> int:
 def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str, ReadableTensor]) -> None:
     for fragment in fragments:
         if fragment.name in weights and fragment.stop > fragment.start:
-            fill_slice(fragment.of(flat), weights[fragment.name], fragment.start, fragment.stop)
+            fill_slice(fragment.get_slice(flat), weights[fragment.name], fragment.start, fragment.stop)
 
 
 @torch.no_grad()
-def _optimizer_state(
+def _assemble_state(
     flat: Tensor,
     fragments: list[Fragment],
     state: Mapping[str, Any],
@@ -324,20 +326,20 @@ def _optimizer_state(
     Raises:
         CheckpointError: for a step count that differs between parameters.
     """
-    made: dict[str, Any] = {}
+    assembled: dict[str, Any] = {}
     numbers: defaultdict[str, set[float]] = defaultdict(set)
     for fragment in fragments:
         for key, value in state.get(fragment.name, {}).items():
             if not isinstance(value, StoredTensor) or not value.shape:
                 numbers[key].add(float(value.read() if isinstance(value, StoredTensor) else value))
                 continue
-            if key not in made:
+            if key not in assembled:
                 memory = before.get(key)
                 if not isinstance(memory, torch.Tensor) or memory.shape != flat.shape:
                     memory = torch.empty_like(flat, dtype=getattr(samples.get(key), "dtype", flat.dtype))
-                made[key] = memory.zero_()
+                assembled[key] = memory.zero_()
             if fragment.stop > fragment.start:
-                fill_slice(fragment.of(made[key]), value, fragment.start, fragment.stop)
+                fill_slice(fragment.get_slice(assembled[key]), value, fragment.start, fragment.stop)
     for key, values in numbers.items():
         if len(values) > 1:
             raise CheckpointError(
@@ -345,5 +347,5 @@ def _optimizer_state(
                 "them; resume with strategy full_shard or no_shard"
             )
         sample = samples.get(key, torch.zeros((), dtype=torch.float32, device=flat.device))
-        made[key] = number_like(sample, values.pop())
-    return made
+        assembled[key] = cast_number(sample, values.pop())
+    return assembled

@@ -64,7 +64,7 @@ def release_models(deepspeed: Any) -> None:
 # -- the engine ------------------------------------------------------------------------------------------
 
 
-def basic_optimizer(engine: Any) -> Any:
+def get_basic_optimizer(engine: Any) -> Any:
     """The optimizer that was passed to ``deepspeed.initialize``."""
     return engine.basic_optimizer
 
@@ -84,7 +84,7 @@ def set_max_norm(zero_optimizer: Any, max_norm: float) -> None:
     zero_optimizer.clip_grad = max_norm
 
 
-def dynamic_loss_scaler(zero_optimizer: Any) -> Any:
+def get_dynamic_loss_scaler(zero_optimizer: Any) -> Any:
     """DeepSpeed's loss scaler; None if the loss scale is fixed."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
@@ -104,7 +104,7 @@ def save_files_by(engine: Any, save: Any) -> bool:
 # -- stages 1 and 2 --------------------------------------------------------------------------------------
 
 
-def flat_groups(zero_optimizer: Any) -> Iterator[tuple[list[Any], Tensor]]:
+def iter_flat_groups(zero_optimizer: Any) -> Iterator[tuple[list[Any], Tensor]]:
     """For each parameter group its compute-type parameters, and the flat tensor that they are views of."""
     return zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
 
@@ -127,30 +127,30 @@ def is_partitioned(tensor: Any) -> bool:
     return hasattr(tensor, "ds_tensor")
 
 
-def full_size(parameter: Any) -> int:
+def get_full_size(parameter: Any) -> int:
     """Elements of the whole parameter."""
     return int(parameter.ds_numel)
 
 
-def full_shape(parameter: Any) -> tuple[int, ...]:
+def get_full_shape(parameter: Any) -> tuple[int, ...]:
     """The shape of the whole parameter."""
     return tuple(parameter.ds_shape)
 
 
 @contextmanager
-@PACKAGE.needed_for(_FEATURE)
+@PACKAGE.guard(_FEATURE)
 def shard(parameter: Any) -> Iterator[Tensor]:
     """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    found: Tensor = parameter.ds_tensor.data
-    yield found
+    data: Tensor = parameter.ds_tensor.data
+    yield data
     if swapped:
         parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
-def shard_size(parameter: Any) -> int:
+def get_shard_size(parameter: Any) -> int:
     """Elements of a shard; the same on all ranks, since the last shards are padded."""
     return int(parameter.ds_tensor.ds_numel)
 
@@ -165,10 +165,10 @@ def drop_secondary_shards(zero_optimizer: Any) -> None:
     zero_optimizer.invalidate_secondary_tensor()
 
 
-def sub_groups(zero_optimizer: Any) -> list[list[Any]]:
+def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
     """The parameters that stage 3 updates together, by sub-group."""
-    found: list[list[Any]] = zero_optimizer.fp16_groups
-    return found
+    groups: list[list[Any]] = zero_optimizer.fp16_groups
+    return groups
 
 
 def is_swapped(zero_optimizer: Any, sub_group: int) -> bool:
@@ -186,10 +186,10 @@ def swap_out(zero_optimizer: Any, sub_group: int) -> None:
     zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
-def master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
+def get_master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
     """A sub-group's flat fp32 master weights on this rank."""
-    found: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
-    return found
+    weights: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
+    return weights
 
 
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
@@ -209,8 +209,8 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
     zero_optimizer.empty_partition_cache()
     swapper = parameters[0].nvme_swapper
     swapper.synchronize_reads()
-    held = swapper.param_id_to_buffer_id
-    swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in held])
+    buffer_ids = swapper.param_id_to_buffer_id
+    swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in buffer_ids])
 
 
 def finish_swapping(zero_optimizer: Any) -> None:
@@ -249,7 +249,7 @@ def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> No
 # -- the configuration -----------------------------------------------------------------------------------
 
 
-def config_models() -> dict[str, Any]:
+def get_config_models() -> dict[str, Any]:
     """The pydantic models that DeepSpeed reads sections of its configuration with, nested as these are."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
@@ -273,7 +273,7 @@ def config_models() -> dict[str, Any]:
     }
 
 
-def params(kind: str) -> set[str]:
+def list_params(kind: str) -> set[str]:
     """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
@@ -281,20 +281,20 @@ def params(kind: str) -> set[str]:
 
     adams, switches = (AdamW, FusedAdam, DeepSpeedCPUAdam), {"torch_adam", "adam_w_mode"}
     classes = {"sgd": (SGD,), "adam": adams, "adamw": adams}.get(kind) or (getattr(lr_schedules, kind),)
-    found = {name for one in classes for name in inspect.signature(one).parameters}
+    names = {name for cls in classes for name in inspect.signature(cls).parameters}
     more = switches if classes is adams else set()
-    return found - {"params", "model_params", "optimizer", "deepspeed_adamw_kwargs"} | more
+    return names - {"params", "model_params", "optimizer", "deepspeed_adamw_kwargs"} | more
 
 
-def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
+def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
 
     try:
         _reject_removed_config_keys(values)
     except DeepSpeedConfigError as error:
-        found: Exception = error
-        return found
+        removed: Exception = error
+        return removed
     return None
 
 
@@ -314,4 +314,4 @@ def is_dtype(name: Any) -> bool:
 
 for _name, _one in list(globals().items()):
     if inspect.isfunction(_one) and _one.__module__ == __name__ and _name != shard.__name__:
-        globals()[_name] = PACKAGE.needed_for(_FEATURE)(_one)
+        globals()[_name] = PACKAGE.guard(_FEATURE)(_one)

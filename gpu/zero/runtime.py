@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from portable.engines.machine import transport
-from portable.errors import UserError, one_line
+from portable.engines.machine import get_dist_backend
+from portable.errors import UserError, to_one_line
 from portable.gpu.zero import private_api
-from portable.terminal import native_stdout_closed
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -31,10 +31,10 @@ def import_deepspeed(device_type: str) -> Any:
     os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # it logs every detail at INFO
     private_api.PACKAGE.check_installed("strategy: zero1, zero2 and zero3", "deepspeed")
     try:
-        with native_stdout_closed():
+        with discard_native_stdout():
             import deepspeed
     except Exception as error:  # built for another torch, or a CUDA toolkit is missing
-        raise UserError(f"strategy: deepspeed cannot be imported ({one_line(error)}); {REMEDY}") from error
+        raise UserError(f"strategy: deepspeed cannot be imported ({to_one_line(error)}); {REMEDY}") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device_type == "cpu":  # its warning about a missing CUDA is expected here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -66,11 +66,11 @@ def start(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
             at_stop.callback(os.environ.pop, name, None)
     private_api.disable_shared_memory_collectives(deepspeed)
     if not dist.is_initialized():
-        with native_stdout_closed():
+        with discard_native_stdout():
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
+            dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
     private_api.restart_numbering(deepspeed)
-    with native_stdout_closed():
+    with discard_native_stdout():
         deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.checkpoint.store import in_background
-from portable.engines.staging import WriteHandle, staged
-from portable.errors import one_line
+from portable.checkpoint.store import run_in_background
+from portable.engines.staging import WriteHandle, copy_to_host
+from portable.errors import to_one_line
 from portable.gpu.zero import private_api
-from portable.model.parameters import adapted, stored_tensors
-from portable.ranks.collectives import background_group, gather_text
-from portable.terminal import native_stdout_closed
+from portable.model.parameters import get_stored_tensors, has_peft_adapter
+from portable.ranks.collectives import gather_text, get_background_group
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,15 +41,15 @@ class ZeroSaver:
 
     def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
         self._engine, self._exact = engine, exact
-        self._adapted = adapted(engine.module)
-        self._kept = set(stored_tensors(engine.module)) if self._adapted else None
+        self._adapted = has_peft_adapter(engine.module)
+        self._kept = set(get_stored_tensors(engine.module)) if self._adapted else None
         self._held: list[_File] | None = None
         """Files to write later; None to write each at once."""
         self._zipfile = private_api.save_files_by(engine, self._save_file)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
-        return background_group()
+        return get_background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.
@@ -59,7 +59,7 @@ class ZeroSaver:
         group = self._group  # a collective: create it before a thread needs it
         files: list[_File] = []
         self._held = files if background else None
-        with native_stdout_closed():
+        with discard_native_stdout():
             self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
         rank = self._engine.global_rank
 
@@ -67,14 +67,14 @@ class ZeroSaver:
             self._write_together(files, folder, rank, group)
 
         if background:
-            return WriteHandle(in_background(write, name="checkpoint"))
+            return WriteHandle(run_in_background(write, name="checkpoint"))
         write()
         return WriteHandle(None)
 
     def _save_file(self, state_dict: Any, path: str) -> None:
         if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
-            whole = state_dict["module"]
-            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
+            module_state = state_dict["module"]
+            state_dict["module"] = {name: module_state[name] for name in module_state if name in self._kept}
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
         fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
         for name, tensor in {**fragments, **self._exact}.items():
@@ -83,7 +83,7 @@ class ZeroSaver:
         if self._held is None:
             _File(Path(path), state_dict, self._zipfile).write()
         else:
-            self._held.append(_File(Path(path), staged(state_dict), self._zipfile))
+            self._held.append(_File(Path(path), copy_to_host(state_dict), self._zipfile))
 
     def _write_together(
         self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
@@ -94,14 +94,14 @@ class ZeroSaver:
             while files:
                 files.pop(0).write()  # and free its copy
             for path in folder.rglob("*"):
-                if path.is_file() and _is_of(rank, path.name):
+                if path.is_file() and _is_written_by(rank, path.name):
                     _sync(path)
         except Exception as error:
             failure = error
-        reasons = gather_text("" if failure is None else one_line(failure), group)
+        reasons = gather_text("" if failure is None else to_one_line(failure), group)
         if failure is None and any(reasons):
-            told = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-            raise OSError("; ".join(told))
+            failures = (f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+            raise OSError("; ".join(failures))
         if failure is not None:
             raise failure
 
@@ -119,7 +119,7 @@ class _File:
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
 
 
-def _is_of(rank: int, name: str) -> bool:
+def _is_written_by(rank: int, name: str) -> bool:
     """Whether ``rank`` wrote the file: file names carry the rank, or belong to rank 0."""
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 

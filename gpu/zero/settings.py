@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.gpu.zero import config as deepspeed_json
 from portable.gpu.zero import nvme
-from portable.gpu.zero.buckets import swap_buffer
+from portable.gpu.zero.buckets import compute_swap_buffer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,29 +24,29 @@ class ModelSizes:
     largest_parameter: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelSizes:
+    def from_model(cls, model: nn.Module) -> ModelSizes:
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)
 
 
-def settings_for(
+def build_settings(
     config: RunConfig,
     plan: BatchPlan,
     sizes: ModelSizes,
-    document: deepspeed_json.Document | None,
+    document: deepspeed_json.DeepSpeedDocument | None,
     device_type: str,
 ) -> dict[str, Any]:
     """The ``config`` argument of ``deepspeed.initialize``."""
-    settings = _settings_without_a_json(config, plan)
+    settings = _build_base_settings(config, plan)
     if document is not None:
-        settings = deepspeed_json.merged(settings, document, sizes.hidden)
+        settings = deepspeed_json.merge_config(settings, document, sizes.hidden)
     zero = settings["zero_optimization"]
     for part in ("offload_optimizer", "offload_param"):
         if part in zero and device_type == "cpu":
             zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
-        zero["offload_param"]["buffer_size"] = swap_buffer(
+        zero["offload_param"]["buffer_size"] = compute_swap_buffer(
             sizes.largest_parameter, plan.world_size * plan.part[1]
         )
         # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
@@ -55,7 +55,7 @@ def settings_for(
     return settings
 
 
-def _settings_without_a_json(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+def _build_base_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (
@@ -65,7 +65,7 @@ def _settings_without_a_json(config: RunConfig, plan: BatchPlan) -> dict[str, An
         if device != "none":
             zero[part] = {"device": device, "pin_memory": True}
         if device == "nvme":
-            zero[part]["nvme_path"] = str(nvme.run_folder(config))
+            zero[part]["nvme_path"] = str(nvme.get_swap_folder(config))
     settings: dict[str, Any] = {
         "train_batch_size": plan.padded_batch_size * plan.part[1],  # to DeepSpeed, each part is a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -77,7 +77,7 @@ def _settings_without_a_json(config: RunConfig, plan: BatchPlan) -> dict[str, An
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
-    if nvme.in_use(config):
+    if nvme.is_swapping(config):
         settings["aio"] = dict(nvme.AIO_DEFAULTS)
     if config.precision in ("bf16", "fp16"):
         search = config.fp16.model_dump() if config.precision == "fp16" else {}

@@ -13,8 +13,14 @@ import torch
 from torch import nn
 from transformers import Conv1D
 
-from portable.adapters.initial import NAME, Rows, initial_values
-from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
+from portable.adapters.initial import NAME, TrainedTokenRows, compute_initial_values
+from portable.adapters.settings import (
+    CONFIG_FILE,
+    as_json,
+    build_peft_config,
+    find_adapter_folder,
+    find_weights_file,
+)
 from portable.converters import (
     Checkpoint,
     CheckpointError,
@@ -27,18 +33,18 @@ from portable.converters.adapters.names import PREFIX, parse_name, parse_replace
 from portable.converters.adapters.patterns import Matcher, PatternError
 from portable.converters.errors import to_printable
 from portable.converters.similar_names import find_similar
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.model import build as models
-from portable.model.freezing import COMPUTE, freeze, frozen_names
+from portable.model.freezing import COMPUTE, find_frozen_names, freeze
 from portable.model.initialize import InitialWeights
-from portable.model.parameters import state_tensors, tied_names
-from portable.model.pretrained import files_of
-from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
+from portable.model.parameters import find_tied_names, get_state_tensors
+from portable.model.pretrained import open_pretrained_checkpoint
+from portable.model.quantized import KINDS, QuantizedLinear, build_quantized_tensor, quantize
 from portable.model.reach import get_unreached_names, mark_unreached, summarize_parameters
 from portable.model.tensors import to_torch
 from portable.paths import write_durably
 from portable.private import of_transformers
-from portable.private.of_bitsandbytes import bitsandbytes
+from portable.private.of_bitsandbytes import import_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -84,9 +90,9 @@ class Adapter:
         self._run = run
         self._names = names
         self._quantized: dict[str, QuantizedLinear] = {}
-        self._initial, self._lengths = initial_values(model, config, run.seed, names)
-        self._files = _names_in_files(model)
-        self._computed = list(of_transformers.unsaved_names(model) or ())
+        self._initial, self._lengths = compute_initial_values(model, config, run.seed, names)
+        self._files = _map_saved_names(model)
+        self._computed = list(of_transformers.get_unsaved_names(model) or ())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize(self, model: PreTrainedModel) -> None:
@@ -95,7 +101,7 @@ class Adapter:
         Raises:
             UserError: if it has none, or bitsandbytes is not installed.
         """
-        bitsandbytes()
+        import_bitsandbytes()
         kind, compute = self._run.adapter.base, COMPUTE.get(self._run.precision, torch.float32)
         for name, layer in quantize(model, kind, compute).items():
             self._names[f"{name}.bits"] = self._names.pop(f"{name}.weight")
@@ -105,21 +111,21 @@ class Adapter:
             f"adapter.base: {type(model).__name__} has no linear layers to hold in {kind}; use auto",
         )
 
-    def of_base(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+    def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Weights of the base model under the names of the model with the adapter.
 
         A module that is trained in full starts from the base's values. What else of the adapter depends on
         them, DoRA's lengths, is added.
         """
-        found = {name: weights[base] for name, base in self._names.items() if base in weights}
+        base_weights = {name: weights[base] for name, base in self._names.items() if base in weights}
         for name, layer in self._quantized.items():
-            if name in found:
-                found[name] = quantized_tensor(found[name], layer)
+            if name in base_weights:
+                base_weights[name] = build_quantized_tensor(base_weights[name], layer)
         if self._run.adapter.name_or_path is None:
             for name, (lengths, base) in self._lengths.items():
                 if base in weights:
-                    found[name] = lengths.of(weights[base])
-        return found
+                    base_weights[name] = lengths.compute_from_base(weights[base])
+        return base_weights
 
     def check_base(self, missing: Sequence[str]) -> None:
         """Raise UserError for weights that the base model's files lack and the adapter would not hold.
@@ -129,11 +135,11 @@ class Adapter:
         Args:
             missing: their names in the base model.
         """
-        held = {base for name, base in self._names.items() if name in self._files}
+        stored_names = {base for name, base in self._names.items() if name in self._files}
         lost = [
             name
             for name in missing
-            if name not in held and not any(re.search(key, name) for key in self._computed)
+            if name not in stored_names and not any(re.search(key, name) for key in self._computed)
         ]
         if lost:
             around = lost[0].split(".")[-3:-1]
@@ -143,7 +149,7 @@ class Adapter:
                 f"saved with the adapter; {remedy}, or take another base"
             )
 
-    def initial(self, base: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
+    def get_initial_values(self, base: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
         """The adapter's own values at the start, by parameter name.
 
         They depend on the seed and the name only, and are those that peft gives the layer after
@@ -155,28 +161,32 @@ class Adapter:
         Raises:
             UserError: if that adapter cannot be read or does not fit.
         """
-        return self._initial if self._run.adapter.name_or_path is None else self._stored(base)
+        return self._initial if self._run.adapter.name_or_path is None else self._read_initial_values(base)
 
     @cached_property
-    def _given(self) -> tuple[Path, StoredAdapter, list[str]]:
+    def _source_adapter(self) -> tuple[Path, StoredAdapter, list[str]]:
         """The adapter ``adapter.name_or_path``, checked by its headers, and what it holds of the base."""
-        folder = folder_of(str(self._run.adapter.name_or_path))
+        folder = find_adapter_folder(str(self._run.adapter.name_or_path))
         try:
-            found = find_adapter(open_checkpoint(weights_in(folder)))
+            stored_adapter = find_adapter(open_checkpoint(find_weights_file(folder)))
         except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
-        require(found is not None, f"adapter.name_or_path: {folder} holds no adapter; give another folder")
-        assert found is not None
-        tensors = found.checkpoint.tensors
+            raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
+        require(
+            stored_adapter is not None,
+            f"adapter.name_or_path: {folder} holds no adapter; give another folder",
+        )
+        assert stored_adapter is not None
+        tensors = stored_adapter.checkpoint.tensors
         lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
         # peft also saves an adapted embedding or head itself, since its rows may have been resized.
         of_base = [key for key in unknown if parse_replacement(key).name in self._names.values()]
         unknown = [to_printable(key) for key in unknown if key not in of_base]
-        for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
+        for names, problem in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
-                f"adapter.name_or_path: {folder} {what} {(names or [''])[0]}; use an adapter of this model",
+                f"adapter.name_or_path: {folder} {problem} {(names or [''])[0]}; use an adapter of this "
+                "model",
             )
         for name, key in self._files.items():
             require(
@@ -184,7 +194,7 @@ class Adapter:
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
                 f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
             )
-        return folder, found, of_base
+        return folder, stored_adapter, of_base
 
     def check_given(self) -> None:
         """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.
@@ -193,19 +203,19 @@ class Adapter:
             UserError: if it cannot be read or does not fit.
         """
         if self._run.adapter.name_or_path is not None:
-            assert self._given
+            assert self._source_adapter
 
-    def _stored(self, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        folder, found, of_base = self._given
+    def _read_initial_values(self, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        folder, stored_adapter, of_base = self._source_adapter
         try:
-            found.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
+            stored_adapter.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
         except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
-        tensors = found.checkpoint.tensors
+            raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
+        tensors = stored_adapter.checkpoint.tensors
         for key in of_base:
             name, model = parse_replacement(key).name, self._run.model.name_or_path
             require(
-                _same(base.get(name), tensors[key]),
+                _have_equal_values(base.get(name), tensors[key]),
                 f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
                 f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
             )
@@ -232,17 +242,17 @@ class Adapter:
         """Whether the adapter changes a parameter that contains all experts of a layer."""
         return any(".base_layer.lora_" in name for name in self.files)  # peft nests the wrappers
 
-    def of_others(self, checkpoint: Checkpoint) -> Checkpoint:
+    def adopt_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Another program's checkpoint of this adapter under the names of the model.
 
         Raises:
             UserError: if it holds no adapter, or one with other settings.
         """
         try:
-            found = find_adapter(checkpoint)
+            stored_adapter = find_adapter(checkpoint)
         except CheckpointError as error:
             raise UserError(f"checkpoint.resume: {error}") from error
-        if found is None:
+        if stored_adapter is None:
             raise UserError(
                 f"checkpoint.resume: {checkpoint.root} holds no adapter; give a checkpoint of one, or remove "
                 "adapter.type"
@@ -250,14 +260,14 @@ class Adapter:
         ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
         ours |= {name: name for name in ("rank_pattern", "alpha_pattern")}
         for theirs, name in ours.items() if self._run.adapter.type == "lora" else ():
-            one, other = getattr(found.config, theirs), getattr(self.config, name)
+            saved_value, run_value = getattr(stored_adapter.config, theirs), getattr(self.config, name)
             require(
-                one == other,
-                f"checkpoint.resume: {checkpoint.root} was trained with {name} {one}, not {other}; set "
-                "adapter.config to its adapter_config.json",
+                saved_value == run_value,
+                f"checkpoint.resume: {checkpoint.root} was trained with {name} {saved_value}, not "
+                f"{run_value}; set adapter.config to its adapter_config.json",
             )
         live = {saved: name for name, saved in self._files.items()}
-        adapter = found.checkpoint
+        adapter = stored_adapter.checkpoint
         shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
         others = sorted(
             name for name, shape in {*shapes.items()} ^ {*self.file_shapes.items()} if ".lora_" in name
@@ -268,7 +278,7 @@ class Adapter:
             f"({to_printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
         )
 
-        def optimizer(_: Any) -> OptimizerState | None:
+        def open_optimizer(_: Any) -> OptimizerState | None:
             state = adapter.optimizer
             if state is None:
                 return None
@@ -282,7 +292,7 @@ class Adapter:
             format=adapter.format,
             root=adapter.root,
             tensors={live.get(saved, saved): tensor for saved, tensor in adapter.tensors.items()},
-            optimizer=optimizer,
+            optimizer=open_optimizer,
             metadata=adapter.metadata,
             companions=adapter.companions,
             counters=lambda: checkpoint.counters,
@@ -307,7 +317,7 @@ class Adapter:
         settings = self._run.model
         if settings.from_scratch:
             return None
-        return files_of(settings, "bfloat16")
+        return open_pretrained_checkpoint(settings, "bfloat16")
 
     def write_config(self, folder: Path) -> None:
         """Write ``adapter_config.json`` as peft does."""
@@ -341,9 +351,9 @@ class Adapter:
         )
 
 
-def training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
+def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
     """The model that a run trains, on the meta device: with its adapter, if it has one."""
-    model = models.training_model(model_config, config)
+    model = models.build_base_model(model_config, config)
     if config.adapter.type is not None:
         adapt(model, model_config, config)
     return model
@@ -361,68 +371,70 @@ def adapt(
     that transformers keeps in fp32; trained ones are fp32.
 
     Args:
-        grown_from: see :func:`portable.model.pretrained.pretrained_weights`.
+        grown_from: see :func:`portable.model.pretrained.load_pretrained_weights`.
 
     Raises:
         UserError: for an adapter that the model cannot have.
     """
-    from portable.private.of_peft import is_magnitude, matched_by, peft
+    from portable.private.of_peft import is_magnitude, peft, use_matcher
 
-    heads = _heads(model) if config.model.task == "sequence-classification" else []
-    settings = peft_config(config, of_transformers.revision(model_config), heads)
+    heads = _find_heads(model) if config.model.task == "sequence-classification" else []
+    settings = build_peft_config(config, of_transformers.get_commit_hash(model_config), heads)
     matcher = Matcher()
     notes = _exclude_modules(model, settings, config)
     _check_targets(model, settings, config, matcher)
     _check_ties(model, settings, matcher)
-    tied = any(tied_names(model).values())
-    blueprint = InitialWeights.of(model, config.model.function)
-    before = {id(tensor): name for name, tensor in state_tensors(model).items()}
+    tied = any(find_tied_names(model).values())
+    blueprint = InitialWeights.from_model(model, config.model.function)
+    before = {id(tensor): name for name, tensor in get_state_tensors(model).items()}
     try:
         # On the meta device from the start: peft only moves its tensors there, whatever their size.
-        with _quiet(), matched_by(matcher), torch.device("meta"):
+        with _ignore_peft_warnings(), use_matcher(matcher), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-        reason = one_line(error)
+        reason = to_one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     _prepare_tokens(model, tied, grown_from)
     of_transformers.require_input_gradients(model)
-    names = _base_names(model, before)
+    names = _map_base_names(model, before)
     _mark_unreached(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
     adapter.notes = notes
-    _freeze(model, names, _base_dtype(config))
+    _freeze(model, names, _choose_base_dtype(config))
     if config.adapter.base in KINDS:
         adapter.quantize(model)
     for module in model.modules():
         if is_magnitude(module):
-            module.get_lora_weight = _product
+            module.get_lora_weight = _compute_lora_product
     for name, (lengths, _) in adapter._lengths.items():
-        if isinstance(lengths, Rows):
+        if isinstance(lengths, TrainedTokenRows):
             continue
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
     return adapter
 
 
-def _same(left: ReadableTensor | None, right: StoredTensor) -> bool:
+def _have_equal_values(left: ReadableTensor | None, right: StoredTensor) -> bool:
     """Whether two tensors have the same values; a few of their rows are in memory at a time."""
     if left is None or tuple(left.shape) != tuple(right.shape) or right.dtype not in _FLOATS:
         return False
     rest = tuple(slice(0, size) for size in left.shape[1:])
-    parts = [(slice(at, min(at + _ROWS, left.shape[0])), *rest) for at in range(0, left.shape[0], _ROWS)]
+    parts = [
+        (slice(start, min(start + _ROWS, left.shape[0])), *rest) for start in range(0, left.shape[0], _ROWS)
+    ]
     return all(torch.equal(to_torch(left.read(p)).float(), to_torch(right.read(p)).float()) for p in parts)
 
 
-def _product(**given: Any) -> Tensor:
+def _compute_lora_product(**layers: Any) -> Tensor:
     """What DoRA adds to a weight. peft takes a unit matrix through both layers, to run hooks of FSDP1.
 
     The unit matrix, of the layer's inputs, can be larger than the layer.
     """
-    product: Tensor = given["lora_B"].weight @ given["lora_A"].weight
+    product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_peft_warnings() -> Iterator[None]:
     """Without peft's warnings: about what is checked here, or about settings that it then corrects."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -432,14 +444,14 @@ def _quiet() -> Iterator[None]:
 # -- what is adapted -----------------------------------------------------------------------------------------
 
 
-def _heads(model: PreTrainedModel) -> list[str]:
+def _find_heads(model: PreTrainedModel) -> list[str]:
     """The modules outside the base model: what a classifier has that its checkpoint may not have."""
-    found = [
+    names = [
         name
         for name, module in model.named_children()
         if name != model.base_model_prefix and next(module.parameters(), None) is not None
     ]
-    return found if model.base_model_prefix in dict(model.named_children()) else []
+    return names if model.base_model_prefix in dict(model.named_children()) else []
 
 
 def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
@@ -464,7 +476,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     unreached = get_unreached_names(model)
     tower = [f"{name}.weight" for name in linear if f"{name}.weight" in unreached]
-    rejected = sorted({last for last in _last(linear) if is_module_rejected(settings, model, last)})
+    rejected = sorted({last for last in _get_last_parts(linear) if is_module_rejected(settings, model, last)})
     patterns, notes = [], []
     if tower:
         parts = [part for part in summarize_parameters(model, unreached, full=True) if _covers(part, tower)]
@@ -483,11 +495,11 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     if shared:
         patterns += [re.escape(name) for name in shared]
         notes.append(
-            f"adapter.target_modules: all-linear excludes {', '.join(_last(shared))}, because these modules "
-            "share their weights with other modules (tied), which an adapter would not change"
+            f"adapter.target_modules: all-linear excludes {', '.join(_get_last_parts(shared))}, because "
+            "these modules share their weights with other modules (tied), which an adapter would not change"
         )
         others = [name for name in others if name not in shared]
-    custom = _last([name for name in others if not _is_linear(model.get_submodule(name))])
+    custom = _get_last_parts([name for name in others if not _is_linear(model.get_submodule(name))])
     if custom:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
         notes.append(
@@ -516,7 +528,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
         )
     saved = tuple(settings.modules_to_save or ())
     adapted = [name for name in others if not any(f".{module}." in f".{name}." for module in saved)]
-    if not set(_last(adapted)).difference(custom, rejected) and not settings.target_parameters:
+    if not set(_get_last_parts(adapted)).difference(custom, rejected) and not settings.target_parameters:
         raise UserError(
             f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the "
             "modules to adapt, or remove adapter.type to train the complete model"
@@ -551,7 +563,7 @@ def _find_shared_weights(model: PreTrainedModel) -> set[str]:
 
     The layers of Zamba that share one module are of the same kind: each has its own adapter.
     """
-    groups = [{first, *others} for first, others in tied_names(model).items() if others]
+    groups = [{first, *others} for first, others in find_tied_names(model).items() if others]
     return {
         name for group in groups if len({re.sub(r"\d+", "*", name) for name in group}) > 1 for name in group
     }
@@ -600,7 +612,7 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
         if layers is not None:  # peft takes their numbers only beside names
             excluded = re.compile(settings.exclude_modules or "$^")
             settings.target_modules = {
-                name for name in linear if _layer_of(name) in layers and not excluded.fullmatch(name)
+                name for name in linear if _parse_layer_index(name) in layers and not excluded.fullmatch(name)
             }
             settings.exclude_modules = None
             require(
@@ -614,20 +626,20 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
             "regular expression",
         )
         try:
-            found = [name for name in modules if matcher.fullmatch(targets, name)]
+            matches = [name for name in modules if matcher.fullmatch(targets, name)]
         except PatternError as error:
-            raise UserError(f"adapter.target_modules: {one_line(error)}; correct it") from error
+            raise UserError(f"adapter.target_modules: {to_one_line(error)}; correct it") from error
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
             remedy = "write all-linear to adapt every linear module"
-        elif set(names) <= set(_last(linear)):
+        elif set(names) <= set(_get_last_parts(linear)):
             remedy = f"write them as a list: [{', '.join(names)}]"
         else:
-            remedy = f"give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]"
+            remedy = f"give names in a list, such as [{_get_last_parts(linear)[0] if linear else 'q_proj'}]"
         require(
-            bool(found) or bool(getattr(settings, "target_parameters", None)),
+            bool(matches) or bool(getattr(settings, "target_parameters", None)),
             f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
-            f"{_listed(linear)}; {remedy}",
+            f"{_format_names(linear)}; {remedy}",
         )
     else:
         _check_names("target_modules", targets or (), modules, linear, one_is_enough=in_peft_format)
@@ -646,39 +658,41 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
         )
 
 
-def _layer_of(name: str) -> int | None:
+def _parse_layer_index(name: str) -> int | None:
     match = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
     return None if match is None else int(match[1])
 
 
 def _check_names(
-    key: str, names: Any, known: list[str], suggested: list[str], *, one_is_enough: bool = False
+    key: str, names: Any, module_names: list[str], suggested: list[str], *, one_is_enough: bool = False
 ) -> None:
     lacking = [
-        name for name in sorted(names) if not any(one == name or one.endswith(f".{name}") for one in known)
+        name
+        for name in sorted(names)
+        if not any(candidate == name or candidate.endswith(f".{name}") for candidate in module_names)
     ]
     if not one_is_enough or len(lacking) == len(names):
         for name in lacking:
-            tails = {".".join(one.split(".")[-depth:]) for one in suggested for depth in (1, 2)}
+            tails = {".".join(candidate.split(".")[-depth:]) for candidate in suggested for depth in (1, 2)}
             tails = {tail for tail in tails if not tail.isdigit()}
             near = find_similar(name, sorted(tails), count=3)
-            hint = f"the nearest are {', '.join(near)}" if near else f"it has {_listed(suggested)}"
+            hint = f"the nearest are {', '.join(near)}" if near else f"it has {_format_names(suggested)}"
             raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
 
 
-def _last(names: list[str]) -> list[str]:
+def _get_last_parts(names: list[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _listed(names: list[str]) -> str:
-    tails = _last(names)
+def _format_names(names: list[str]) -> str:
+    tails = _get_last_parts(names)
     more = f" and {len(tails) - _SHOWN} more" if len(tails) > _SHOWN else ""
     return ", ".join(tails[:_SHOWN]) + more
 
 
 def _check_ties(model: PreTrainedModel, settings: Any, matcher: Matcher) -> None:
     """Raise UserError if something trained would come apart from what it is tied to."""
-    tied = {name: others for name, others in tied_names(model).items() if others}
+    tied = {name: others for name, others in find_tied_names(model).items() if others}
     holders = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
     for name in sorted(settings.modules_to_save or ()):
         for holder in holders:
@@ -696,7 +710,7 @@ def _check_ties(model: PreTrainedModel, settings: Any, matcher: Matcher) -> None
         hit = (
             targets.lower() != "all-linear" and matcher.fullmatch(targets, name)
             if isinstance(targets, str)
-            else any(name == one or name.endswith(f".{one}") for one in targets or ())
+            else any(name == target or name.endswith(f".{target}") for target in targets or ())
         )
         if hit:
             raise UserError(
@@ -765,23 +779,23 @@ class _WithRows:
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-def _base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, str]:
+def _map_base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, str]:
     """For each tensor of ``model`` that starts from one of the base, the name of that one.
 
     Args:
         model: with its adapter; the base's tensors in it are the same objects as before.
         before: their names, by identity.
     """
-    live = state_tensors(model)
-    found = {name: before[id(tensor)] for name, tensor in live.items() if id(tensor) in before}
-    assert len(found) == len(before)
+    live = get_state_tensors(model)
+    base_names = {name: before[id(tensor)] for name, tensor in live.items() if id(tensor) in before}
+    assert len(base_names) == len(before)
     for name in live:
-        if name.replace(_COPY, _ORIGINAL) in found:
-            found[name] = found[name.replace(_COPY, _ORIGINAL)]
-    return found
+        if name.replace(_COPY, _ORIGINAL) in base_names:
+            base_names[name] = base_names[name.replace(_COPY, _ORIGINAL)]
+    return base_names
 
 
-def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
+def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
     """For each trained tensor its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {name: (parse_name(name) or parse_replacement(name)).saved for name in trained}
@@ -790,7 +804,7 @@ def _names_in_files(model: PreTrainedModel) -> dict[str, str]:
 # -- frozen weights ------------------------------------------------------------------------------------------
 
 
-def _base_dtype(config: RunConfig) -> torch.dtype:
+def _choose_base_dtype(config: RunConfig) -> torch.dtype:
     compute = COMPUTE.get(config.precision, torch.float32)
     wanted = {"auto": compute, **dict.fromkeys(KINDS, compute), **COMPUTE}.get(
         config.adapter.base, torch.float32
@@ -805,7 +819,7 @@ def _base_dtype(config: RunConfig) -> torch.dtype:
 
 def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
     """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
-    kept = of_transformers.kept_in_fp32(model, fp16=dtype == torch.float16)
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
-    stays = {name for name in frozen_names(model) if pattern.search(names[name])}
-    freeze(model, [name for name in frozen_names(model) if name not in stays], dtype)
+    fp32_names = of_transformers.list_fp32_modules(model, fp16=dtype == torch.float16)
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
+    stays = {name for name in find_frozen_names(model) if pattern.search(names[name])}
+    freeze(model, [name for name in find_frozen_names(model) if name not in stays], dtype)

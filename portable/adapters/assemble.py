@@ -5,18 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.adapters.settings import resolved
+from portable.adapters.settings import resolve_adapter
 from portable.data.dataset import inspect_data
-from portable.data.sources.opening import recognise_format
+from portable.data.sources.opening import detect_run_format
 from portable.errors import MissingDataError
 from portable.model import build as models
 from portable.model.auxiliary_losses import counts_last_tokens
 from portable.model.document_attention import check_direction, check_documents, choose_packing
-from portable.model.groups import groups_of
-from portable.model.labels import classifies_end_token, problem_of
+from portable.model.groups import assign_groups
+from portable.model.labels import classifies_end_token, get_problem_type
 from portable.model.rotations import check_rotary_layers
 from portable.model.special_tokens import SpecialTokens
-from portable.model.training_loss import training_loss
+from portable.model.training_loss import build_training_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -64,7 +64,7 @@ def assemble(
         special_tokens.prepare(tokenizer)
     size = data.vocab_size or 0
     grown_from = models.grow_vocabulary(model_config, size, config)
-    model = models.training_model(model_config, config)
+    model = models.build_base_model(model_config, config)
     models.check_vocabulary(model, size, config)
     models.check_length(model_config, config, model)
     aligned: list[str] = []
@@ -75,7 +75,7 @@ def assemble(
         from portable.adapters.adapter import adapt
 
         adapter = adapt(model, model_config, config, grown_from)
-    groups_of(model, config.train)  # refuses patterns that do not fit
+    assign_groups(model, config.train)  # refuses patterns that do not fit
     if config.model.task == "causal-lm":
         check_direction(model)
     check_rotary_layers(model, config)
@@ -98,17 +98,17 @@ def check_sharing(model: PreTrainedModel, config: RunConfig) -> None:
         check_layers(model, config.tensor_parallel_size)
 
 
-def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
+def inspect_run(config: RunConfig) -> tuple[Assembled, DataSizes]:
     """The model of a run, and what is known of its data without writing or downloading any.
 
     Raises:
         UserError: for what a run refuses.
     """
-    model_config = models.model_config(config.model)
+    model_config = models.load_model_config(config.model)
     models.check_length(model_config, config)
-    problem_of(model_config, config.model)  # refuses what a run refuses
+    get_problem_type(model_config, config.model)  # refuses what a run refuses
     special_tokens = SpecialTokens(model_config, config.model)
-    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    data = inspect_data(config.data, task=config.model.task, **build_tokenizer_hints(config, model_config))
     return assemble(config, model_config, special_tokens, data.opened, data), data
 
 
@@ -120,15 +120,15 @@ def settle_defaults(config: RunConfig) -> RunConfig:
     Raises:
         UserError: If a run would refuse the files.
     """
-    config = resolved(config)
+    config = resolve_adapter(config)
     try:
-        kind = recognise_format(config.data, config.model.task, downloads=False)
+        kind = detect_run_format(config.data, config.model.task, downloads=False)
     except MissingDataError:  # the code that reads the data raises the error again
         kind = config.data.format
     return choose_packing(models.choose_seq_len(config.replaced({"data.format": kind})))
 
 
-def planned(
+def resolve_for_plan(
     config: RunConfig, *, with_data: bool = True
 ) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
     """Resolve a config with the files on this machine, and build its model on the meta device.
@@ -143,22 +143,22 @@ def planned(
     Raises:
         UserError: If a run would refuse the config.
     """
-    config = settle_defaults(config) if with_data else resolved(config)
-    training_loss(config)  # raises an error if the loss does not exist
+    config = settle_defaults(config) if with_data else resolve_adapter(config)
+    build_training_loss(config)  # raises an error if the loss does not exist
     if with_data:
         with suppress(MissingDataError):  # a plan does not need the data
-            assembled, sizes = looked_at(config)
+            assembled, sizes = inspect_run(config)
             return config, assembled.model, sizes
-    from portable.adapters.adapter import training_model
+    from portable.adapters.adapter import build_training_model
 
-    model_config = models.model_config(config.model)
+    model_config = models.load_model_config(config.model)
     models.check_length(model_config, config)
-    model = training_model(model_config, config)
+    model = build_training_model(model_config, config)
     check_sharing(model, config)
     return config, model, None
 
 
-def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+def build_tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
     """What the model's settings and the loss say about the data, as arguments of ``build_data``.
 
     ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
@@ -167,7 +167,7 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "model_tokenizer": config.model.name_or_path,
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
-        "whole": (loss := training_loss(config)) is not None and loss.whole,
+        "whole": (loss := build_training_loss(config)) is not None and loss.whole,
         "with_last": counts_last_tokens(model_config, config.model),
         "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
     }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from portable.model.groups import CONVOLUTIONS
-from portable.model.initialize import derived_seed
+from portable.model.initialize import derive_named_seed
 from portable.model.tensors import ComputedTensor, to_numpy, to_torch
 from portable.private import of_torch
 
@@ -27,9 +27,9 @@ _ROWS = 1024
 """Of a weight whose lengths are computed, in memory at a time."""
 
 
-def initial_values(
+def compute_initial_values(
     model: nn.Module, config: Any, seed: int, base: Mapping[str, str]
-) -> tuple[dict[str, ReadableTensor], dict[str, tuple[Lengths | Rows, str]]]:
+) -> tuple[dict[str, ReadableTensor], dict[str, tuple[DoraLengths | TrainedTokenRows, str]]]:
     """What peft initializes in each of its layers.
 
     Args:
@@ -46,48 +46,51 @@ def initial_values(
 
     from portable.private import of_peft
 
-    found: dict[str, ReadableTensor] = {}
-    lengths: dict[str, tuple[Lengths | Rows, str]] = {}
+    values: dict[str, ReadableTensor] = {}
+    lengths: dict[str, tuple[DoraLengths | TrainedTokenRows, str]] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
-        if of_peft.trains_tokens(module):
+        if of_peft.is_trainable_tokens_layer(module):
             if module.tied_adapter is None:
-                rows, name = Rows(module.token_indices[NAME]), f"{prefix}.trainable_tokens_delta.{NAME}"
+                rows, name = (
+                    TrainedTokenRows(module.token_indices[NAME]),
+                    f"{prefix}.trainable_tokens_delta.{NAME}",
+                )
                 lengths[name] = rows, base[f"{prefix}.base_layer.weight"]
         elif isinstance(module, BaseTunerLayer):
-            layer = _Layer(module, init, derived_seed(seed, prefix))
-            found |= {
-                f"{prefix}.{name}": ComputedTensor(shape, partial(layer.value, name))
+            layer = _PeftLayer(module, init, derive_named_seed(seed, prefix))
+            values |= {
+                f"{prefix}.{name}": ComputedTensor(shape, partial(layer.get_value, name))
                 for name, shape in layer.shapes.items()
             }
             if getattr(module, "lora_magnitude_vector", None):
                 name = f"{prefix}.lora_magnitude_vector.{NAME}.weight"
-                lengths[name] = Lengths(layer, module), base[f"{prefix}.base_layer.weight"]
-    return found, lengths
+                lengths[name] = DoraLengths(layer, module), base[f"{prefix}.base_layer.weight"]
+    return values, lengths
 
 
-class _Layer:
+class _PeftLayer:
     """One of peft's layers without the module that it adapts; initialized by peft's own code."""
 
     # The layer that was computed last: its tensors are mostly read one after the other.
-    _latest: tuple[_Layer, dict[str, torch.Tensor]] | None = None
+    _latest: tuple[_PeftLayer, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, module: Any, init: Any, seed: int) -> None:
         self._init, self._seed = init, seed
-        self._module = _without_base(module)
+        self._module = _copy_without_base(module)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
 
-    def values(self) -> dict[str, torch.Tensor]:
-        if _Layer._latest is None or _Layer._latest[0] is not self:
-            _Layer._latest = (self, self._computed())
-        return _Layer._latest[1]
+    def compute_values(self) -> dict[str, torch.Tensor]:
+        if _PeftLayer._latest is None or _PeftLayer._latest[0] is not self:
+            _PeftLayer._latest = (self, self._initialize())
+        return _PeftLayer._latest[1]
 
-    def value(self, name: str) -> torch.Tensor:
-        return self.values()[name]
+    def get_value(self, name: str) -> torch.Tensor:
+        return self.compute_values()[name]
 
-    def _computed(self) -> dict[str, torch.Tensor]:
+    def _initialize(self) -> dict[str, torch.Tensor]:
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
-        module = of_torch.with_children(self._module, parts)
+        module = of_torch.copy_with_children(self._module, parts)
         for child in parts.values():
             child.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
@@ -122,34 +125,34 @@ class _Nothing(nn.Module):
     weight = torch.zeros(())
 
 
-def _without_base(module: Any) -> Any:
+def _copy_without_base(module: Any) -> Any:
     """A copy of one of peft's layers, on the meta device, around nothing."""
-    kept = {
+    children = {
         name: copy.deepcopy(child)
         for name, child in module.named_children()
         if name not in ("base_layer", "lora_magnitude_vector")
     }
-    return of_torch.with_children(module, {**kept, "base_layer": _Nothing()})
+    return of_torch.copy_with_children(module, {**children, "base_layer": _Nothing()})
 
 
-class Rows:
+class TrainedTokenRows:
     """The rows of trained tokens at the start: those of the base."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    def of(self, weight: ReadableTensor) -> ReadableTensor:
+    def compute_from_base(self, weight: ReadableTensor) -> ReadableTensor:
         """Those of ``weight``, ``[tokens, hidden]``."""
         width = slice(0, weight.shape[1])
-        return ComputedTensor.of(
-            torch.cat([to_torch(weight.read((slice(at, at + 1), width))) for at in self.tokens])
+        return ComputedTensor.from_tensor(
+            torch.cat([to_torch(weight.read((slice(token, token + 1), width))) for token in self.tokens])
         )
 
 
-class Lengths:
+class DoraLengths:
     """DoRA's lengths at the start: of each output's row of the base weight plus what the adapter adds."""
 
-    def __init__(self, layer: _Layer, module: Any) -> None:
+    def __init__(self, layer: _PeftLayer, module: Any) -> None:
         self._layer = layer
         self._scale = module.scaling[NAME]
         self._table = bool(module.lora_embedding_A)
@@ -158,16 +161,16 @@ class Lengths:
         self.dtype = torch.float32
         """Of the base weight in training."""
 
-    def of(self, weight: ReadableTensor) -> _Lengths:
-        return _Lengths(self, weight)
+    def compute_from_base(self, weight: ReadableTensor) -> _DoraLengthsTensor:
+        return _DoraLengthsTensor(self, weight)
 
-    def computed(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
+    def compute_lengths(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
         """The lengths, fp32 ``[out]``; of a part of the outputs."""
-        held = self._layer.values()
+        layer_values = self._layer.compute_values()
         if self._table:
-            down, up = held[f"lora_embedding_A.{NAME}"], held[f"lora_embedding_B.{NAME}"]
+            down, up = layer_values[f"lora_embedding_A.{NAME}"], layer_values[f"lora_embedding_B.{NAME}"]
         else:
-            down, up = held[f"lora_A.{NAME}.weight"], held[f"lora_B.{NAME}.weight"]
+            down, up = layer_values[f"lora_A.{NAME}.weight"], layer_values[f"lora_B.{NAME}.weight"]
         first, last = (0, weight.shape[0]) if rows is None or self._across else (rows.start, rows.stop)
         squares = []
         for start in range(first, last, _ROWS):
@@ -177,15 +180,15 @@ class Lengths:
                 squares.append((stored + self._scale * (up @ down[:, part]).t()).square().sum(dim=0))
             else:
                 squares.append((stored + self._scale * (up[part] @ down)).square().sum(dim=1))
-        whole = torch.stack(squares).sum(dim=0) if self._across else torch.cat(squares)
-        lengths = whole.sqrt()
+        totals = torch.stack(squares).sum(dim=0) if self._across else torch.cat(squares)
+        lengths = totals.sqrt()
         return lengths[rows] if self._across and rows is not None else lengths
 
 
-class _Lengths:
+class _DoraLengthsTensor:
     """A tensor of lengths, computed on reading."""
 
-    def __init__(self, lengths: Lengths, weight: ReadableTensor) -> None:
+    def __init__(self, lengths: DoraLengths, weight: ReadableTensor) -> None:
         self._lengths, self._weight = lengths, weight
 
     @property
@@ -193,4 +196,4 @@ class _Lengths:
         return (self._weight.shape[1 if self._lengths._across else 0],)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        return to_numpy(self._lengths.computed(self._weight, None if index is None else index[0]))
+        return to_numpy(self._lengths.compute_lengths(self._weight, None if index is None else index[0]))

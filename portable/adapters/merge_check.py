@@ -9,7 +9,7 @@ from portable.converters import Checkpoint, CheckpointError, Tensor, find_adapte
 from portable.converters.adapters.merging import check_base
 from portable.converters.storage.bytes import Memory
 from portable.errors import UserError
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import create_scratch_folder
 
 if TYPE_CHECKING:
     from portable.adapters.adapter import Adapter
@@ -28,7 +28,7 @@ def check_merge(adapter: Adapter) -> None:
     """
     if adapter.base is None:
         return
-    with scratch_folder("portable-adapter") as folder:
+    with create_scratch_folder("portable-adapter") as folder:
         adapter.write_config(folder)
         tensors = {
             name: Tensor.from_source(name, "F32", shape, _Unread(4 * prod(shape)))

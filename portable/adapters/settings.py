@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.keys import plain
-from portable.config.origins import shown
-from portable.errors import UserError, one_line, require
+from portable.config.keys import to_plain
+from portable.config.origins import format_short_value
+from portable.errors import UserError, require, to_one_line
 from portable.hub_requests import ask_hub
 from portable.paths import CONFIG_FILE as RUN_CONFIG
 from portable.paths import FINAL, check_folder, open_file
@@ -98,7 +98,7 @@ _TASKS = {
 }
 
 
-def resolved(config: RunConfig) -> RunConfig:
+def resolve_adapter(config: RunConfig) -> RunConfig:
     """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
 
     Folders of runs become those of their exported models.
@@ -111,7 +111,11 @@ def resolved(config: RunConfig) -> RunConfig:
     key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
     if adapter.name_or_path is None and adapter.config is None:
         return config
-    path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
+    path = (
+        Path(str(adapter.config))
+        if adapter.name_or_path is None
+        else find_adapter_folder(adapter.name_or_path)
+    )
     folder = None if path.is_file() else path
     path = path if folder is None else folder / CONFIG_FILE
     document = _read(path, key, folder)
@@ -125,25 +129,28 @@ def resolved(config: RunConfig) -> RunConfig:
         # Its adapters belong to a base whose weights were changed, or need data; eva has such a start only.
         require(
             init is None or (init == "eva" and adapter.name_or_path is not None),
-            f"{key}: {path}: init_lora_weights {shown(init)} is not supported; use true, gaussian or "
-            "orthogonal, or an adapter that peft has converted to plain LoRA",
+            f"{key}: {path}: init_lora_weights {format_short_value(init)} is not supported; use true, "
+            "gaussian or orthogonal, or an adapter that peft has converted to plain LoRA",
         )
         document = {**document, "init_lora_weights": init == "eva"}
     document = _with_targets(config, document, kind, path, key)
-    defaults = _defaults(kind)
+    defaults = _get_peft_defaults(kind)
     values: dict[str, Any] = {}
     for name, theirs in {"type": "peft_type", **KINDS[kind]}.items():
         value = document.get(theirs)
-        value = kind if name == "type" else _ours(name, defaults[theirs] if value is None else value)
-        mine = plain(getattr(adapter, name))
+        value = (
+            kind if name == "type" else _to_setting_value(name, defaults[theirs] if value is None else value)
+        )
+        mine = to_plain(getattr(adapter, name))
         if name == "dropout" and config.is_set("adapter.dropout"):
             continue
         if name == "target_modules" and value is None:  # beside target_parameters
             value = []
         if config.is_set(f"adapter.{name}") and mine is not None:
             require(
-                _ours(name, mine) == value,
-                f"adapter.{name}: {shown(mine)}, but {path} has {shown(value)}; remove adapter.{name}",
+                _to_setting_value(name, mine) == value,
+                f"adapter.{name}: {format_short_value(mine)}, but {path} has {format_short_value(value)}; "
+                f"remove adapter.{name}",
             )
         else:
             values[f"adapter.{name}"] = value
@@ -157,7 +164,7 @@ def with_exports(config: RunConfig) -> RunConfig:
     Raises:
         UserError: if a run has none, or ``model.name_or_path`` is an adapter, with what to write.
     """
-    found = {}
+    changes = {}
     keys = ("model.name_or_path", "data.tokenizer", "adapter.name_or_path")
     for key, folder in ((key, Path(config.get(key))) for key in keys if config.get(key) is not None):
         if (folder / RUN_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -166,8 +173,8 @@ def with_exports(config: RunConfig) -> RunConfig:
                 f"{key}: {folder} is a run without {FINAL}/, which checkpoint.export writes; train it to the "
                 f"end, or write a folder for {key} with: portable-convert {folder} OUT",
             )
-            found[key] = str(folder / FINAL)
-    config = config.replaced(found) if found else config
+            changes[key] = str(folder / FINAL)
+    config = config.replaced(changes) if changes else config
     folder = Path(config.model.name_or_path or CONFIG_FILE)
     if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
         document = _read(folder / CONFIG_FILE, "model.name_or_path", folder)
@@ -191,22 +198,22 @@ def _with_targets(
     lacking = [name for name in _BY_MODEL[kind] if document.get(name) is None]
     if not lacking:
         return document
-    from portable.model.build import model_config
-    from portable.private.of_peft import target_modules
+    from portable.model.build import load_model_config
+    from portable.private.of_peft import get_target_modules
 
-    model_type = model_config(config.model).model_type
-    found = dict(document)
+    model_type = load_model_config(config.model).model_type
+    values = dict(document)
     for name in lacking:
-        modules = target_modules(_BY_MODEL[kind][name], model_type)
+        modules = get_target_modules(_BY_MODEL[kind][name], model_type)
         require(
             modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
             f"{key}: {path}: has no {name}, and peft has none for models of type {model_type}; add them",
         )
-        found[name] = modules
-    return found
+        values[name] = modules
+    return values
 
 
-def _ours(name: str, value: Any) -> Any:
+def _to_setting_value(name: str, value: Any) -> Any:
     """A value of peft's file in the form of the section."""
     if name == "layers":
         return [value] if isinstance(value, int) else value or None
@@ -231,36 +238,40 @@ def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{key}: {path}: cannot be read ({one_line(error)}); use an intact file") from error
+        raise UserError(
+            f"{key}: {path}: cannot be read ({to_one_line(error)}); use an intact file"
+        ) from error
     require(isinstance(document, dict), f"{key}: {path}: is not a mapping; use peft's {CONFIG_FILE}")
-    found: dict[str, Any] = document
-    return found
+    settings: dict[str, Any] = document
+    return settings
 
 
 def _refuse_unknown(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
     """Raise UserError for a key of peft's file that would change the training and is not supported."""
-    known = {*KINDS[kind].values(), *_DETAILS[kind], *_INFORMATION}
-    defaults = _defaults(kind)
+    supported = {*KINDS[kind].values(), *_DETAILS[kind], *_INFORMATION}
+    defaults = _get_peft_defaults(kind)
     for name, value in document.items():
-        if name not in known and value not in (defaults.get(name, False), None, {}, []):
-            raise UserError(f"{key}: {path}: {name} {shown(value)} is not supported; use another adapter")
+        if name not in supported and value not in (defaults.get(name, False), None, {}, []):
+            raise UserError(
+                f"{key}: {path}: {name} {format_short_value(value)} is not supported; use another adapter"
+            )
 
 
-def _defaults(kind: str) -> dict[str, Any]:
+def _get_peft_defaults(kind: str) -> dict[str, Any]:
     """What peft takes for the settings that a file lacks."""
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
-        for field in fields(_class_of(kind))
+        for field in fields(_get_config_class(kind))
     }
 
 
-def _class_of(kind: str) -> Any:
+def _get_config_class(kind: str) -> Any:
     from portable.private.of_peft import peft
 
     return {"lora": peft.LoraConfig, "ia3": peft.IA3Config}[kind]
 
 
-def folder_of(name_or_path: str) -> Path:
+def find_adapter_folder(name_or_path: str) -> Path:
     """The folder of an adapter. Downloads one from the hub if it is not cached."""
     path = Path(name_or_path)
     check_folder("adapter.name_or_path", name_or_path)
@@ -281,16 +292,16 @@ def folder_of(name_or_path: str) -> Path:
         raise UserError(f"adapter.name_or_path: {describe_download_error(name_or_path, error)}") from error
 
 
-def weights_in(folder: Path) -> Path:
+def find_weights_file(folder: Path) -> Path:
     """The file with the weights of an adapter in ``folder``, or the folder itself."""
     return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
 
 
-def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
+def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
     """peft's config of the run's adapter.
 
     Args:
-        config: of the run, :func:`resolved`.
+        config: of the run, :func:`resolve_adapter`.
         revision: commit of the base model on the hub.
         modules_to_save: that are trained in full whatever the section says.
 
@@ -299,7 +310,9 @@ def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[s
     """
     adapter, kind = config.adapter, config.adapter.type
     assert kind is not None
-    values: dict[str, Any] = {theirs: plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()}
+    values: dict[str, Any] = {
+        theirs: to_plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()
+    }
     saved = dict.fromkeys([*(values["modules_to_save"] or []), *modules_to_save])
     values["modules_to_save"] = list(saved) or None
     if kind == "lora":
@@ -312,19 +325,19 @@ def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[s
     document = config.documents.get(_DOCUMENT, {})
     values |= {name: document[name] for name in _DETAILS[kind] if document.get(name) is not None}
     try:
-        return _class_of(kind)(
+        return _get_config_class(kind)(
             **values,
             task_type=_TASKS[config.model.task],
             base_model_name_or_path=config.model.name_or_path,
             revision=revision,
         )
     except (ValueError, TypeError) as error:
-        raise UserError(f"adapter: {one_line(error)}") from error
+        raise UserError(f"adapter: {to_one_line(error)}") from error
 
 
 def as_json(config: Any) -> dict[str, Any]:
     """The content of ``adapter_config.json``, the same in every process."""
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}
-    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return found
+    document: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return document

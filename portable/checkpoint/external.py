@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpoint.store import checkpoint_of
+from portable.checkpoint.store import resolve_checkpoint
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.converters import CheckpointError, open_checkpoint, read_pickled
 from portable.converters import Tensor as StoredTensor
 from portable.converters.naming import rename_to_live
 from portable.errors import DamagedError
 from portable.model.published import build_name_rules
-from portable.paths import exists, read_json, storage_errors
+from portable.paths import convert_storage_errors, path_exists, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,14 +98,14 @@ class ExternalCheckpoint:
     @cached_property
     def steps(self) -> list[Count]:
         """The step counts of all sources except the optimizer."""
-        found = []
+        counts = []
         if self.trainer is not None:
-            found.append(Count(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
+            counts.append(Count(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
         for name in _STEP_COUNTERS:
             value = self.checkpoint.counters.get(name)
             if isinstance(value, int):
-                found.append(Count(value, f"{name} in the shards"))
-        return found
+                counts.append(Count(value, f"{name} in the shards"))
+        return counts
 
     @cached_property
     def optimizer_steps(self) -> Counter[int]:
@@ -113,7 +113,7 @@ class ExternalCheckpoint:
         counts: Counter[int] = Counter()
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
             if "step" in values:
-                counts[int(number(values["step"]))] += 1
+                counts[int(to_float(values["step"]))] += 1
         return counts
 
     @property
@@ -138,7 +138,7 @@ class ExternalCheckpoint:
                     return state
         return {}
 
-    def named_for(self, model: Any) -> ExternalCheckpoint:
+    def rename_for(self, model: Any) -> ExternalCheckpoint:
         """Return this checkpoint with the names that ``model`` uses in memory.
 
         torchtitan uses its own names, and the published names of many models differ from the names
@@ -155,24 +155,27 @@ class ExternalCheckpoint:
             checkpoint = rename_to_live(checkpoint, build_name_rules(model), live)
         return replace(self, checkpoint=checkpoint)
 
-    def rows(self) -> list[tuple[str, str]]:
+    def build_rows(self) -> list[tuple[str, str]]:
         """The output of ``--resume-info``."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
             ("checkpoint", str(self.root)),
             ("written by", self.writer),
-            ("weights", f"{len(tensors)} tensors, {elements:,} elements, {_types(list(tensors.values()))}"),
-            ("optimizer", self._optimizer_summary()),
+            (
+                "weights",
+                f"{len(tensors)} tensors, {elements:,} elements, {_format_dtypes(list(tensors.values()))}",
+            ),
+            ("optimizer", self._describe_optimizer()),
             ("step", ", ".join(map(str, self.steps)) or "only the optimizer's step count"),
         ]
         if self.samples is not None:
             rows.append(("samples", str(self.samples)))
-        rows += _row("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
-        rows += _row("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
+        rows += _build_row("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
+        rows += _build_row("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
         return rows
 
-    def _optimizer_summary(self) -> str:
+    def _describe_optimizer(self) -> str:
         try:
             optimizer = self.optimizer
         except CheckpointError as error:
@@ -183,7 +186,8 @@ class ExternalCheckpoint:
         moments = [v for values in optimizer.state.values() for v in values.values() if _is_moment(v)]
         steps = " or ".join(str(step) for step in sorted(self.optimizer_steps)) or "uncounted"
         return (
-            f"{', '.join(names)} of {len(optimizer.state)} parameters, {_types(moments)}; {steps} steps"
+            f"{', '.join(names)} of {len(optimizer.state)} parameters, {_format_dtypes(moments)}; {steps} "
+            "steps"
             if optimizer.state
             else "has not taken a step"
         )
@@ -210,19 +214,19 @@ def open_external(
         DamagedError: if it cannot be opened in any format.
     """
     try:
-        with storage_errors("checkpoint.resume"):
-            if not exists(path) or is_checkpoint_of_run(checkpoint_of(path)):
+        with convert_storage_errors("checkpoint.resume"):
+            if not path_exists(path) or is_run_checkpoint(resolve_checkpoint(path)):
                 return None
             checkpoint = open_checkpoint(path, order=order, build_once=build_once)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
-    if is_checkpoint_of_run(root):
+    if is_run_checkpoint(root):
         return None
     folder = root if root.is_dir() else root.parent
     if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
         folder = folder.parent
-    return ExternalCheckpoint(checkpoint, folder, _trainer_state(folder))
+    return ExternalCheckpoint(checkpoint, folder, _read_hf_trainer_state(folder))
 
 
 def open_for_model(
@@ -247,35 +251,35 @@ def open_for_model(
     external = open_external(path, names, build_once=build_once)
     if external is None or adapter is None:
         return external
-    return replace(external, checkpoint=adapter.of_others(external.checkpoint))
+    return replace(external, checkpoint=adapter.adopt_checkpoint(external.checkpoint))
 
 
-def is_checkpoint_of_run(folder: Place) -> bool:
+def is_run_checkpoint(folder: Place) -> bool:
     """Whether ``folder`` is a checkpoint of this program, complete or not.
 
     Any ``trainer_state.json`` except the Trainer's counts, even if damaged. Without that file, the folder's
     name and a ``config.json`` in it decide.
     """
-    if exists(folder / STATE_FILE):
-        return _trainer_state(folder) is None
+    if path_exists(folder / STATE_FILE):
+        return _read_hf_trainer_state(folder) is None
     return _OUR_FOLDERS.fullmatch(folder.name) is not None and (folder / "config.json").exists()
 
 
-def state_of_run(path: Place) -> TrainerState | None:
+def read_run_state(path: Place) -> TrainerState | None:
     """Read the state of a checkpoint of this program; None for other programs, or if there is none."""
-    if not exists(path):
+    if not path_exists(path):
         return None
-    folder = checkpoint_of(path)
-    return TrainerState.read(folder) if is_checkpoint_of_run(folder) else None
+    folder = resolve_checkpoint(path)
+    return TrainerState.read(folder) if is_run_checkpoint(folder) else None
 
 
-def step_of_run(path: Place, updates: int) -> int:
+def read_run_step(path: Place, updates: int) -> int:
     """The step of a checkpoint, skipped ones counted; ``updates`` in one of another program."""
-    state = state_of_run(path)
+    state = read_run_state(path)
     return updates if state is None else state.step
 
 
-def _trainer_state(folder: Place) -> dict[str, Any] | None:
+def _read_hf_trainer_state(folder: Place) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``, or None. Its keys differ from ours."""
     try:
         values = read_json(folder / STATE_FILE)
@@ -287,20 +291,20 @@ def _trainer_state(folder: Place) -> dict[str, Any] | None:
     return values if type(step) is int and step >= 0 else None
 
 
-def number(value: StoredTensor | float | bool) -> float:
+def to_float(value: StoredTensor | float | bool) -> float:
     """Convert a number or one-element tensor of a checkpoint to a float."""
     return float(value.read().reshape(-1)[0]) if isinstance(value, StoredTensor) else float(value)
 
 
-def _row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
+def _build_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
     """A row of those ``keys`` that ``values`` has, or no row."""
-    found = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
-    return [(title, ", ".join(found))] if found else []
+    parts = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
+    return [(title, ", ".join(parts))] if parts else []
 
 
 def _is_moment(value: object) -> bool:
     return isinstance(value, StoredTensor) and bool(value.shape)
 
 
-def _types(tensors: Sequence[Any]) -> str:
+def _format_dtypes(tensors: Sequence[Any]) -> str:
     return " and ".join(sorted({tensor.dtype for tensor in tensors})) or "no type"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.converters import CheckpointError
-from portable.model.parameters import stored_tensors, tied_names
+from portable.model.parameters import find_tied_names, get_stored_tensors
 from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ class StoredState:
     optimizer: Mapping[str, Mapping[str, StoredTensor | float | bool]]
 
 
-def stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
+def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     """Match ``checkpoint`` to ``model``.
 
     Raises:
         CheckpointError: if a tensor of the model or the optimizer state of a trained parameter is missing.
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
-    for name, others in tied_names(model).items():
+    for name, others in find_tied_names(model).items():
         alias = next((other for other in others if other in weights), None)
         if name not in weights and alias is not None:
             weights[name] = weights[alias]
-    wanted = stored_tensors(model)
+    wanted = get_stored_tensors(model)
     missing = wanted.keys() - weights.keys()
     if missing:
         remedy = "it belongs to another model"

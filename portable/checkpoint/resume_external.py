@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.converters import Checkpoint, CheckpointError
 from portable.converters import Tensor as StoredTensor
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.errors import OptimizerStateError
 from portable.errors import DamagedError, UserError
-from portable.model.groups import groups_of
-from portable.model.parameters import embeddings, stored_tensors, tied_names
+from portable.model.groups import assign_groups
+from portable.model.parameters import find_embedding_weights, find_tied_names, get_stored_tensors
 from portable.model.reach import get_unreached_names
 from portable.optim.optimizers import build_optimizer
-from portable.private.of_transformers import ignored_names
+from portable.private.of_transformers import get_ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -87,22 +87,22 @@ def adopt_checkpoint(
         DamagedError: if the checkpoint is damaged.
     """
     try:
-        external = external.named_for(model)
+        external = external.rename_for(model)
         tensors, warnings = _match_weights(external, model)  # before the optimizer, whose errors say less
         if external.optimizer is None:
-            raise _refusal(external, "has no optimizer state", _weights_alone(external))
-        return _Matching(external, external.optimizer, config, model).adopted(tensors, warnings, rate)
+            raise _build_error(external, "has no optimizer state", _describe_weights_only(external))
+        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(tensors, warnings, rate)
     except OptimizerStateError as error:
         raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
 
 
-def _refusal(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
+def _build_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
     return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
 
 
-def _weights_alone(external: ExternalCheckpoint) -> str:
+def _describe_weights_only(external: ExternalCheckpoint) -> str:
     """The remedy: start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
@@ -121,58 +121,60 @@ def _match_weights(
     Raises:
         UserError: for a missing tensor, another shape or an unexpected tensor.
     """
-    wanted = stored_tensors(model)
-    held = dict(external.checkpoint.tensors)
+    wanted = get_stored_tensors(model)
+    tensors = dict(external.checkpoint.tensors)
     aliases = external.checkpoint.aliases
-    for name, others in tied_names(model).items():
-        stored = [other for other in (name, *others) if other in held]
+    for name, others in find_tied_names(model).items():
+        stored = [other for other in (name, *others) if other in tensors]
         if len(stored) > 1:
-            raise _refusal(
+            raise _build_error(
                 external,
                 f"has separate tensors {stored[0]} and {stored[1]}, which the model ties",
                 "set model.config.tie_word_embeddings to false",
             )
         if stored:
-            held[name] = held.pop(stored[0])
-    missing = [name for name in wanted if name not in held]
-    ignored = ignored_names(model) or ()
+            tensors[name] = tensors.pop(stored[0])
+    missing = [name for name in wanted if name not in tensors]
+    ignored = get_ignored_names(model) or ()
     unexpected = [
         name
-        for name in held
+        for name in tensors
         if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)
     ]
     remedy = "use the model that it was trained with (model.name_or_path or model.config)"
     if missing and missing[0] in aliases:
-        raise _refusal(
+        raise _build_error(
             external,
             f"ties {missing[0]} to {aliases[missing[0]]}, but the model does not",
             "set model.config.tie_word_embeddings to true",
         )
     if missing:
-        beside = f", but has {_some(unexpected)}" if unexpected else ""
-        raise _refusal(external, f"has no {_some(missing)}{beside}", remedy)
+        beside = f", but has {_shorten_names(unexpected)}" if unexpected else ""
+        raise _build_error(external, f"has no {_shorten_names(missing)}{beside}", remedy)
     if unexpected:
-        raise _refusal(external, f"has {_some(unexpected)}, which the model does not have", remedy)
+        raise _build_error(
+            external, f"has {_shorten_names(unexpected)}, which the model does not have", remedy
+        )
     for name, tensor in wanted.items():
-        if held[name].shape != tuple(tensor.shape):
-            raise _refusal(
+        if tensors[name].shape != tuple(tensor.shape):
+            raise _build_error(
                 external,
-                f"has {name} of shape {list(held[name].shape)}, the model of {list(tensor.shape)}",
+                f"has {name} of shape {list(tensors[name].shape)}, the model of {list(tensor.shape)}",
                 remedy,
             )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    half = [name for name in trained if held[name].dtype in HALF_TYPES]
+    half = [name for name in trained if tensors[name].dtype in HALF_TYPES]
     warnings = []
     if half:
         warnings.append(
             f"{external.root} has {len(half)} of {len(trained)} weights only in "
-            f"{held[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
+            f"{tensors[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
             "values"
         )
-    return {name: held[name] for name in wanted}, warnings
+    return {name: tensors[name] for name in wanted}, warnings
 
 
-class _Matching:
+class _CheckpointMatcher:
     """Matches a checkpoint with optimizer state to a run."""
 
     def __init__(
@@ -185,13 +187,13 @@ class _Matching:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.notes: list[str] = []
 
-    def adopted(
+    def adopt(
         self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
     ) -> AdoptedCheckpoint:
         self.check_rule()
-        step, step_source = self.step()
-        samples, samples_source = self.samples(step)
-        state = self.state(step)
+        step, step_source = self.find_step()
+        samples, samples_source = self.find_samples(step)
+        state = self.build_state(step)
         self.compare_settings()
         moments = [value for values in state.values() for value in values.values()]
         kinds = sorted({v.dtype for v in moments if isinstance(v, StoredTensor) and v.shape})
@@ -204,7 +206,7 @@ class _Matching:
             ),
             ("step", f"{step}: {step_source}"),
             ("samples", f"{samples}: {samples_source}; the data order is this run's own"),
-            ("rate", self._rates(step, rate)),
+            ("rate", self._describe_rates(step, rate)),
             ("not restored", "data order, random number generators, loss scales"),
             *(("differs", note) for note in self.notes),
         ]
@@ -225,32 +227,32 @@ class _Matching:
 
     # -- the optimizer -----------------------------------------------------------------------------------
 
-    def state(self, step: int) -> dict[str, State]:
+    def build_state(self, step: int) -> dict[str, State]:
         """Return the run's optimizer state for every trained parameter that has had an update.
 
         Raises:
             UserError: if the state is of another optimizer or a trained parameter has none.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
-        tables = set(embeddings(self.model))
+        tables = set(find_embedding_weights(self.model))
         ours = build_optimizer(
             self.config.train.model_copy(update={"ema": None}),  # it begins here
             self.trained,
-            groups_of(self.model, self.config.train),
+            assign_groups(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
         )
-        owners = {alias: name for name, others in tied_names(self.model).items() for alias in others}
+        owners = {alias: name for name, others in find_tied_names(self.model).items() for alias in others}
         theirs = {owners.get(name, name): values for name, values in optimizer.state.items()}
         groups = {owners.get(name, name): g for g in optimizer.param_groups for name in g.get("params", ())}
-        left, unreached = set[str](), get_unreached_names(self.model)
+        unused, unreached = set[str](), get_unreached_names(self.model)
         state: dict[str, State] = {}
         for name, parameter in self.trained.items():
-            wanted: Mapping[str, Tensor] = ours.initial_state(parameter)
+            wanted: Mapping[str, Tensor] = ours.build_initial_state(parameter)
             if name not in theirs and name not in groups and name not in unreached:
-                raise _refusal(
+                raise _build_error(
                     self.external,
                     f"has no optimizer state for {name}, which this run trains",
-                    f"it may have been frozen; {_weights_alone(self.external)}",
+                    f"it may have been frozen; {_describe_weights_only(self.external)}",
                 )
             values = dict(theirs.get(name, {}))
             if not values:
@@ -262,28 +264,32 @@ class _Matching:
                 value = values.get(key)
                 shape = value.shape if isinstance(value, StoredTensor) else ()
                 if value is None or (tensor.dim() and shape != tuple(tensor.shape)):
-                    raise _refusal(
+                    raise _build_error(
                         self.external,
                         f"has {', '.join(sorted(values))} for {name}, but train.optimizer {kind} needs "
                         f"{', '.join(sorted(wanted))}",
-                        self._other_optimizer(values),
+                        self._suggest_remedy(values),
                     )
-            left |= values.keys() - wanted.keys()
+            unused |= values.keys() - wanted.keys()
             state[name] = {key: values[key] for key in wanted}
-        if not state and any(ours.initial_state(parameter) for parameter in self.trained.values()):
-            raise _refusal(
-                self.external, "has an optimizer that has not taken a step", _weights_alone(self.external)
+        if not state and any(ours.build_initial_state(parameter) for parameter in self.trained.values()):
+            raise _build_error(
+                self.external,
+                "has an optimizer that has not taken a step",
+                _describe_weights_only(self.external),
             )
-        if left:
-            self.notes.append(f"train.optimizer {kind} does not use {', '.join(sorted(left))}: not restored")
+        if unused:
+            self.notes.append(
+                f"train.optimizer {kind} does not use {', '.join(sorted(unused))}: not restored"
+            )
         return state
 
-    def _other_optimizer(self, values: Mapping[str, object]) -> str:
+    def _suggest_remedy(self, values: Mapping[str, object]) -> str:
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
                 return f"set train.optimizer to {name}"
-        return _weights_alone(self.external)
+        return _describe_weights_only(self.external)
 
     def check_rule(self) -> None:
         """Raise UserError if the checkpoint's optimizer has the same state but another update rule."""
@@ -293,10 +299,10 @@ class _Matching:
                 theirs = group.get(name, ours)
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
-                    raise _refusal(
+                    raise _build_error(
                         self.external,
                         f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} has not",
-                        _weights_alone(self.external),
+                        _describe_weights_only(self.external),
                     )
 
     def compare_settings(self) -> None:
@@ -305,19 +311,22 @@ class _Matching:
         Raises:
             UserError: if a setting differs from the run's default.
         """
-        differing = [(key, theirs, self.config.get(key)) for key, theirs in self._settings()]
-        differing = [(key, theirs, ours) for key, theirs, ours in differing if not _same(theirs, ours)]
+        differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_settings()]
+        differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
         unset = [(key, theirs) for key, theirs, _ in differing if not self.config.is_set(key)]
         if unset:
-            wanted = ", ".join(f"{key} {shown(value)}" for key, value in unset)
-            raise _refusal(
+            wanted = ", ".join(f"{key} {format_short_value(value)}" for key, value in unset)
+            raise _build_error(
                 self.external,
                 f"was trained with {wanted}, and this run has other defaults",
                 f"set {' and '.join(key for key, _ in unset)}, to these values to continue as before",
             )
-        self.notes += [f"{key}: {shown(theirs)} there, {shown(ours)} here" for key, theirs, ours in differing]
+        self.notes += [
+            f"{key}: {format_short_value(theirs)} there, {format_short_value(ours)} here"
+            for key, theirs, ours in differing
+        ]
 
-    def _settings(self) -> Iterator[tuple[str, Any]]:
+    def _iter_settings(self) -> Iterator[tuple[str, Any]]:
         """Yield the optimizer's settings by our keys, if the checkpoint has a single value for each."""
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
@@ -344,10 +353,10 @@ class _Matching:
                 yield "train.betas", (next(iter(momenta)), self.config.train.betas[1])
         elif kind.startswith("adamw"):
             for key in ("betas", "eps"):
-                found = {_plain(group[key]) for group in groups if key in group}
-                if len(found) == 1:
-                    yield f"train.{key}", next(iter(found))
-                elif found:
+                values = {_to_hashable(group[key]) for group in groups if key in group}
+                if len(values) == 1:
+                    yield f"train.{key}", next(iter(values))
+                elif values:
                     self.notes.append(f"train.{key}: several values there, per group; one here")
         peaks = {float(group["initial_lr"]) for group in groups if _is_number(group.get("initial_lr"))}
         if not peaks:
@@ -360,7 +369,7 @@ class _Matching:
 
     def _compare_groups(self, key: str, setting: str) -> None:
         """Add a note if a value that differs between the groups there is another here."""
-        ours = groups_of(self.model, self.config.train)
+        ours = assign_groups(self.model, self.config.train)
         theirs = {
             name: group[key]
             for group in self.optimizer.param_groups
@@ -368,7 +377,7 @@ class _Matching:
             if name in ours and _is_number(group.get(key))
         }
         field = "learning_rate" if key == "initial_lr" else key
-        others = [name for name, value in theirs.items() if not _same(value, getattr(ours[name], field))]
+        others = [name for name, value in theirs.items() if not _is_close(value, getattr(ours[name], field))]
         if others:
             values = " and ".join(f"{value:g}" for value in sorted(set(theirs.values())))
             self.notes.append(
@@ -376,7 +385,7 @@ class _Matching:
                 "parameters (train.parameter_groups)"
             )
 
-    def _rates(self, step: int, rate: Callable[[int], float]) -> str:
+    def _describe_rates(self, step: int, rate: Callable[[int], float]) -> str:
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
@@ -387,7 +396,7 @@ class _Matching:
 
     # -- step and samples --------------------------------------------------------------------------------
 
-    def step(self) -> tuple[int, str]:
+    def find_step(self) -> tuple[int, str]:
         """Return the steps done, and the source of the number.
 
         Raises:
@@ -395,18 +404,20 @@ class _Matching:
         """
         counts, stepped = self.external.steps, self.external.optimizer_steps
         most = max(stepped, default=0)
-        given = self.config.checkpoint.resume_step
-        if given is not None:
+        resume_step = self.config.checkpoint.resume_step
+        if resume_step is not None:
             others = [*map(str, counts), *([f"{most} (optimizer)"] if stepped else [])]
             aside = f"; the checkpoint has {', '.join(others)}" if others else ""
-            return given, f"checkpoint.resume_step{aside}"
+            return resume_step, f"checkpoint.resume_step{aside}"
         remedy = "set checkpoint.resume_step to the number of steps done"
         if len({count.number for count in counts}) > 1:
-            raise _refusal(self.external, f"has different step counts: {', '.join(map(str, counts))}", remedy)
+            raise _build_error(
+                self.external, f"has different step counts: {', '.join(map(str, counts))}", remedy
+            )
         if counts:
             done = counts[0].number
             if most > done:
-                raise _refusal(
+                raise _build_error(
                     self.external, f"is at step {counts[0]}, but its optimizer has taken {most}", remedy
                 )
             source = " and ".join(count.source for count in counts)
@@ -420,20 +431,20 @@ class _Matching:
             if stepped
             else "has no step count"
         )
-        raise _refusal(self.external, reason, remedy)
+        raise _build_error(self.external, reason, remedy)
 
-    def samples(self, step: int) -> tuple[int, str]:
-        given, counted = self.config.checkpoint.resume_samples, self.external.samples
-        if given is not None:
+    def find_samples(self, step: int) -> tuple[int, str]:
+        resume_samples, counted = self.config.checkpoint.resume_samples, self.external.samples
+        if resume_samples is not None:
             aside = f"; the checkpoint has {counted}" if counted is not None else ""
-            return given, f"checkpoint.resume_samples{aside}"
+            return resume_samples, f"checkpoint.resume_samples{aside}"
         if counted is not None and self.config.checkpoint.resume_step is None:
             return counted.number, counted.source
         batch = self.config.train.global_batch_size
         return step * batch, f"step {step} x train.global_batch_size {batch}"
 
 
-def _some(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -442,13 +453,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
+def _to_hashable(value: Any) -> Any:
     """Convert a setting to a hashable value."""
     return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)
 
 
-def _same(theirs: Any, ours: Any) -> bool:
+def _is_close(theirs: Any, ours: Any) -> bool:
     """Whether two settings are equal up to rounding to fp32."""
     if isinstance(theirs, tuple):
-        return len(theirs) == len(ours) and all(map(_same, theirs, ours))
+        return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

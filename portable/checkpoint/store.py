@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic
 
-from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_step
 from portable.converters import compute_manifest_entries, format_manifest
 from portable.converters.manifest import MANIFEST
 from portable.converters.storage.path_or_url import is_within, resolve_links
@@ -41,8 +41,8 @@ from portable.converters.storage.places import (
 )
 from portable.converters.storage.store_errors import RetriesUsedUpError
 from portable.converters.writers.replace_folder import exchange
-from portable.errors import RunError, UserError, one_line
-from portable.paths import exists, place_of, storage_errors, sync_folder, sync_tree
+from portable.errors import RunError, UserError, to_one_line
+from portable.paths import convert_storage_errors, path_exists, place_of, sync_folder, sync_tree
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class _AllRanks:
     @cached_property
     def group(self) -> Any:
         """Process group for collectives in background threads. None if there is only one rank."""
-        from portable.ranks.collectives import background_group  # imported here because it imports torch
+        from portable.ranks.collectives import get_background_group  # imported here because it imports torch
 
-        return background_group()
+        return get_background_group()
 
     def __call__(self, function: Callable[[], Entries | None]) -> Entries:
         """Call ``function`` on every rank and gather the manifest entries it returns.
@@ -133,7 +133,7 @@ class _AllRanks:
         if temporary:
             self.away_since = self.away_since or time.monotonic()
             temporary = time.monotonic() - self.away_since < self._outage
-        ours = (None if failure is None else one_line(failure), temporary, entries or {})
+        ours = (None if failure is None else to_one_line(failure), temporary, entries or {})
         everyone = [ours]
         if self.group is not None:
             import torch.distributed as dist
@@ -191,13 +191,13 @@ class Checkpoints(Generic[P]):
         self.in_use: Callable[[], set[int]] = set
         """Callback that returns the steps of checkpoints that must not be deleted yet."""
 
-    def complete(self) -> list[tuple[int, P]]:
+    def list_complete(self) -> list[tuple[int, P]]:
         """Find the complete checkpoints.
 
         Returns:
             ``(step, folder)`` pairs, oldest first.
         """
-        steps = [(step_of(folder.name), folder) for folder in folders_in(self.path)]
+        steps = [(parse_step(folder.name), folder) for folder in folders_in(self.path)]
         return sorted(
             (
                 (step, folder)
@@ -207,18 +207,18 @@ class Checkpoints(Generic[P]):
             key=lambda checkpoint: checkpoint[0],
         )
 
-    def latest(self) -> P | None:
+    def find_latest(self) -> P | None:
         """Return the newest complete checkpoint, or None if there is none."""
-        self._newest = next((folder for _, folder in reversed(self.complete())), None)
+        self._newest = next((folder for _, folder in reversed(self.list_complete())), None)
         return self._newest
 
-    def newest_known(self) -> P | None:
+    def find_newest_known(self) -> P | None:
         """Return the newest complete checkpoint.
 
         If the object store is unavailable, return the newest checkpoint this rank has seen so far.
         """
         with suppress(RetriesUsedUpError):
-            return self.latest()
+            return self.find_latest()
         return self._newest
 
     def set_aside(self, folder: P) -> P:
@@ -228,7 +228,7 @@ class Checkpoints(Generic[P]):
             The new path of the damaged checkpoint.
         """
         damaged_folder = set_aside(folder)
-        self.latest()
+        self.find_latest()
         return damaged_folder
 
     def remove_partial(self) -> None:
@@ -240,7 +240,7 @@ class Checkpoints(Generic[P]):
             if is_left_over(entry):
                 remove_folder(entry)
             elif (
-                step_of(entry.name) is not None
+                parse_step(entry.name) is not None
                 and not (entry / STATE_FILE).is_file()
                 and not is_unfinished(entry)
             ):
@@ -282,11 +282,11 @@ class Checkpoints(Generic[P]):
                 state.write(written)
             return compute_manifest_entries(written) if self._publisher is not None or self._rank == 0 else {}
 
-        def manifest(entries: Entries) -> str:
+        def format_lines(entries: Entries) -> str:
             return format_manifest(entries, step=state.step, run=state.run_digest)
 
         best = {step for step, _ in state.eval_history.best}
-        self._pending = _Save(final, written, write, manifest, best)
+        self._pending = _Save(final, written, write, format_lines, best)
         self._start_completion()
 
     def finish_if_written(self) -> None:
@@ -338,7 +338,7 @@ class Checkpoints(Generic[P]):
         # Syncing, uploading, and deleting files take time, and training should not wait for them.
         if self._pending is not None:
             complete_save = partial(self._complete, self._pending)
-            self._pending.completion = in_background(complete_save, name="checkpoint")
+            self._pending.completion = run_in_background(complete_save, name="checkpoint")
 
     @contextmanager
     def _wrap_errors(self, folder: P) -> Iterator[None]:
@@ -353,7 +353,7 @@ class Checkpoints(Generic[P]):
         ) as error:  # BaseException, because torch's CheckpointException is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            reason = one_line(_find_root_cause(error))
+            reason = to_one_line(_find_root_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
             error_type = AwayError if isinstance(error, AwayError) else RunError
             raise error_type(
@@ -370,7 +370,9 @@ class Checkpoints(Generic[P]):
         """
         if self._keep is not None:
             protected_steps = best | self.in_use()
-            old = [folder for step, folder in self.complete()[: -self._keep] if step not in protected_steps]
+            old = [
+                folder for step, folder in self.list_complete()[: -self._keep] if step not in protected_steps
+            ]
             self._to_delete += [folder for folder in old if folder not in self._to_delete]
         # Only remove a folder from the list once it is deleted. Otherwise, an interrupted deletion would
         # never be resumed, because a partially deleted checkpoint is no longer listed as complete.
@@ -431,7 +433,7 @@ class Checkpoints(Generic[P]):
         def write_marker() -> None:
             if self._rank == 0:
                 (final / MANIFEST).write_bytes(save.manifest(entries).encode())
-                publisher.complete_checkpoint(final, step_of(final.name))
+                publisher.complete_checkpoint(final, parse_step(final.name))
 
         entries: Entries = self._on_all_ranks(prepare_upload)
         self._on_all_ranks(upload)
@@ -448,7 +450,7 @@ class Checkpoints(Generic[P]):
             self._to_delete = [folder for folder in self._to_delete if folder != save.final]
             self.prune(save.best)
         except RetriesUsedUpError as error:  # only a warning, because this checkpoint is complete
-            tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
+            tell(f"warning: older checkpoints are not deleted yet: {to_one_line(error)}")
 
 
 def _rename_to_final(save: _Save[P], entries: Entries) -> None:
@@ -484,7 +486,7 @@ def _find_root_cause(error: BaseException) -> BaseException:
     return cause
 
 
-def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
+def run_in_background(function: Callable[[], None], *, name: str) -> Future[None]:
     """Call a function in a daemon thread.
 
     Args:
@@ -508,7 +510,7 @@ def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
     return future
 
 
-def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
+def choose_resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
     """Choose the checkpoint to resume from.
 
     Args:
@@ -522,8 +524,8 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
         UserError: If ``checkpoint.resume`` is ``never`` but the run already has checkpoints, or if it is a
             path that does not exist or that is an older checkpoint of the same run.
     """
-    with storage_errors("output_dir"):
-        latest: Place | None = checkpoints.latest()
+    with convert_storage_errors("output_dir"):
+        latest: Place | None = checkpoints.find_latest()
     resume = config.checkpoint.resume
     if resume == "auto":
         return latest
@@ -535,8 +537,8 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
             )
         return None
     path = place_of("checkpoint.resume", resume)
-    with storage_errors("checkpoint.resume"):
-        if latest is None and not exists(path):
+    with convert_storage_errors("checkpoint.resume"):
+        if latest is None and not path_exists(path):
             name = resume if len(resume) <= 200 else f"{resume[:197]}..."
             raise UserError(
                 f"checkpoint.resume: {name} does not exist; use auto, never or the path of a checkpoint"
@@ -552,7 +554,7 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
     return latest
 
 
-def checkpoints_of(run: Place) -> Checkpoints[Any]:
+def open_checkpoints(run: Place) -> Checkpoints[Any]:
     """Return the checkpoints of a run, for reading.
 
     Args:
@@ -561,7 +563,7 @@ def checkpoints_of(run: Place) -> Checkpoints[Any]:
     return Checkpoints(run / CHECKPOINTS)
 
 
-def checkpoint_of(path: Place) -> Place:
+def resolve_checkpoint(path: Place) -> Place:
     """Return the newest checkpoint if ``path`` is a run's output folder, otherwise ``path`` itself."""
-    newest: Place | None = checkpoints_of(path).latest()
+    newest: Place | None = open_checkpoints(path).find_latest()
     return path if newest is None else newest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from portable.converters import CheckpointError, check_manifest
 from portable.converters.manifest import MANIFEST
-from portable.errors import DamagedError, UserError, one_line
+from portable.errors import DamagedError, UserError, to_one_line
 from portable.evaluation.best_tracker import EvalHistory
 from portable.paths import read_json, write_durably
 
@@ -71,18 +71,18 @@ class TrainerState:
                 raise UserError(
                     f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
                 )
-            state = cls(**values)._checked()
-            if (named := step_of(folder.name)) is not None and named != state.step:
+            state = cls(**values)._validate()
+            if (folder_step := parse_step(folder.name)) is not None and folder_step != state.step:
                 raise ValueError(f"step is {state.step}")
             return state
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = one_line(error)
+            reason = to_one_line(error)
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
-    def _checked(self) -> TrainerState:
+    def _validate(self) -> TrainerState:
         for name, kind in get_type_hints(TrainerState).items():
             value = getattr(self, name)
             if not isinstance(value, get_origin(kind) or kind) or isinstance(value, bool):
@@ -115,7 +115,7 @@ class TrainerState:
             is_own = lambda name: find_rank_of_file(name) % world_size == rank  # noqa: E731
             manifest = check_manifest(folder, only=is_own if rank else None, reads=is_own)
         except CheckpointError as error:
-            raise DamagedError(f"{one_line(error)}; use an older checkpoint") from error
+            raise DamagedError(f"{to_one_line(error)}; use an older checkpoint") from error
         if manifest is None:
             if self.format_version >= _WITH_MANIFEST:
                 raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
@@ -141,7 +141,7 @@ class TrainerState:
     @property
     def eval_history(self) -> EvalHistory:
         """What the evaluations so far came to."""
-        return EvalHistory.of(self.metadata.get("standing"))
+        return EvalHistory.from_json(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
@@ -153,7 +153,7 @@ def find_rank_of_file(name: str) -> int:
     return int(next(filter(None, match.groups()))) if match else 0
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Parse the step from a checkpoint's name; None for other names."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None

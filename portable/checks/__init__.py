@@ -17,15 +17,15 @@ from portable.checks.output import check_best, check_checkpoint, check_evaluatio
 from portable.checks.ranks import check_context_parallel, check_tensor_parallel
 from portable.checks.train import check_batch, check_length, check_loss
 from portable.config.rules import format_problem
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.optim.checks import check_schedule, check_schedule_params
-from portable.registry import BACKENDS, backend_package
+from portable.registry import BACKENDS, load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
-    from portable.config.rules import Problem
+    from portable.config.rules import SettingProblem
 
 CHECKS = (
     check_paths,
@@ -55,24 +55,24 @@ CHECKS = (
 """Rules for all backends, in the order in which problems are reported."""
 
 
-def check(config: RunConfig, *, late: bool = False, where: bool = True) -> None:
+def check(config: RunConfig, *, late: bool = False, with_location: bool = True) -> None:
     """Refuse settings that do not work together.
 
     Args:
         config: Config of a run.
         late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
-        where: Whether the message names the file and line, or the flag, of the setting.
+        with_location: Whether the message names the file and line, or the flag, of the setting.
 
     Raises:
         UserError: The first problem.
     """
     for problem in find_problems(config, late=late):
-        raise UserError(one_line(format_problem(problem, config) if where else problem.reason))
+        raise UserError(to_one_line(format_problem(problem, config) if with_location else problem.reason))
 
 
-def find_problems(config: RunConfig, *, late: bool = False) -> Iterator[Problem]:
+def find_problems(config: RunConfig, *, late: bool = False) -> Iterator[SettingProblem]:
     """Yield the problems of a config; see :func:`check`."""
     for check_section in CHECKS:
         yield from check_section(config)
     if config.backend in BACKENDS:  # not auto
-        yield from backend_package(config.backend).find_problems(config, late=late)
+        yield from load_backend_package(config.backend).find_problems(config, late=late)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem, has_adapter, is_changed, is_zero
-from portable.registry import engine_part
+from portable.config.rules import SettingProblem, has_adapter, is_changed, is_zero
+from portable.registry import import_engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,60 +16,60 @@ IA3_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "name_or_pa
 """Settings that also apply to ``adapter.type`` ia3."""
 
 
-def check_adapter(config: RunConfig) -> Iterator[Problem]:
+def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``adapter``, and of exports of an adapter."""
     adapter, export = config.adapter, config.checkpoint.export
     changed = [name for name in type(adapter).model_fields if is_changed(config, f"adapter.{name}")]
     if changed and not has_adapter(config):
-        yield Problem(
+        yield SettingProblem(
             (f"adapter.{changed[0]}", "adapter.type"),
             f"adapter.{changed[0]} has no effect without adapter.type; set adapter.type to lora",
         )
     if adapter.type == "ia3":
         for name in changed:
             if name not in IA3_SETTINGS:
-                yield Problem(
+                yield SettingProblem(
                     (f"adapter.{name}", "adapter.type"),
                     f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
                 )
     if changed and config.train.freezes:
-        yield Problem(
+        yield SettingProblem(
             ("train.trainable", "train.frozen"),
             "train.trainable and train.frozen do not work with an adapter, which freezes all other "
             "weights; use adapter.modules_to_save and adapter.layers",
         )
     if adapter.config is not None and adapter.name_or_path is not None:
-        yield Problem(
+        yield SettingProblem(
             ("adapter.config", "adapter.name_or_path"),
             f"adapter.config {adapter.config} and adapter.name_or_path are both set, and an adapter has a "
             "config of its own; remove adapter.config",
         )
     if export == "merged" and not has_adapter(config):
-        yield Problem(
+        yield SettingProblem(
             ("checkpoint.export", "adapter.type"),
             "checkpoint.export merged has no effect without adapter.type; set it to true",
         )
     if export == "merged" and adapter.type is not None and config.model.name_or_path is None:
-        yield Problem(
+        yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
             "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
         )
     if export == "like_base" and config.model.name_or_path is None:
-        yield Problem(
+        yield SettingProblem(
             ("checkpoint.export", "model.name_or_path"),
             "checkpoint.export like_base needs a quantized base model, model.name_or_path; set it to true",
         )
     if not adapter.target_modules and not adapter.target_parameters:
-        yield Problem(
+        yield SettingProblem(
             ("adapter.target_modules", "adapter.target_parameters"),
             "adapter.target_modules is empty, which only adapter.target_parameters allows; name modules",
         )
     if is_zero(config):
-        yield from engine_part(config.strategy, "checks").check_adapter(config)
+        yield from import_engine_part(config.strategy, "checks").check_adapter(config)
     if adapter.base in ("nf4", "int8"):
         for key in ("adapter.use_dora", "compile"):
             if config.get(key):
-                yield Problem(
+                yield SettingProblem(
                     (key, "adapter.base"),
                     f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
                     "adapter.base to auto",

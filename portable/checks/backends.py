@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem, is_zero
+from portable.config.rules import SettingProblem, is_zero
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_without_cuda(config: RunConfig, *, late: bool) -> Iterator[Problem]:
+def check_without_cuda(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
     """Yield the settings that only NVIDIA GPUs support.
 
     Args:
@@ -20,26 +20,26 @@ def check_without_cuda(config: RunConfig, *, late: bool) -> Iterator[Problem]:
         late: Whether the config is resolved.
     """
     if config.precision == "tf32":
-        yield Problem(
+        yield SettingProblem(
             ("precision", "backend"),
             f"precision tf32 is a mode of NVIDIA GPUs, not of backend {config.backend}; use fp32 or bf16",
         )
     if config.model.attention not in ("sdpa", "eager"):
-        yield Problem(
+        yield SettingProblem(
             ("model.attention", "backend"),
             f"model.attention {config.model.attention} needs backend cuda, not {config.backend}; use sdpa",
         )
     if late and config.log.memory_snapshot:
-        yield Problem(
+        yield SettingProblem(
             ("log.memory_snapshot",),
             "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
         )
 
 
-def check_without_zero(config: RunConfig) -> Iterator[Problem]:
+def check_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if the strategy needs DeepSpeed, on a backend that DeepSpeed does not support."""
     if is_zero(config):
-        yield Problem(
+        yield SettingProblem(
             ("strategy", "backend"),
             f"strategy {config.strategy} is DeepSpeed's, which does not run on backend {config.backend}; "
             "use full_shard",

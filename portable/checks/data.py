@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.config.derived import PADDED_TASKS
-from portable.config.rules import Problem, format_setting, format_value, is_changed
-from portable.config.sources import check_mixture, number_columns, training_key, training_sources
+from portable.config.rules import SettingProblem, format_setting, format_value, is_changed
+from portable.config.sources import (
+    check_mixture,
+    format_training_key,
+    get_training_sources,
+    list_number_columns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,22 +44,22 @@ TASKS = {
 """Settings of one ``model.task``."""
 
 
-def check_data(config: RunConfig) -> Iterator[Problem]:
+def check_data(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``data``."""
     data, task = config.data, config.model.task
     if data.packing and task in PADDED_TASKS:
-        yield Problem(
+        yield SettingProblem(
             ("data.packing", "model.task"),
             f"{format_setting(config, 'data.packing')} does not work with model.task {task}; set "
             "data.packing to false",
         )
     if data.packing == "documents" and task == "masked-lm":
-        yield Problem(
+        yield SettingProblem(
             ("data.packing", "model.task"),
             "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false",
         )
     if data.vocab_size is not None and data.tokenizer is not None:
-        yield Problem(
+        yield SettingProblem(
             ("data.vocab_size", "data.tokenizer"),
             f"data.vocab_size {data.vocab_size} is for a tokenizer trained on the source, but "
             "data.tokenizer is set; remove one of the two",
@@ -62,19 +67,19 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
     for key, only_task in TASKS.items():
         is_text = key == "data.format" and data.format == "text"  # which every task reads
         if task != only_task and is_changed(config, key) and not is_text:
-            yield Problem(
+            yield SettingProblem(
                 (key, "model.task"),
                 f"{format_setting(config, key)} is for model.task {only_task}, not {task}; remove it",
             )
     yield from _check_format(config)
     if data.source is None and not data.sources and task in PADDED_TASKS:
-        yield Problem(
+        yield SettingProblem(
             ("data.source", "model.task"),
             f"data.source must be set for model.task {task}: the default source has only text",
         )
 
 
-def _check_format(config: RunConfig) -> Iterator[Problem]:
+def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that ``data.format`` does not support."""
     data, train_on = config.data, config.data.train_on
     if data.format == "text":
@@ -85,106 +90,108 @@ def _check_format(config: RunConfig) -> Iterator[Problem]:
             "data.split_turns",
         ):
             if config.get(key):
-                yield Problem(
+                yield SettingProblem(
                     (key, "data.source"),
                     f"{format_setting(config, key)} is for conversations, but data.source has texts; "
                     "remove it",
                 )
         if train_on in ("assistant", "completion", "last_assistant"):
-            yield Problem(
+            yield SettingProblem(
                 ("data.train_on", "data.format"),
                 f"data.train_on {train_on} is for conversations, not for data.format text; remove one of "
                 "the two",
             )
     if data.truncation != "end" and data.packing is True and data.format != "auto":
-        yield Problem(
+        yield SettingProblem(
             ("data.truncation", "data.packing"),
             f"data.truncation {data.truncation} has no effect with data.packing true, which cuts nothing; "
             "remove one of the two",
         )
     if data.format == "preference":
         if config.train.loss is None:
-            yield Problem(
+            yield SettingProblem(
                 ("data.format",),
                 "data.format preference needs a loss of pairs; set train.loss to dpo, ipo, simpo, orpo or "
                 "one of your own",
             )
         for key in ("data.packing", "data.split_turns", "data.roles_to_train"):
             if config.get(key):
-                yield Problem(
+                yield SettingProblem(
                     (key, "data.format"),
                     f"{format_setting(config, key)} does not work with data.format preference; remove it",
                 )
         if train_on not in (None, "completion"):
-            yield Problem(
+            yield SettingProblem(
                 ("data.train_on", "data.format"),
                 f"data.train_on {train_on} does not work with data.format preference; remove it",
             )
     if train_on == "completion" and data.split_turns:
-        yield Problem(
+        yield SettingProblem(
             ("data.train_on", "data.split_turns"),
             "data.train_on completion does not work with data.split_turns; set data.train_on to assistant",
         )
     if train_on == "completion" and data.format in ("messages", "sharegpt"):
-        yield Problem(
+        yield SettingProblem(
             ("data.train_on", "data.format"),
             f"data.train_on completion does not work with data.format {data.format}; set data.train_on to "
             "assistant",
         )
 
 
-def check_columns(config: RunConfig) -> Iterator[Problem]:
+def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of columns of numbers in ``data.columns``."""
-    columns, packing = number_columns(config.data), config.data.packing
+    columns, packing = list_number_columns(config.data), config.data.packing
     if columns and packing:
-        yield Problem(
+        yield SettingProblem(
             ("data.columns", "data.packing"),
             f"data.columns has a number for each record, but data.packing {format_value(packing)} joins "
             "records; set data.packing to false",
         )
     if columns and config.train.loss is None:
-        yield Problem(
+        yield SettingProblem(
             ("data.columns",),
             "data.columns is for a loss of your own; set train.loss, or remove it",
         )
     for name in columns:
         if name in RESERVED_COLUMNS:
-            yield Problem(
+            yield SettingProblem(
                 ("data.columns",),
                 f"data.columns: {name} is an input of models; rename the column",
             )
 
 
-def check_sources(config: RunConfig) -> Iterator[Problem]:
+def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of mixtures and of streams."""
     yield from check_mixture(config.data)
-    sources = {training_key(name): source for name, source in training_sources(config.data).items()}
+    sources = {
+        format_training_key(name): source for name, source in get_training_sources(config.data).items()
+    }
     streams = [key for key, source in sources.items() if source.stream]
     if streams:
         stream = f"{streams[0]}.stream"
         if config.model.task != "causal-lm":
-            yield Problem((stream, "model.task"), f"{stream} works with model.task causal-lm alone")
+            yield SettingProblem((stream, "model.task"), f"{stream} works with model.task causal-lm alone")
         for key in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
             if config.get(key) is not None:
-                yield Problem(
+                yield SettingProblem(
                     (key, stream),
                     f"{key} needs the length of the data, which {stream} does not know; count in steps",
                 )
         if config.data.eval_fraction and not config.data.sources:
-            yield Problem(
+            yield SettingProblem(
                 ("data.eval_fraction", "data.stream"),
                 "data.eval_fraction holds nothing out of a stream (data.stream); set it to 0, and data.eval",
             )
     for key, source in sources.items():
         if source.roles_to_train and source.train_on not in (None, "assistant"):
-            yield Problem(
+            yield SettingProblem(
                 (f"{key}.train_on", f"{key}.roles_to_train"),
                 f"{key}.train_on {source.train_on} does not work with {key}.roles_to_train; remove one of "
                 "the two",
             )
     for key in streams:
         if sources[key].max_samples is not None:
-            yield Problem(
+            yield SettingProblem(
                 (f"{key}.max_samples", f"{key}.stream"),
                 f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
             )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.config.derived import HYBRID
-from portable.config.rules import Problem, is_changed, is_zero
-from portable.registry import engine_part
+from portable.config.rules import SettingProblem, is_changed, is_zero
+from portable.registry import import_engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,72 +17,72 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_deepspeed(config: RunConfig) -> Iterator[Problem]:
+def check_deepspeed(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if ``deepspeed.config`` has no effect."""
     # The stage of the JSON overrides the default of the strategy, so only a strategy that the user set can
     # contradict it. XLA ignores the JSON.
     overrides = config.is_set("strategy") and config.strategy != "no_shard" and config.backend != "xla"
     if config.deepspeed.config is not None and overrides and not is_zero(config):
-        yield Problem(
+        yield SettingProblem(
             ("deepspeed.config", "strategy"),
             f"deepspeed.config has no effect with strategy {config.strategy}; use zero1, zero2 or zero3 "
             "(no_shard for stage 0), or remove deepspeed.config",
         )
 
 
-def check_compile(config: RunConfig) -> Iterator[Problem]:
+def check_compile(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if ``compile_mode`` has no effect."""
     if is_changed(config, "compile_mode") and is_changed(config, "compile_backend"):
-        yield Problem(
+        yield SettingProblem(
             ("compile_mode", "compile_backend"),
             f"compile_mode {config.compile_mode} is inductor's, not compile_backend "
             f"{config.compile_backend}'s; remove one of the two",
         )
 
 
-def check_memory(config: RunConfig) -> Iterator[Problem]:
+def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``memory``."""
     memory = config.memory
     offloads_to_nvme = "nvme" in (memory.offload_optimizer, memory.offload_params)
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) == "nvme" and memory.nvme_path is None:
-            yield Problem(
+            yield SettingProblem(
                 (key, "memory.nvme_path"),
                 f"{key} nvme needs memory.nvme_path, a folder on a local disk",
             )
     # A DeepSpeed JSON may enable offloading, and only the backend reads it.
     if memory.nvme_path is not None and not offloads_to_nvme and config.deepspeed.config is None:
-        yield Problem(
+        yield SettingProblem(
             ("memory.nvme_path",),
             f"memory.nvme_path {memory.nvme_path} is set but nothing is offloaded there; set "
             "memory.offload_optimizer or memory.offload_params to nvme, or remove it",
         )
     if is_zero(config):
-        yield from engine_part(config.strategy, "checks").check_memory(config)
+        yield from import_engine_part(config.strategy, "checks").check_memory(config)
 
 
-def check_fsdp(config: RunConfig) -> Iterator[Problem]:
+def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``fsdp``."""
     fsdp, policy = config.fsdp, config.fsdp.auto_wrap_policy
     if fsdp.shard_group_size is not None and config.strategy not in HYBRID:
-        yield Problem(
+        yield SettingProblem(
             ("fsdp.shard_group_size", "strategy"),
             f"fsdp.shard_group_size {fsdp.shard_group_size} needs strategy hybrid_shard or "
             f"hybrid_shard_zero2, not {config.strategy}",
         )
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
-        yield Problem(
+        yield SettingProblem(
             ("fsdp.auto_wrap_policy", "fsdp.min_num_params"),
             "fsdp.auto_wrap_policy size_based_wrap needs fsdp.min_num_params; set it, in parameters",
         )
     if fsdp.min_num_params is not None and policy not in (None, "size_based_wrap"):
-        yield Problem(
+        yield SettingProblem(
             ("fsdp.min_num_params", "fsdp.auto_wrap_policy"),
             f"fsdp.min_num_params {fsdp.min_num_params} is for size_based_wrap, not for "
             f"fsdp.auto_wrap_policy {policy}",
         )
     if fsdp.transformer_layer_cls_to_wrap is not None and policy not in (None, "transformer_based_wrap"):
-        yield Problem(
+        yield SettingProblem(
             ("fsdp.transformer_layer_cls_to_wrap", "fsdp.auto_wrap_policy"),
             "fsdp.transformer_layer_cls_to_wrap is for transformer_based_wrap, not for "
             f"fsdp.auto_wrap_policy {policy}",

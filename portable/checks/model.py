@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem
+from portable.config.rules import SettingProblem
 from portable.converters.storage.path_or_url import is_url
 from portable.converters.storage.store_errors import find_repository
 
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_paths(config: RunConfig) -> Iterator[Problem]:
+def check_paths(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that are URLs, but must be a hub id or a local folder."""
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(config.get(key)):
             name = find_repository(config.get(key))
             remedy = "copy the files to a local folder" if name is None else f"give the name {name}"
-            yield Problem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
+            yield SettingProblem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
         if is_url(config.get(key)):
             reason = f"{key} must be a local folder, not a URL; name a folder on a disk of this machine"
-            yield Problem((key,), reason)
+            yield SettingProblem((key,), reason)
 
 
-def check_model(config: RunConfig) -> Iterator[Problem]:
+def check_model(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``model.config`` and ``model.name_or_path``."""
     name, model_config = config.model.name_or_path, config.model.config or {}
     if name is not None and "model_type" in model_config:
-        yield Problem(
+        yield SettingProblem(
             ("model.config", "model.name_or_path"),
             "model.config and model.name_or_path are both set; set one of the two, or leave model_type "
             "out of model.config to change keys of the named model's config",
         )
     if name is None and config.model.config is None:
-        yield Problem(
+        yield SettingProblem(
             ("model.config", "model.name_or_path"),
             "model.config and model.name_or_path are both null; set one of the two",
         )
     if name is None and not isinstance(model_config.get("model_type"), str):
-        yield Problem(
+        yield SettingProblem(
             ("model.config.model_type",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
         )
 
 
-def check_attention(config: RunConfig) -> Iterator[Problem]:
+def check_attention(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if the attention kernel does not support the precision."""
     if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
-        yield Problem(
+        yield SettingProblem(
             ("model.attention", "precision"),
             f"model.attention {config.model.attention} computes in 16 bits, not in precision "
             f"{config.precision}; use sdpa, or precision bf16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem, format_value, is_zero
+from portable.config.rules import SettingProblem, format_value, is_zero
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_context_parallel(config: RunConfig) -> Iterator[Problem]:
+def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that need complete sequences on each rank."""
     size = config.context_parallel_size
     if config.data.seq_len % size:
-        yield Problem(
+        yield SettingProblem(
             ("data.seq_len", "context_parallel_size"),
             f"data.seq_len {config.data.seq_len} cannot be divided by context_parallel_size {size}; use a "
             f"multiple of {size}",
@@ -29,10 +29,12 @@ def check_context_parallel(config: RunConfig) -> Iterator[Problem]:
         for key, is_needed in needs_sequences.items():
             if is_needed:
                 value = format_value(config.get(key))
-                yield Problem((key,), f"{key} {value} needs whole sequences; set context_parallel_size to 1")
+                yield SettingProblem(
+                    (key,), f"{key} {value} needs whole sequences; set context_parallel_size to 1"
+                )
 
 
-def check_tensor_parallel(config: RunConfig) -> Iterator[Problem]:
+def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that need complete layers on each rank."""
     if config.tensor_parallel_size == 1:
         return
@@ -57,7 +59,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Problem]:
             reason = (
                 f"{key} {value} does not work with ranks that share layers; set tensor_parallel_size to 1"
             )
-            yield Problem((key,), reason)
+            yield SettingProblem((key,), reason)
 
 
 def _find_needs_of_both(config: RunConfig) -> dict[str, bool]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import largest_divisor
-from portable.config.rules import Problem, format_setting
+from portable.config.derived import find_largest_divisor
+from portable.config.rules import SettingProblem, format_setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,40 +13,40 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_length(config: RunConfig) -> Iterator[Problem]:
+def check_length(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of settings that count in steps or in epochs."""
     train, checkpoint = config.train, config.checkpoint
     if train.epochs is not None and train.steps is not None:
-        yield Problem(
+        yield SettingProblem(
             ("train.epochs", "train.steps"),
             f"train.epochs {train.epochs:g} and train.steps {train.steps} both give the length of the "
             "schedule; set one of the two",
         )
     if train.epochs is None and train.steps is None:
-        yield Problem(
+        yield SettingProblem(
             ("train.steps", "train.epochs"),
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
     if train.eval_every_epochs is not None and train.eval_every is not None:
-        yield Problem(
+        yield SettingProblem(
             ("train.eval_every_epochs", "train.eval_every"),
             f"train.eval_every_epochs {train.eval_every_epochs:g} and train.eval_every {train.eval_every} "
             "are both set; set one of the two",
         )
     if checkpoint.every_epochs is not None and checkpoint.every_steps is not None:
-        yield Problem(
+        yield SettingProblem(
             ("checkpoint.every_epochs", "checkpoint.every_steps"),
             f"checkpoint.every_epochs {checkpoint.every_epochs:g} and checkpoint.every_steps "
             f"{checkpoint.every_steps} are both set; set one of the two",
         )
 
 
-def check_loss(config: RunConfig) -> Iterator[Problem]:
+def check_loss(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the loss and of the average of the weights."""
     if config.train.loss is not None:
         for key in ("train.label_smoothing", "train.z_loss"):
             if config.get(key) > 0:
-                yield Problem(
+                yield SettingProblem(
                     (key, "train.loss"),
                     f"{format_setting(config, key)} changes the cross-entropy, which train.loss replaces; "
                     "remove one of the two",
@@ -54,22 +54,24 @@ def check_loss(config: RunConfig) -> Iterator[Problem]:
     if config.train.ema is None:
         for key in ("train.eval_ema", "checkpoint.export_ema"):
             if config.get(key):
-                yield Problem((key,), f"{key} needs an average of the weights; set train.ema, such as 0.999")
+                yield SettingProblem(
+                    (key,), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+                )
 
 
-def check_batch(config: RunConfig) -> Iterator[Problem]:
+def check_batch(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``train.stop_after`` and of the batch sizes."""
     train = config.train
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:
-        yield Problem(
+        yield SettingProblem(
             ("train.stop_after", "train.steps"),
             f"train.stop_after {train.stop_after} exceeds train.steps {train.steps}, where the run ends; "
             "lower or remove it",
         )
     micro_batch = train.micro_batch_size
     if micro_batch != "auto" and train.global_batch_size % micro_batch:
-        divisor = largest_divisor(train.global_batch_size, micro_batch)
-        yield Problem(
+        divisor = find_largest_divisor(train.global_batch_size, micro_batch)
+        yield SettingProblem(
             ("train.micro_batch_size", "train.global_batch_size"),
             f"train.micro_batch_size {micro_batch} does not divide train.global_batch_size "
             f"{train.global_batch_size}; use {divisor} or another divisor",

@@ -19,9 +19,9 @@ from portable.converters.commands import (
 )
 from portable.converters.console import escape_control_characters, print_error, print_line
 from portable.converters.errors import to_printable
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.paths import FINAL, read_json
-from portable.terminal import loading, tell
+from portable.terminal import show_loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -89,12 +89,12 @@ class ChatModel:
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Render a conversation up to the point where the assistant begins."""
         from portable.data.tokens import limited
-        from portable.data.tokens.rendering import Rendering
+        from portable.data.tokens.rendering import TemplateRenderer
 
         if not self.has_template:
             return messages[-1]["content"]
-        rendering = Rendering(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        text: str = limited.call(rendering.prompt, messages, "RUN")
+        rendering = TemplateRenderer(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
+        text: str = limited.call(rendering.render_prompt, messages, "RUN")
         return text
 
     def answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
@@ -146,7 +146,7 @@ class ChatModel:
             stop.set()
             thread.join()
         if failures:
-            raise RunError(f"RUN: the model could not answer: {one_line(failures[0])}") from failures[0]
+            raise RunError(f"RUN: the model could not answer: {to_one_line(failures[0])}") from failures[0]
 
     def _find_end_tokens(self) -> list[int]:
         """Find the tokens that end an answer: of the generation config, the tokenizer and the template."""
@@ -172,7 +172,9 @@ def _find_base(folder: Path) -> str:
     try:
         base = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"RUN: {folder / ADAPTER_CONFIG}: {one_line(error)}; export the run again") from error
+        raise UserError(
+            f"RUN: {folder / ADAPTER_CONFIG}: {to_one_line(error)}; export the run again"
+        ) from error
     if not isinstance(base, str) or not base:
         raise UserError(
             f"RUN: {folder / ADAPTER_CONFIG} does not name its base model; merge the adapter with "
@@ -256,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.temperature is not None and not 0 <= arguments.temperature <= 100:
             raise UserError(f"--temperature: {arguments.temperature} is out of range; use 0 to 100")
         folder = find_export(arguments.run)
-        with loading():
+        with show_loading():
             chat = ChatModel(folder, arguments.device)
         _converse(chat, folder, arguments)
     except (UserError, RunError) as error:

@@ -16,7 +16,7 @@ from portable.converters.cli import build_parser as convert_parser
 from portable.converters.commands import Parser
 from portable.converters.console import print_line
 from portable.planner.cli import PlanOptions
-from portable.reporting.html_report import parser_of as report_parser
+from portable.reporting.html_report import build_parser as report_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _LONGEST = 90
 
 
-def completion(argv: Sequence[str]) -> int:
+def print_completion(argv: Sequence[str]) -> int:
     """Print the script of a shell.
 
     Args:
-        argv: the words after ``completion``.
+        argv: the words after ``print_completion``.
     """
     parser = Parser(
         prog="portable-train completion",
@@ -42,9 +42,9 @@ def completion(argv: Sequence[str]) -> int:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
     programs = (
-        _of_schema("portable-train", TrainOptions),
-        _of_schema("portable-plan", PlanOptions),
-        _of_schema("portable-data", DataOptions),
+        _build_schema_parser("portable-train", TrainOptions),
+        _build_schema_parser("portable-plan", PlanOptions),
+        _build_schema_parser("portable-data", DataOptions),
         convert_parser(),
         report_parser(),
         build_chat_parser(),
@@ -53,23 +53,23 @@ def completion(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_schema(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
+def _build_schema_parser(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
     """The parser of a command with a config, only to be read by shtab."""
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
-    of_command = {key.replace("_", "-"): setting for key, setting in keys.settings(options).items()}
-    for key, setting in (keys.settings(RunConfig) | of_command).items():
-        help_text = _short(setting.description)
-        if key in of_command and setting.takes(bool):
+    of_command = {key.replace("_", "-"): setting for key, setting in keys.get_settings(options).items()}
+    for key, setting in (keys.get_settings(RunConfig) | of_command).items():
+        help_text = _get_first_sentence(setting.description)
+        if key in of_command and setting.accepts_type(bool):
             parser.add_argument(f"--{key}", action="store_true", help=help_text)
             continue
-        choices = setting.choices or (("true", "false") if setting.takes(bool) else None)
+        choices = setting.choices or (("true", "false") if setting.accepts_type(bool) else None)
         added = parser.add_argument(f"--{key}", help=help_text, choices=choices)
         if setting.may_be_path:
             added.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 
 
-def _short(text: str) -> str:
+def _get_first_sentence(text: str) -> str:
     """The first sentence of ``text``; argparse would expand a percent sign."""
     first = " ".join(text.split()).split(". ")[0]
     return (first if len(first) <= _LONGEST else f"{first[:_LONGEST]}...").replace("%", "%%")

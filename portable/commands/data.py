@@ -13,9 +13,9 @@ from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
 from portable.converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
 from portable.converters.console import print_line
 from portable.errors import RunError, UserError, report
-from portable.formatting import human_count
+from portable.formatting import format_count
 from portable.paths import place_of
-from portable.terminal import loading
+from portable.terminal import show_loading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # transformers would import torch_xla, which takes seconds, warns, and is not needed here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
-        return run(argv)
+        return pretokenize_sources(argv)
     except UserError as error:
         report(error)
         return REFUSED
@@ -68,62 +68,62 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def run(argv: Sequence[str]) -> int:
+def pretokenize_sources(argv: Sequence[str]) -> int:
     """Write the tokens and say what was written."""
-    config, given = read_command(argv, DataOptions, USAGE)
+    config, options = read_command(argv, DataOptions, USAGE)
     check(config)
-    if "out" not in given:
+    if "out" not in options:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
-    number, count = _part(given.get("part", "1/1"))
-    out = place_of("--out", given["out"])
-    with loading():
+    number, count = _parse_part(options.get("part", "1/1"))
+    out = place_of("--out", options["out"])
+    with show_loading():
         from portable.adapters.settings import with_exports
         from portable.converters.writers.parallel import count_cores
         from portable.data.dataset import open_sources
-        from portable.data.pretokenize import pretokenize
+        from portable.data.pretokenize import pretokenize_source
         from portable.data.sources.opening import StreamedFiles
     config = with_exports(config)
-    listed = tuple(one.model_copy(update={"stream": True}) for one in config.data.sources)
-    found = open_sources(
+    listed = tuple(mixed_source.model_copy(update={"stream": True}) for mixed_source in config.data.sources)
+    opened = open_sources(
         config.data.model_copy(update={"sources": listed, "stream": not listed, "eval": None}),
         config.model.task,
         model_tokenizer=config.model.name_or_path,
-        model_vocab_size=_vocab_size(config),
+        model_vocab_size=_find_vocab_size(config),
         trust_remote_code=config.model.trust_remote_code,
         tokenize=False,
     )
-    assert found.context is not None
-    for name, source in found.training.items():
+    assert opened.context is not None
+    for name, source in opened.training.items():
         assert isinstance(source, StreamedFiles)
         place = out / name if name else out
-        made = pretokenize(
-            found.context,
+        result = pretokenize_source(
+            opened.context,
             source,
             place,
-            processes=given.get("processes", count_cores()),
+            processes=options.get("processes", count_cores()),
             part=(number - 1, count),
             progress=sys.stderr.isatty(),
         )
-        left = f"; {human_count(made.left, 'shard')} left to other machines" if made.left else ""
-        print_line(f"{place}: {human_count(made.shards, 'shard')}, {made.tokens:,} tokens{left}")
+        remaining = f"; {format_count(result.left, 'shard')} left to other machines" if result.left else ""
+        print_line(f"{place}: {format_count(result.shards, 'shard')}, {result.tokens:,} tokens{remaining}")
     return DONE
 
 
-def _vocab_size(config: RunConfig) -> int | None:
+def _find_vocab_size(config: RunConfig) -> int | None:
     """That of the model, if a tokenizer is trained: importing models takes long."""
     if config.data.tokenizer or config.model.name_or_path:
         return None
-    with loading():
-        from portable.model.build import model_config
-    size: int | None = getattr(model_config(config.model).get_text_config(), "vocab_size", None)
+    with show_loading():
+        from portable.model.build import load_model_config
+    size: int | None = getattr(load_model_config(config.model).get_text_config(), "vocab_size", None)
     return size
 
 
-def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+def _parse_part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

@@ -7,33 +7,38 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.adapters.assemble import looked_at
+from portable.adapters.assemble import inspect_run
 from portable.batch_plan import describe_padding, total_steps
-from portable.checkpoint.external import open_for_model, state_of_run
+from portable.checkpoint.external import open_for_model, read_run_state
 from portable.checkpoint.resume_external import adopt_checkpoint
-from portable.checkpoint.store import checkpoints_of, resume_source
+from portable.checkpoint.store import choose_resume_source, open_checkpoints
 from portable.config import dump_yaml, find_changes
 from portable.config.derived import classify_training, find_training_defaults
-from portable.config.sources import evaluation_names
+from portable.config.sources import list_evaluation_names
 from portable.converters.console import get_terminal_width, print_line
 from portable.engines.transforms import describe_transforms
 from portable.errors import UserError
-from portable.evaluation.builtin import Setting, build_metrics
-from portable.formatting import human_bytes, human_count, table
-from portable.model.flops import parameter_count, parameters_in_words, shape_hints, trained_count
-from portable.model.pretrained import pretrained_weights
-from portable.optim.schedule import build_schedule, too_long_a_warmup
-from portable.planner.hours import work_of
-from portable.planner.memory_model import Setting as Strategy
-from portable.planner.tables import Plan, hours_rows
-from portable.planner.this_machine import memory_rows, planner_here
+from portable.evaluation.builtin import MetricSettings, build_metrics
+from portable.formatting import format_bytes, format_count, format_table
+from portable.model.flops import (
+    build_shape_hints,
+    count_parameters,
+    count_trained_parameters,
+    format_parameter_counts,
+)
+from portable.model.pretrained import load_pretrained_weights
+from portable.optim.schedule import build_schedule, explain_long_warmup
+from portable.planner.hours import estimate_work
+from portable.planner.memory_model import StrategySetting as Strategy
+from portable.planner.tables import Plan, build_hours_rows
+from portable.planner.this_machine import build_local_planner, build_memory_rows
 from portable.registry import create_backend
-from portable.run.evaluation import judge_of
-from portable.run.finish import EXPORTED_BYTES, build_export_rows, ranks_in_words
+from portable.run.evaluation import build_best_tracker
+from portable.run.finish import EXPORTED_BYTES, build_export_rows, describe_ranks
 from portable.run.length import SEQ_LEN, describe_length, describe_warmup
-from portable.run.prepare import notes_on
-from portable.run.resolve import first_plan, on_device
-from portable.run.user_callbacks import callback_order
+from portable.run.prepare import build_notes
+from portable.run.resolve import plan_first_rank, resolve_precision
+from portable.run.user_callbacks import list_callback_names
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -51,36 +56,38 @@ if TYPE_CHECKING:
 _LABELLED = ("sequence-classification",)
 
 
-def dry_run(resolved: Resolved) -> int:
+def print_dry_run(resolved: Resolved) -> int:
     """Print what the run would do, and the resolved config; write nothing."""
     backend = create_backend(resolved.config.backend)
-    resolved = on_device(resolved)
+    resolved = resolve_precision(resolved)
     config = resolved.config
-    assembled, data = looked_at(config)
+    assembled, data = inspect_run(config)
     model = assembled.model
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
         user_loss = config.train.loss is not None
-        setting = Setting(config.model.task, tokenizer=data.opened, user_loss=user_loss)
-        judge_of(config, evaluation_names(config.data), build_metrics(config.train.metrics, setting))
-    plan = first_plan(config, resolved.world)
-    planner = planner_here(config, model, backend, resolved.world.ranks)
+        setting = MetricSettings(config.model.task, tokenizer=data.opened, user_loss=user_loss)
+        build_best_tracker(
+            config, list_evaluation_names(config.data), build_metrics(config.train.metrics, setting)
+        )
+    plan = plan_first_rank(config, resolved.world)
+    planner = build_local_planner(config, model, backend, resolved.world.ranks)
     rows = _plan_rows(resolved, model, assembled.adapter, data, plan)
-    rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
+    rows.append(("a checkpoint", format_bytes(planner.model.compute_checkpoint_bytes(config.train))))
     if assembled.adapter is None or config.checkpoint.export in ("merged", "like_base"):
-        model_bytes = EXPORTED_BYTES * parameter_count(model)
+        model_bytes = EXPORTED_BYTES * count_parameters(model)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(resolved.world.ranks)))
         rows += build_export_rows(config, model_bytes, resolved.world.ranks, ranks_per_node)
-    rows += memory_rows(planner)
-    own = planner.option(Strategy.of(planner.config))
-    rows += hours_rows(Plan(planner, [own], own, work=work_of(config, data)))
-    for line in _notes(resolved, backend, assembled, data, plan):
+    rows += build_memory_rows(planner)
+    option = planner.build_option(Strategy.from_config(planner.config))
+    rows += build_hours_rows(Plan(planner, [option], option, work=estimate_work(config, data)))
+    for line in _collect_notes(resolved, backend, assembled, data, plan):
         tell(line)
     print_line("# The config with every setting")
     print_line(dump_yaml(config))
     print_line("# Where each setting was set; all others are defaults or derived from these")
-    print_line(table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
+    print_line(format_table([*config.came_from.items(), *_list_defaults(resolved)]) + "\n")
     print_line("# What this run will do")
-    print_line(table(rows, get_terminal_width(sys.stdout)))
+    print_line(format_table(rows, get_terminal_width(sys.stdout)))
     return 0
 
 
@@ -98,7 +105,7 @@ def _list_defaults(resolved: Resolved) -> list[tuple[str, str]]:
     return [*rows, *((key, f"default for {kind}") for key in defaults if key not in resolved.unset)]
 
 
-def _notes(
+def _collect_notes(
     resolved: Resolved,
     backend: Backend,
     assembled: Assembled,
@@ -111,54 +118,55 @@ def _notes(
     model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
     # A classifier's head has as many rows as the data has labels, which are not counted yet.
-    known = config.model.task not in _LABELLED
-    if known and name is not None and not config.model.from_scratch and Path(name).is_dir():
-        weights = pretrained_weights(config.model, model, assembled.grown_from).notes()
+    is_sized = config.model.task not in _LABELLED
+    if is_sized and name is not None and not config.model.from_scratch and Path(name).is_dir():
+        weights = load_pretrained_weights(config.model, model, assembled.grown_from).build_notes()
     searched = config.train.micro_batch_size == "auto"  # and not known yet
-    hints = shape_hints(
+    hints = build_shape_hints(
         model.config,
         tokens=0 if searched else plan.micro_batch_size * config.data.seq_len,
-        multiple=backend.shape_multiple(config.precision),
+        multiple=backend.get_shape_multiple(config.precision),
         precision=config.precision,
     )
-    return [*notes_on(resolved, assembled, model.config, data), *weights, *hints]
+    return [*build_notes(resolved, assembled, model.config, data), *weights, *hints]
 
 
 def _plan_rows(
     resolved: Resolved, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
     config, world = resolved.config, resolved.world
-    devices = ranks_in_words(world.ranks, world.devices_per_rank)
+    devices = describe_ranks(world.ranks, world.devices_per_rank)
     steps = config.train.steps
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
-    if steps is not None and (reason := too_long_a_warmup(config.train, steps)) is not None:
+    if steps is not None and (reason := explain_long_warmup(config.train, steps)) is not None:
         raise UserError(reason)
-    source = resume_source(config, checkpoints_of(resolved.place))
-    begun = [] if source is None else _foreign_rows(config, model, adapter, source, steps)
+    source = choose_resume_source(config, open_checkpoints(resolved.place))
+    begun = [] if source is None else _build_foreign_rows(config, model, adapter, source, steps)
     return [
         (
             "model",
-            f"{type(model).__name__}, " + parameters_in_words(parameter_count(model), trained_count(model)),
+            f"{type(model).__name__}, "
+            + format_parameter_counts(count_parameters(model), count_trained_parameters(model)),
         ),
         ("data", str(data)),
         ("ranks", f"{devices} ({config.backend}, {config.strategy}, {config.precision})"),
         (
             "batch",
-            f"{human_count(plan.global_batch_size, 'sequence')} a step = "
-            f"{human_count(plan.world_size, 'rank')} x "
+            f"{format_count(plan.global_batch_size, 'sequence')} a step = "
+            f"{format_count(plan.world_size, 'rank')} x "
             + (
                 f"{plan.sequences_per_rank}, as many at a time as fit"
                 if config.train.micro_batch_size == "auto"
-                else f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
-                + human_count(plan.micro_batch_size, "sequence")
+                else f"{format_count(plan.accumulation_steps, 'accumulation step')} x "
+                + format_count(plan.micro_batch_size, "sequence")
                 + describe_padding(plan)
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         (
             "steps",
-            _unknown_steps(config, data)
+            _describe_unknown_steps(config, data)
             if steps is None
             else describe_length(config, steps, data.train_samples),
         ),
@@ -166,19 +174,19 @@ def _plan_rows(
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *_list_changes(config, source),
         ("model transforms", ", ".join(describe_transforms(model, config))),
-        ("beside each step", ", ".join(callback_order(config))),
+        ("beside each step", ", ".join(list_callback_names(config))),
         *begun,
     ]
 
 
 def _list_changes(config: RunConfig, source: Place | None) -> list[tuple[str, str]]:
     """List the settings that differ from those of the run that wrote a checkpoint."""
-    state = None if source is None else state_of_run(source)
+    state = None if source is None else read_run_state(source)
     changes = [] if state is None else find_changes(state.run, config.fingerprint())
     return [("changed", "; ".join(change.arrow for change in changes))] if changes else []
 
 
-def _unknown_steps(config: RunConfig, data: DataSizes) -> str:
+def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
     """What is known of the steps before the data is tokenized: no token is shorter than a byte."""
     late = "known once the data is tokenized"
     if data.size_bytes is None or not data.packing:
@@ -187,7 +195,7 @@ def _unknown_steps(config: RunConfig, data: DataSizes) -> str:
     return f"at most {most:,}, a token for each byte; English text takes a quarter of that; {late}"
 
 
-def _foreign_rows(
+def _build_foreign_rows(
     config: RunConfig, model: PreTrainedModel, adapter: Adapter | None, source: Place, steps: int | None
 ) -> list[tuple[str, str]]:
     """What the run would take from ``source`` if another program wrote it; refused as it would be then."""

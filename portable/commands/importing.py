@@ -11,13 +11,13 @@ from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.validation import find_mistake
-from portable.config.yaml_text import Document, parse, parse_file, read_text
+from portable.config.yaml_text import YamlDocument, parse, parse_file, read_text
 from portable.config.yaml_writer import as_yaml
 from portable.converters.commands import Parser
 from portable.converters.console import print_error, print_line
-from portable.data.sources.opening import recognise_format
-from portable.errors import USER_ERROR, MistakesError, UserError, one_line
-from portable.formatting import human_count
+from portable.data.sources.opening import detect_run_format
+from portable.errors import USER_ERROR, MistakesError, UserError, to_one_line
+from portable.formatting import format_count
 from portable.importing.command_line import build_script_error, parse_arguments, split_launcher
 from portable.importing.deepspeed import parse_json
 from portable.importing.foreign_file import ImportedRun
@@ -52,98 +52,105 @@ def import_files(argv: Sequence[str]) -> int:
     """
     files, script = list(argv), []
     if "--" in files:
-        at = files.index("--")
-        files, script = files[:at], files[at + 1 :]
+        separator = files.index("--")
+        files, script = files[:separator], files[separator + 1 :]
     parser = Parser(prog="portable-train import", description=_ABOUT)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
     parser.add_argument("--devices", type=int, default=0, help="that the batch was spread over")
-    given = parser.parse_args(files)
-    if not given.files and not script:
+    arguments = parser.parse_args(files)
+    if not arguments.files and not script:
         raise UserError("import: no file; name one, or arguments after --")
-    for path in given.files:
+    for path in arguments.files:
         if path.suffix == ".py":
             raise build_script_error(str(path))
-    documents = [(str(path), _document(path)) for path in given.files]
+    documents = [(str(path), _read_document(path)) for path in arguments.files]
     launched = None
     if script:
         launched, script = split_launcher(script)
-        documents.append(("command line", Document(parse_arguments(script), {})))
-    found = ImportedRun()
+        documents.append(("command line", YamlDocument(parse_arguments(script), {})))
+    merged = ImportedRun()
     # The number of devices comes first: the global batch follows from it.
-    for name, document in sorted(documents, key=lambda one: "num_processes" not in (one[1].value or ())):
-        one = read_file(document, name, devices=given.devices or launched or found.processes or 1)
-        found.processes = one.processes or found.processes
-        if one.processes:
-            count = f"num_processes: {one.processes}"
-            found.notes.append(
-                f"{name}: {count}: start the same number of ranks: portable-train --nproc {one.processes}"
+    for name, document in sorted(
+        documents, key=lambda named_document: "num_processes" not in (named_document[1].value or ())
+    ):
+        imported = read_file(document, name, devices=arguments.devices or launched or merged.processes or 1)
+        merged.processes = imported.processes or merged.processes
+        if imported.processes:
+            count = f"num_processes: {imported.processes}"
+            merged.notes.append(
+                f"{name}: {count}: start the same number of ranks: portable-train --nproc "
+                f"{imported.processes}"
             )
-        found.differences += [line for line in one.differences if line not in found.differences]
-        for key, value in one.values.items():
-            if key not in one.assumed or found.values.keys().isdisjoint((key,)) or key in found.assumed:
-                found.values[key], found.origins[key] = value, one.origins[key]
-                found.assumed = found.assumed - {key} | (one.assumed & {key})
-        found.notes += one.notes
-        found.refused += one.refused
-    _drop_assumed_mask(found)
-    text, mistakes = config_text(found)
+        merged.differences += [line for line in imported.differences if line not in merged.differences]
+        for key, value in imported.values.items():
+            if (
+                key not in imported.assumed
+                or merged.values.keys().isdisjoint((key,))
+                or key in merged.assumed
+            ):
+                merged.values[key], merged.origins[key] = value, imported.origins[key]
+                merged.assumed = merged.assumed - {key} | (imported.assumed & {key})
+        merged.notes += imported.notes
+        merged.refused += imported.refused
+    _drop_assumed_mask(merged)
+    text, mistakes = format_config(merged)
     print_line(text.rstrip())
     if mistakes:
         raise MistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
-    if found.refused:
-        without = human_count(len(found.refused), "key")
+    if merged.refused:
+        without = format_count(len(merged.refused), "key")
         print_error(f"note: {without} without a counterpart; comments at the end say what to do")
         return USER_ERROR
     return 0
 
 
-def _drop_assumed_mask(found: ImportedRun) -> None:
+def _drop_assumed_mask(imported: ImportedRun) -> None:
     """Leave out ``data.train_on`` that is a default for conversations if the records have prompts or texts.
 
     Records of a dataset that has to be downloaded are not read.
     """
-    if "data.train_on" not in found.assumed:
+    if "data.train_on" not in imported.assumed:
         return
-    source = {key: value for key, value in found.values.items() if key.startswith("data.")}
+    source = {key: value for key, value in imported.values.items() if key.startswith("data.")}
     try:
-        kind = recognise_format(load_config(None, source).data, "causal-lm", downloads=False)
+        kind = detect_run_format(load_config(None, source).data, "causal-lm", downloads=False)
     except UserError:
         return
     if kind in ("text", "prompt_completion"):
-        del found.values["data.train_on"], found.origins["data.train_on"]
-        found.differences = [line for line in found.differences if "data.train_on" not in line]
+        del imported.values["data.train_on"], imported.origins["data.train_on"]
+        imported.differences = [line for line in imported.differences if "data.train_on" not in line]
 
 
-def _document(path: Path) -> Document:
+def _read_document(path: Path) -> YamlDocument:
     try:
         return parse_file(path)
     except UserError:
         if path.suffix != ".json" or not path.is_file():
             raise
-    return Document(parse_json(read_text(path), str(path)), {})  # with tabs or comments
+    return YamlDocument(parse_json(read_text(path), str(path)), {})  # with tabs or comments
 
 
-def config_text(found: ImportedRun) -> tuple[str, list[str]]:
+def format_config(imported: ImportedRun) -> tuple[str, list[str]]:
     """The file of settings with its comments, and what must be changed before use, one line each."""
-    for key in list(found.values):
-        if (mistake := find_mistake(RunConfig, key, found.values[key])) is not None:
-            found.refused.append(f"{found.origins[key].text}: {mistake}")
-            del found.values[key]
-    trains = "train.learning_rate" in found.values and "train.schedule" in found.values
+    for key in list(imported.values):
+        if (mistake := find_mistake(RunConfig, key, imported.values[key])) is not None:
+            imported.refused.append(f"{imported.origins[key].text}: {mistake}")
+            del imported.values[key]
+    trains = "train.learning_rate" in imported.values and "train.schedule" in imported.values
     missing = [
         f"{key}: {reason}; set it"
         for key, reason in _MISSING.items()
-        if trains and not found.values.keys() & {key, _OTHERWISE[key]}
+        if trains and not imported.values.keys() & {key, _OTHERWISE[key]}
     ]
-    parts = [*_settings(found)]
+    parts = [*_format_settings(imported)]
     for title, lines in (
         ("Missing", missing),
-        ("No counterpart, and what to do instead", found.refused),
-        ("No effect here, or another meaning", found.notes),
-        ("What will differ from there", found.differences),
+        ("No counterpart, and what to do instead", imported.refused),
+        ("No effect here, or another meaning", imported.notes),
+        ("What will differ from there", imported.differences),
     ):
         if lines:
-            parts += ["", f"# {title}:", *(line for one in lines for line in _comment(one))]
+            parts += ["", f"# {title}:", *(line for entry in lines for line in _wrap_comment(entry))]
     text = "\n".join(parts) + "\n"
     try:
         config = load_config(parse(text, "run.yaml").value or {})
@@ -155,23 +162,23 @@ def config_text(found: ImportedRun) -> tuple[str, list[str]]:
     return text, missing
 
 
-def _settings(found: ImportedRun) -> Iterator[str]:
+def _format_settings(imported: ImportedRun) -> Iterator[str]:
     """The lines of the settings, in the order of the schema."""
     around = ""
-    for key, setting in keys.settings(RunConfig).items():
-        if key not in found.values:
+    for key, setting in keys.get_settings(RunConfig).items():
+        if key not in imported.values:
             continue
         if setting.section != around:
             around = setting.section
             yield f"\n{around}:"
-        value = keys.plain(found.values[key])
+        value = keys.to_plain(imported.values[key])
         nested = isinstance(value, list | dict)
         written = json.dumps(value, ensure_ascii=False) if nested else as_yaml({"_": value})[3:].strip()
-        origin = one_line(found.origins[key].text)
+        origin = to_one_line(imported.origins[key].text)
         yield f"{'  ' if around else ''}{setting.name}: {written}  # {origin}"
 
 
-def _comment(line: str) -> Iterable[str]:
+def _wrap_comment(line: str) -> Iterable[str]:
     return textwrap.wrap(
         line,
         100,

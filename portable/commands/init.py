@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.commands.machines import launch_file, targets, write_new
+from portable.commands.machines import list_targets, write_launch_file, write_new
 from portable.config import load_config
 from portable.config.yaml_text import parse
 from portable.config.yaml_writer import as_yaml
@@ -42,24 +42,24 @@ _COMMENT_WIDTH = 100
 """Maximum width of a comment line, in characters."""
 
 
-def configs() -> Traversable:
+def get_config_folder() -> Traversable:
     """Return the folder ``configs``. It is not a package, because users may have a module of that name."""
     return files("portable").joinpath("configs")
 
 
-def schema(argv: Sequence[str]) -> int:
+def print_schema(argv: Sequence[str]) -> int:
     """Print the JSON Schema of a config."""
-    print_line(configs().joinpath("schema.json").read_text("utf-8").rstrip())
+    print_line(get_config_folder().joinpath("schema.json").read_text("utf-8").rstrip())
     return 0
 
 
-def tasks() -> dict[str, str]:
+def read_starters() -> dict[str, str]:
     """Read the starters in ``configs/starters``, by task."""
-    found = sorted(configs().joinpath("starters").iterdir(), key=lambda file: file.name)
-    return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
+    files = sorted(get_config_folder().joinpath("starters").iterdir(), key=lambda file: file.name)
+    return {Path(file.name).stem: file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
 
-def _parser(templates: Collection[str], starters: Mapping[str, str], names: Collection[str]) -> Parser:
+def _build_parser(templates: Collection[str], starters: Mapping[str, str], names: Collection[str]) -> Parser:
     task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
         for task, text in starters.items()
@@ -109,10 +109,10 @@ def init(argv: Sequence[str]) -> int:
     Raises:
         UserError: If the file exists already or cannot be written, or if the run does not fit on the device.
     """
-    starters = tasks()
-    templates = targets(machines := configs().joinpath("machines"))
+    starters = read_starters()
+    templates = list_targets(machines := get_config_folder().joinpath("machines"))
     names = {"classify": "classification"} | {name: name for name in starters}
-    options = _parser(templates, starters, names).parse_args(argv)
+    options = _build_parser(templates, starters, names).parse_args(argv)
     file: Path = options.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
@@ -126,7 +126,7 @@ def init(argv: Sequence[str]) -> int:
                 f"--{flag}: has no effect with --for, which takes the config as it is; remove it",
             )
         require(bool(options.device), "--device: missing; name the machine, such as --device h100:8")
-        wrote = launch_file(
+        wrote = write_launch_file(
             machines,
             options.target,
             file,
@@ -152,8 +152,8 @@ def init(argv: Sequence[str]) -> int:
             f"--task {other}": _fill(starters[other], file, options.model, options.data)
             for other in _CHEAPER.get(task, ())
         }
-        text, size_note = _size(text, options.device[0], cheaper, has_data=options.data is not None)
-    text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
+        text, size_note = _fit_to_device(text, options.device[0], cheaper, has_data=options.data is not None)
+    text = f"# yaml-language-server: $schema={get_config_folder().joinpath('schema.json')}\n{text}"
     write_new(file, text, "give another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
     print_line(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
@@ -207,7 +207,7 @@ def _to_yaml(value: object) -> str:
     return as_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
-def _size(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:
+def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:
     """Set the values with which a config fits on a device, and add comments that describe the plan.
 
     Args:

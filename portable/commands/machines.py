@@ -18,10 +18,15 @@ from typing import TYPE_CHECKING, Any
 import portable
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
-from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.config.sources import (
+    format_eval_key,
+    format_training_key,
+    get_evaluation_sources,
+    get_training_sources,
+)
 from portable.converters.storage.path_or_url import is_url
 from portable.errors import UserError, require
-from portable.planner.device_lookup import parse_devices, rented
+from portable.planner.device_lookup import load_rental_names, parse_devices
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -66,13 +71,13 @@ class Machines:
     names: Mapping[str, Any]
 
     @property
-    def tpu(self) -> bool:
+    def is_tpu(self) -> bool:
         return "cuda" not in self.device.backends
 
     @property
     def nodes(self) -> int:
         """Machines with a share of the devices each."""
-        if not self.tpu:
+        if not self.is_tpu:
             return max(1, self.count // self.device.per_node)
         alone = self.count <= self.names.get("alone", self.names["host"])
         return 1 if alone else self.count // self.names["host"]
@@ -82,30 +87,31 @@ class Machines:
         """A TPU's accelerator type, such as ``v5litepod-8``."""
         return f"{self.names['type']}-{self.count * self.names.get('cores', 1)}"
 
-    def called(self, program: str) -> str:
+    def get_name(self, program: str) -> str:
         """What ``program`` calls the device."""
         return str(self.names.get(program, self.device.name.upper()))
 
 
-def targets(folder: Traversable) -> dict[str, Traversable]:
+def list_targets(folder: Traversable) -> dict[str, Traversable]:
     """The templates in the folder ``machines``, by what ``--for`` calls them."""
-    found = sorted(folder.iterdir(), key=lambda file: file.name)
-    return {file.name.partition(".")[0]: file for file in found if file.name != "names.yaml"}
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {file.name.partition(".")[0]: file for file in files if file.name != "names.yaml"}
 
 
 def _check(
     target: str, config_file: Path, machines: Sequence[Machines], place: str, install: str | None
 ) -> None:
     """Refuse what would not run there, or be lost."""
-    for one in machines:
+    for kind in machines:
         require(
-            install is not None or not one.device.name.startswith("mi"),
-            f"--device: {one.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, with "
-            "a torch for ROCm",
+            install is not None or not kind.device.name.startswith("mi"),
+            f"--device: {kind.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, "
+            "with a torch for ROCm",
         )
     require(
         is_url(place) or target == "slurm",
-        f"output_dir: {place} would be lost with the machine; set a URL, such as s3://bucket/{Path(place).name}",
+        f"output_dir: {place} would be lost with the machine; set a URL, such as "
+        f"s3://bucket/{Path(place).name}",
     )
     for key, text, unquoted in (
         ("init", config_file.name, _NAME),
@@ -116,7 +122,7 @@ def _check(
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
 
 
-def launch_file(
+def write_launch_file(
     folder: Traversable,
     target: str,
     config_file: Path,
@@ -130,7 +136,7 @@ def launch_file(
 
     Args:
         folder: ``configs/machines``.
-        target: one of :func:`targets`.
+        target: one of :func:`list_targets`.
         config_file: the run's YAML.
         devices: ``NAME:COUNT`` of each kind that will do, by the planner's names.
         output_dir: of the run; None for the config's.
@@ -143,28 +149,28 @@ def launch_file(
     Raises:
         UserError: if the program has no such machines, or the run would lose what it writes there.
     """
-    template = targets(folder)[target]
+    template = list_targets(folder)[target]
     require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
-    machines = [_machines(text, rented(), config, target) for text in devices]
+    machines = [_build_machines(text, load_rental_names(), config, target) for text in devices]
     place = str(config.output_dir)
     _check(target, config_file, machines, place, install)
-    for key, there in () if target == "slurm" else _local_files(config):
+    for key, there in () if target == "slurm" else _find_local_files(config):
         tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
     if not config.checkpoint.saves_on_the_way:
         tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
-    values = _values(target, config, config_file, machines, install, spot=spot)
+    values = _build_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
         tell(f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL")
     out = config_file.with_suffix(f".{template.name}")
     holds = {
-        "several": machines[0].nodes > 1 and not machines[0].tpu,
-        "mixed": len({one.tpu for one in machines}) > 1,
-        "alike": len({one.tpu for one in machines}) == 1,
+        "several": machines[0].nodes > 1 and not machines[0].is_tpu,
+        "mixed": len({kind.is_tpu for kind in machines}) > 1,
+        "alike": len({kind.is_tpu for kind in machines}) == 1,
         "selected": bool(values["selector"]),
     }
-    text = filled(template.read_text("utf-8"), values | {"file": out.name}, holds)
+    text = fill_template(template.read_text("utf-8"), values | {"file": out.name}, holds)
     write_new(out, text, "delete it first")
     return out
 
@@ -184,7 +190,7 @@ def write_new(path: Path, text: str, remedy: str) -> None:
         raise UserError(f"init: {path}: cannot write it: {error.strerror or error}") from error
 
 
-def filled(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> str:
+def fill_template(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> str:
     """A template with its values, without the lines whose condition does not hold."""
     lines = []
     for line in text.splitlines():
@@ -193,65 +199,73 @@ def filled(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> s
             lines.append(line)
         elif holds[condition[1]]:
             lines.append(line[condition.end() :])
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], "\n".join(lines) + "\n")
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], "\n".join(lines) + "\n")
 
 
-def _machines(text: str, table: Mapping[str, Any], config: RunConfig, target: str) -> Machines:
+def _build_machines(text: str, table: Mapping[str, Any], config: RunConfig, target: str) -> Machines:
     """The machines of one ``--device``, which must be such that ``target`` has them."""
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
-    found = Machines(device, count, table.get(key, {}))
+    machines = Machines(device, count, table.get(key, {}))
     require(
         config.backend == "auto" or config.backend in device.backends,
         f"--device: {text}: backend {config.backend} does not drive it; set backend: auto",
     )
-    if not found.tpu:
+    if not machines.is_tpu:
         require(target != "cloud-tpu", f"--device: {text} is no TPU; write v5e:8")
-        many = found.count > device.per_node
+        many = machines.count > device.per_node
         require(
-            not (many and found.count % device.per_node),
+            not (many and machines.count % device.per_node),
             f"--device: {text}: a machine has {device.per_node}; take a multiple of it",
         )
         require(
-            target != "hf-jobs" or found.count in found.names.get("hf", {}),
+            target != "hf-jobs" or machines.count in machines.names.get("hf", {}),
             f"--device: {text}: Hugging Face Jobs has no such machine; take h200:8, a100-80:8 or l4:4",
         )
-        return found
-    topologies = table["topologies"][3 if "cores" in found.names else 2]
-    require("type" in found.names and target not in _ON_GPUS, f"--device: {text}: --for {target} has none")
+        return machines
+    topologies = table["topologies"][3 if "cores" in machines.names else 2]
+    require("type" in machines.names and target not in _ON_GPUS, f"--device: {text}: --for {target} has none")
     require(
-        found.count in topologies,
+        machines.count in topologies,
         f"--device: {text}: no slice has so many chips; take one of {', '.join(map(str, topologies))}",
     )
     require(
-        found.nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
+        machines.nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
         f"--device: {text}: a slice of several hosts needs --for cloud-tpu, or --for jobset and backend xla",
     )
     labels = {
-        "cloud.google.com/gke-tpu-accelerator": found.names["gke"],
-        "cloud.google.com/gke-tpu-topology": topologies[found.count],
+        "cloud.google.com/gke-tpu-accelerator": machines.names["gke"],
+        "cloud.google.com/gke-tpu-topology": topologies[machines.count],
     }
-    return Machines(device, found.count, {**found.names, "labels": labels})
+    return Machines(device, machines.count, {**machines.names, "labels": labels})
 
 
-def _local_files(config: RunConfig) -> list[tuple[str, Any]]:
+def _find_local_files(config: RunConfig) -> list[tuple[str, Any]]:
     """The settings that name what lies on this machine, with their values."""
-    given = {one.key: config.get(one.key) for one in keys.settings(RunConfig).values() if one.may_be_path}
-    given |= {
-        f"{training_key(name)}.source": one.source for name, one in training_sources(config.data).items()
+    values = {
+        setting.key: config.get(setting.key)
+        for setting in keys.get_settings(RunConfig).values()
+        if setting.may_be_path
     }
-    given |= {f"{eval_key(name)}.source": one.source for name, one in evaluation_sources(config.data).items()}
-    found: list[tuple[str, Any]] = []
-    for key, value in given.items():
+    values |= {
+        f"{format_training_key(name)}.source": source.source
+        for name, source in get_training_sources(config.data).items()
+    }
+    values |= {
+        f"{format_eval_key(name)}.source": source.source
+        for name, source in get_evaluation_sources(config.data).items()
+    }
+    local_files: list[tuple[str, Any]] = []
+    for key, value in values.items():
         names = value if isinstance(value, list | tuple) else (value,)
         texts = (name for name in names if isinstance(name, str) and not is_url(name))
         # Those of pathlib raise OSError for a name that is too long.
         if any(os.path.exists(text) or any(iglob(text)) for text in texts):  # noqa: PTH110, PTH207
-            found.append((key, value))
-    return found
+            local_files.append((key, value))
+    return local_files
 
 
-def _package(config: RunConfig, install: str | None, *, tpu: bool) -> str:
+def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) -> str:
     """What pip is to install for ``config``: this version or what a URL gives, with the extras that it needs.
 
     ``install`` is taken as it is if it names a package.
@@ -266,11 +280,11 @@ def _package(config: RunConfig, install: str | None, *, tpu: bool) -> str:
         extras.append("deepspeed")
     if config.adapter.base in ("nf4", "int8") and not tpu:
         extras.append("qlora")
-    named = f"portable-trainer[{','.join(extras)}]"
-    return f"{named}=={_VERSION}" if install is None else f"{named} @ {install}"
+    requirement = f"portable-trainer[{','.join(extras)}]"
+    return f"{requirement}=={_VERSION}" if install is None else f"{requirement} @ {install}"
 
 
-def _values(
+def _build_values(
     target: str,
     config: RunConfig,
     config_file: Path,
@@ -286,12 +300,12 @@ def _values(
         f"--device: --for {target} takes one kind of machine; give one",
     )
     require(
-        len({one.nodes for one in machines}) == 1,
+        len({kind.nodes for kind in machines}) == 1,
         "--device: all kinds need the same number of machines; change the counts",
     )
     place = str(config.output_dir)
     secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
-    packages = {tpu: _package(config, install, tpu=tpu) for tpu in (False, True)}
+    packages = {tpu: _format_requirement(config, install, tpu=tpu) for tpu in (False, True)}
     of_text, of_labels = _INDENTS.get(target, (0, 0))
     # Kubernetes fills in $(NAME), and reads $$ as $.
     text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")
@@ -302,18 +316,18 @@ def _values(
         "output": place,
         "nodes": str(first.nodes),
         "each": str(first.count // first.nodes),
-        "command": "portable-train" if first.tpu or first.nodes == 1 else "torchrun -m portable.cli",
-        "package": packages[first.tpu],
+        "command": "portable-train" if first.is_tpu or first.nodes == 1 else "torchrun -m portable.cli",
+        "package": packages[first.is_tpu],
         "gpu_package": packages[False],
         "tpu_package": packages[True],
         "spot": str(spot).lower(),
         "spot_flag": " --spot" if spot else "",
         "policy": "spot" if spot else "on-demand",
-        "accelerators": "\n".join(_of_sky(machines)) if target == "sky" else "",
-        "names": ", ".join(dict.fromkeys(one.called("dstack") for one in machines)),
-        "memory": str(min(one.device.memory for one in machines) >> 30),
+        "accelerators": "\n".join(_format_sky_resources(machines)) if target == "sky" else "",
+        "names": ", ".join(dict.fromkeys(kind.get_name("dstack") for kind in machines)),
+        "memory": str(min(kind.device.memory for kind in machines) >> 30),
         "flavor": str(first.names.get("hf", {}).get(first.count)),
-        "secrets": _secrets(target, secrets),
+        "secrets": _format_secrets(target, secrets),
         "secret_env": "\n".join(
             f"      - name: {name}\n        valueFrom: "
             f"{{secretKeyRef: {{name: portable-trainer, key: {name}, optional: true}}}}"
@@ -323,29 +337,29 @@ def _values(
         "selector": "\n".join(
             " " * of_labels + f"{key}: {value}" for key, value in first.names.get("labels", {}).items()
         ),
-        "resource": "google.com/tpu" if first.tpu else "nvidia.com/gpu",
-        "tpu_type": first.type if first.tpu else "",
+        "resource": "google.com/tpu" if first.is_tpu else "nvidia.com/gpu",
+        "tpu_type": first.type if first.is_tpu else "",
         "backend": "tpu" if config.backend == "tpu" else "xla",
         "cloud": shlex.quote(str(cloud)),
         "text": "\n".join(" " * of_text + line for line in text),
     }
 
 
-def _secrets(target: str, names: Sequence[str]) -> str:
+def _format_secrets(target: str, names: Sequence[str]) -> str:
     """The flags that hand the keys of a bucket over."""
     if target == "sky":
         return "".join(f" --secret {name}" for name in names)
     return "\n".join(f"  --secrets {name} \\" for name in names)[:-2] + " \\"
 
 
-def _of_sky(machines: Iterable[Machines]) -> list[str]:
+def _format_sky_resources(machines: Iterable[Machines]) -> list[str]:
     """The machines as SkyPilot's resources."""
     lines = []
-    for one in machines:
-        if one.tpu:
-            lines.append(f"    - accelerators: tpu-{one.type}")
-            version = one.names.get("runtime", "tpu-ubuntu2204-base")
+    for kind in machines:
+        if kind.is_tpu:
+            lines.append(f"    - accelerators: tpu-{kind.type}")
+            version = kind.names.get("runtime", "tpu-ubuntu2204-base")
             lines.append(f"      accelerator_args: {{runtime_version: {version}}}")
         else:
-            lines.append(f"    - accelerators: {one.called('sky')}:{one.count // one.nodes}")
+            lines.append(f"    - accelerators: {kind.get_name('sky')}:{kind.count // kind.nodes}")
     return lines

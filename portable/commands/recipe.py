@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived import BY_TRAINING, largest_divisor
-from portable.data.sources.opening import open_source, recognise_format, training_settings
+from portable.config.derived import BY_TRAINING, find_largest_divisor
+from portable.data.sources.opening import detect_run_format, get_training_settings, open_source
 from portable.errors import UserError
-from portable.formatting import human_bytes
-from portable.model.build import limit_length, model_config, positions
+from portable.formatting import format_bytes
+from portable.model.build import get_max_positions, limit_length, load_model_config
 from portable.model.document_attention import explain_mixing
-from portable.planner.device_lookup import known_devices
-from portable.planner.hours import Hours, Work, hours_of
+from portable.planner.device_lookup import list_known_devices
+from portable.planner.hours import Hours, Work, estimate_hours
 from portable.planner.plan import Option, Planner
 from portable.planner.preparation import build_meta_model, choose_target
 from portable.run.length import FEW_STEPS
@@ -91,13 +91,13 @@ class Recipe:
         device, devices = self.planner.target.device, self.planner.target.cluster.devices
         assert device is not None
         on_each = "" if devices == 1 else " on each"
-        planned = human_bytes(self.option.device_bytes.total)
-        return f"about {planned} of {human_bytes(device.memory)}{on_each}"
+        planned = format_bytes(self.option.device_bytes.total)
+        return f"about {planned} of {format_bytes(device.memory)}{on_each}"
 
     @property
     def hours(self) -> Hours | None:
         """Duration of the run. None if the amount of training or the speed of the device is unknown."""
-        return hours_of(self.planner, self.option, self.work) if self.work is not None else None
+        return estimate_hours(self.planner, self.option, self.work) if self.work is not None else None
 
 
 def measure_records(config: RunConfig) -> Records:
@@ -107,15 +107,15 @@ def measure_records(config: RunConfig) -> Records:
         UserError: If the data cannot be read.
     """
     data = config.data.model_copy(
-        update={"format": recognise_format(config.data, config.model.task, downloads=False)}
+        update={"format": detect_run_format(config.data, config.model.task, downloads=False)}
     )
     count = size = longest = 0
     total: int | None = 0
-    for settings in training_settings(data, config.model.task, offline=True).values():
+    for settings in get_training_settings(data, config.model.task, offline=True).values():
         source = open_source(settings)
         if source.downloads:
             return _ON_THE_HUB
-        for document in islice(source.documents(), _RECORDS_READ):
+        for document in islice(source.iter_documents(), _RECORDS_READ):
             length = len(f"{document.text}{document.target or ''}{document.pair or ''}".encode())
             count, size, longest = count + 1, size + length, max(longest, length)
         source_bytes = source.size_bytes
@@ -137,7 +137,7 @@ class Sizing:
     def __init__(self, config: RunConfig, records: Records | None) -> None:
         self.config = config
         self.records = records
-        self._model_config = model_config(config.model)
+        self._model_config = load_model_config(config.model)
         self._models: dict[tuple[object, ...], tuple[MetaModel, Work | None]] = {}
 
     def find(self, device: Device, devices: int) -> Recipe | None:
@@ -145,7 +145,7 @@ class Sizing:
         rejected = None
         for settings in self.list_candidates(device, devices):
             planner, work = self._plan(settings, device, devices)
-            option = planner.best(planner.options(offloading=False))
+            option = planner.find_best(planner.list_options(offloading=False))
             if option is None:
                 rejected = rejected or (settings, planner.compute_least_bytes())
                 continue
@@ -174,7 +174,7 @@ class Sizing:
         if adapter.type is not None and adapter.base == "auto" and "xla" not in device.backends:
             bases.append("nf4")  # XLA has no kernels for quantized bases
         longest = _LONGEST_SEQUENCE if self._is_packable else data.seq_len
-        lengths = [limit_length(longest, positions(self._model_config))]
+        lengths = [limit_length(longest, get_max_positions(self._model_config))]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
         common: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner may turn it on
@@ -201,7 +201,7 @@ class Sizing:
         larger = sorted(
             (
                 other
-                for other in known_devices().values()
+                for other in list_known_devices().values()
                 if other.backends[0] == device.backends[0] and other.memory > _LARGER * device.memory
             ),
             key=lambda other: other.memory,
@@ -217,13 +217,16 @@ class Sizing:
     def describe_least(self, device: Device, devices: int) -> str:
         """Describe the memory that the cheapest candidate needs, for an error message."""
         planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
-        least, usable = human_bytes(planner.compute_least_bytes()), human_bytes(device.usable(devices))
+        least, usable = (
+            format_bytes(planner.compute_least_bytes()),
+            format_bytes(device.compute_usable_memory(devices)),
+        )
         on_each = "" if devices == 1 else " on each"
         return f"at least {least}{on_each}, and a run can use {usable}"
 
     def _fits_at_all(self, device: Device, devices: int) -> bool:
         planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
-        return planner.best(planner.options(offloading=False)) is not None
+        return planner.find_best(planner.list_options(offloading=False)) is not None
 
     @property
     def _is_packable(self) -> bool:
@@ -261,7 +264,7 @@ class Sizing:
             "data.seq_len": length,
             **settings,
             "train.global_batch_size": batch,
-            "train.micro_batch_size": largest_divisor(batch // devices, largest_micro_batch),
+            "train.micro_batch_size": find_largest_divisor(batch // devices, largest_micro_batch),
         }
 
     def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> tuple[Planner, Work | None]:
@@ -331,11 +334,11 @@ def describe(recipe: Recipe) -> list[str]:
         "optimizer": device_bytes.optimizer,
         "activations": device_bytes.activations,
     }
-    part_list = ", ".join(f"{name} {human_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
+    part_list = ", ".join(f"{name} {format_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
     lines = [
         f"Sized by portable-plan for {devices} x {device.name}: {recipe.summary} ({part_list}).",
-        f"A run can use {human_bytes(device.usable(devices))}. The rest stays free, because activations may "
-        "need a tenth more memory than planned.",
+        f"A run can use {format_bytes(device.compute_usable_memory(devices))}. The rest stays free, because "
+        "activations may need a tenth more memory than planned.",
     ]
     if recipe.rejected is not None:
         settings, needed = recipe.rejected
@@ -343,7 +346,7 @@ def describe(recipe: Recipe) -> list[str]:
         shorter = settings["data.seq_len"] != recipe.settings["data.seq_len"]
         tokens = f"sequences of {settings['data.seq_len']} tokens" if shorter else ""
         reasons = " and ".join(filter(None, (base, tokens)))
-        lines.append(f"With {reasons}, the run would need at least {human_bytes(needed)}.")
+        lines.append(f"With {reasons}, the run would need at least {format_bytes(needed)}.")
     if recipe.hours is not None and recipe.work is not None:
         low, high = device.reached.share
         duration = f"about {recipe.hours}" if recipe.hours.most * 60 > 1 else "less than a minute"

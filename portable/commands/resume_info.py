@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
-from portable.checkpoint.store import checkpoint_of
+from portable.checkpoint.store import resolve_checkpoint
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.checks import check
 from portable.config import load_config
@@ -18,11 +18,11 @@ from portable.converters import CheckpointError
 from portable.converters.console import print_line, wrap_lines
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.places import files_below
-from portable.errors import DamagedError, UserError, one_line
-from portable.formatting import human_bytes, human_count, table
-from portable.output.existing_run import existing_run
-from portable.paths import CONFIG_FILE, exists, place_of, storage_errors
-from portable.registry import backend_package, resolve_backend
+from portable.errors import DamagedError, UserError, to_one_line
+from portable.formatting import format_bytes, format_count, format_table
+from portable.output.existing_run import read_existing_run
+from portable.paths import CONFIG_FILE, convert_storage_errors, path_exists, place_of
+from portable.registry import load_backend_package, resolve_backend
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -33,40 +33,42 @@ MAX_WORLD_SIZE = 1 << 16
 """Largest world size that is listed."""
 
 
-def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
+def _build_rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
     from portable.converters import CheckpointError, open_checkpoint
 
     try:
         checkpoint = open_checkpoint(folder)
         parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
     except CheckpointError as error:
-        parameters = f"damaged: {one_line(error)}"
+        parameters = f"damaged: {to_one_line(error)}"
     files = [file.size for file in files_below(folder).values()]
     written = "in an object store"
     if not in_store(folder):
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
     try:
-        whole = "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"
+        integrity = (
+            "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"
+        )
     except DamagedError as error:
-        whole = f"damaged: {one_line(error)}"
+        integrity = f"damaged: {to_one_line(error)}"
     skipped = f", {state.skipped_steps} of them left out" if state.skipped_steps else ""
     return [
         ("checkpoint", str(folder)),
         ("step", f"{state.step} of {state.schedule['total_steps']}{skipped}"),
         ("samples", f"{state.samples:,}"),
         ("tokens", f"{state.samples * config.data.seq_len:,}"),
-        ("model", f"{_model(config)}, {parameters}"),
+        ("model", f"{_describe_model(config)}, {parameters}"),
         ("optimizer", config.train.optimizer),
         ("precision", config.precision),
         ("seed", str(state.seed)),
         ("written", written),
-        ("written by", f"{human_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
-        ("files", whole),
-        ("size on disk", f"{human_bytes(sum(files))} in {human_count(len(files), 'file')}"),
+        ("written by", f"{format_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
+        ("files", integrity),
+        ("size on disk", f"{format_bytes(sum(files))} in {format_count(len(files), 'file')}"),
     ]
 
 
-def _model(config: RunConfig) -> str:
+def _describe_model(config: RunConfig) -> str:
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
@@ -75,7 +77,7 @@ def describe(folder: Place, backend_name: str) -> str:
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
     at_home = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
-    config = (existing_run(run_folder).config if at_home else None) or load_config(None, state.run)
+    config = (read_existing_run(run_folder).config if at_home else None) or load_config(None, state.run)
     command = (
         f"portable-train --config {run_folder / CONFIG_FILE}"
         if at_home
@@ -83,43 +85,43 @@ def describe(folder: Place, backend_name: str) -> str:
     )
     name = resolve_backend(backend_name)
     lines = [
-        table(_rows(folder, state, config)),
+        format_table(_build_rows(folder, state, config)),
         f"going on with backend {name}:",
-        table(strategies(config, name)),
+        format_table(list_strategies(config, name)),
         f"to go on: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc N",
     ]
     return "\n".join(lines)
 
 
-def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
+def list_strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
     """For each strategy the numbers of ranks that can take a run on, or the reason why none can.
 
     Asks what a run itself would ask: the rules of the config, of the backend, and of dividing the batch.
     """
-    package = backend_package(backend_name)
-    world = package.world(1)
-    found = []
+    package = load_backend_package(backend_name)
+    world = package.get_world(1)
+    rows = []
     for strategy in get_args(Strategy):
         try:
             settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
             candidate = config.replaced(settings)
-            check(candidate, where=False)
+            check(candidate, with_location=False)
             candidate = package.adopt(candidate, world)
-            check(candidate, late=True, where=False)
+            check(candidate, late=True, with_location=False)
             package.check(candidate, world)
         except plugins.NotRunError as error:
-            found.append((strategy, one_line(error)))
+            rows.append((strategy, to_one_line(error)))
             continue
         except UserError as error:
-            found.append((strategy, f"no: {one_line(error)}"))
+            rows.append((strategy, f"no: {to_one_line(error)}"))
             continue
         devices = "ranks" if world.devices_per_rank == 1 else "devices"
-        numbers = ", ".join(str(n) for n in _world_sizes(candidate))
-        found.append((strategy, f"on {numbers} {devices}"))
-    return found
+        numbers = ", ".join(str(n) for n in _list_world_sizes(candidate))
+        rows.append((strategy, f"on {numbers} {devices}"))
+    return rows
 
 
-def _world_sizes(config: RunConfig) -> list[int]:
+def _list_world_sizes(config: RunConfig) -> list[int]:
     """Return the world sizes among which the global batch divides evenly, up to `MAX_WORLD_SIZE`.
 
     A rank, or a group of ranks that share sequences, takes an equal part of the global batch.
@@ -143,15 +145,15 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
     No code that its config names is run.
     """
     unknown = "cannot be told without running it"
-    with storage_errors("--resume-info"), plugins.not_run(lambda _: unknown):
+    with convert_storage_errors("--resume-info"), plugins.refuse_code(lambda _: unknown):
         place = place_of("--resume-info", path)
-        if not exists(place):
+        if not path_exists(place):
             raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
         if (foreign := open_external(place)) is not None:
             try:
-                print_line(table(foreign.rows()))
+                print_line(format_table(foreign.build_rows()))
             except CheckpointError as error:
                 raise UserError(f"--resume-info: {error}") from error
             return 0
-        print_line(wrap_lines(describe(checkpoint_of(place), backend_name), sys.stdout))
+        print_line(wrap_lines(describe(resolve_checkpoint(place), backend_name), sys.stdout))
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from portable.adapters.assemble import assemble
 from portable.batch_plan import total_steps
 from portable.converters.console import print_line
-from portable.data.preview import in_words, preview
+from portable.data.preview import build_preview, format_preview
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.special_tokens import SpecialTokens
@@ -26,7 +26,7 @@ def show_data(resolved: Resolved, count: int) -> int:
     config = resolved.config
     if config.model.task != "causal-lm":
         raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
-    model_config = models.model_config(config.model)
+    model_config = models.load_model_config(config.model)
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
     data = open_data(config, model_config, special_tokens)
@@ -35,7 +35,7 @@ def show_data(resolved: Resolved, count: int) -> int:
         raise UserError("--show-data: shows how texts become samples, and data.source gives finished ones")
     for warning in data.sizes.warnings:
         tell(f"warning: {warning}")
-    shown = preview(data, count, config.seed)
+    shown = build_preview(data, count, config.seed)
     samples = None if data.streams else data.train.epoch_samples
     steps = total_steps(config, samples or 0)
     shown.facts["steps"] = describe_length(config, steps, samples)
@@ -44,5 +44,5 @@ def show_data(resolved: Resolved, count: int) -> int:
     if (few := warn_of_few_steps(config, samples, resolved.world)) is not None:
         tell(f"warning: {few}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    print_line(in_words(shown, color=color), coloured=color)
+    print_line(format_preview(shown, color=color), coloured=color)
     return 0

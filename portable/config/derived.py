@@ -65,7 +65,7 @@ INSTEAD_OF = {
 """Keyed by a setting: the setting that it replaces if both have values."""
 
 
-def largest_divisor(number: int, most: int) -> int:
+def find_largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor of ``number`` that is at most ``most``, in O(sqrt(number))."""
     if most >= number:
         return number
@@ -73,19 +73,19 @@ def largest_divisor(number: int, most: int) -> int:
     return max(divisor for n in small for divisor in (n, number // n) if divisor <= most)
 
 
-def warms_up(schedule: str) -> bool:
+def has_warmup(schedule: str) -> bool:
     """Return whether ``train.schedule`` uses the warmup steps. Custom code, which has a colon, does not."""
     return schedule not in WITHOUT_WARMUP and ":" not in schedule
 
 
-def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
+def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     """Return the number of warmup steps. A ratio is rounded up, as in the Trainer."""
     if settings.warmup_ratio is not None:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:
         return settings.warmup_steps
     # Version 0.1 wrote null for both settings into the config.yaml of a run with train.epochs.
-    return min(20, total_steps // 10) if warms_up(settings.schedule) else 0
+    return min(20, total_steps // 10) if has_warmup(settings.schedule) else 0
 
 
 def classify_training(config: RunConfig) -> str:
@@ -113,7 +113,7 @@ def find_training_defaults(config: RunConfig) -> dict[str, Any]:
     """
     train, kind = config.train, classify_training(config)
     applies = {
-        "train.warmup_ratio": warms_up(train.schedule) and train.warmup_steps is None,
+        "train.warmup_ratio": has_warmup(train.schedule) and train.warmup_steps is None,
         "train.min_learning_rate_ratio": train.schedule in _DECAYING,
         "train.eval_every_epochs": train.epochs is not None and not config.is_set("train.eval_every"),
         "checkpoint.every_epochs": train.epochs is not None and not config.is_set("checkpoint.every_steps"),
@@ -129,28 +129,30 @@ def find_training_defaults(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def derived(config: RunConfig) -> dict[str, Any]:
+def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
     """Defaults that depend on other settings, by dotted key, for keys that the user did not set."""
     model, train, checkpoint = config.model, config.train, config.checkpoint
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if model.name_or_path is not None:
-        found["model.config"] = None
+        defaults["model.config"] = None
     if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
-        found["data.packing"] = False
+        defaults["data.packing"] = False
     elif config.data.format in CONVERSATIONS and model.task == "causal-lm":
-        found["data.packing"] = "documents"
+        defaults["data.packing"] = "documents"
     if config.data.eval is not None or (config.data.stream and not config.data.sources):
-        found["data.eval_fraction"] = 0.0
+        defaults["data.eval_fraction"] = 0.0
     if checkpoint.export_best:
-        found["checkpoint.keep_best"] = 1
+        defaults["checkpoint.keep_best"] = 1
     if train.epochs is not None:
-        found["train.steps"] = None
-    found |= find_training_defaults(config)
+        defaults["train.steps"] = None
+    defaults |= find_training_defaults(config)
     for key, other in INSTEAD_OF.items():
-        if key != "train.warmup_ratio" and found.get(key, config.get(key)) is not None:
-            found[other] = None
+        if key != "train.warmup_ratio" and defaults.get(key, config.get(key)) is not None:
+            defaults[other] = None
     if train.micro_batch_size != "auto":
-        found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
+        defaults["train.micro_batch_size"] = find_largest_divisor(
+            train.global_batch_size, train.micro_batch_size
+        )
     return {
-        key: value for key, value in found.items() if key == "train.warmup_ratio" or not config.is_set(key)
+        key: value for key, value in defaults.items() if key == "train.warmup_ratio" or not config.is_set(key)
     }

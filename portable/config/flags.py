@@ -61,10 +61,10 @@ def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] 
     Raises:
         UserError: If a flag is unknown or has no value.
     """
-    return _Parser(list(argv), model, keys.settings(options) if options else {}).parse()
+    return _FlagParser(list(argv), model, keys.get_settings(options) if options else {}).parse()
 
 
-def parse_setting(setting: keys.Setting, words: Sequence[str], flag: str) -> Any:
+def parse_setting(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
     """Parse the words after a flag as YAML. Text stays text, so that ``--data.source 123`` is a name.
 
     Args:
@@ -77,16 +77,16 @@ def parse_setting(setting: keys.Setting, words: Sequence[str], flag: str) -> Any
     """
     first = words[0]
     if len(words) == 1:
-        if first.lower() in _NULL and setting.takes(type(None)):
+        if first.lower() in _NULL and setting.accepts_type(type(None)):
             return None
-        if first.startswith("{") and setting.takes(dict):
+        if first.startswith("{") and setting.accepts_type(dict):
             return parse_mapping(first, flag)
-        if first.startswith("[") and setting.takes(tuple):
+        if first.startswith("[") and setting.accepts_type(tuple):
             return parse_value(first)
-        if not setting.takes(tuple):
+        if not setting.accepts_type(tuple):
             return first if setting.is_text else parse_value(first)
         # If plain text is allowed, too, as for data.source, a comma may be part of a name.
-        words = words if setting.takes(str) else first.split(",")
+        words = words if setting.accepts_type(str) else first.split(",")
     return [word.strip() if setting.is_text else parse_value(word.strip()) for word in words]
 
 
@@ -102,13 +102,15 @@ def expand_path(flag: str, text: str) -> str:
         raise UserError(f"{flag} {error}") from error
 
 
-class _Parser:
+class _FlagParser:
     """Parser of one command line, which removes words from the front."""
 
-    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, keys.Setting]) -> None:
+    def __init__(
+        self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
+    ) -> None:
         self._rest = argv
         self._model = model
-        self._table = keys.settings(model)
+        self._table = keys.get_settings(model)
         self._options = options
         self._result = CommandLine()
 
@@ -135,10 +137,10 @@ class _Parser:
         setting, before = self._options[name], self._result.options
         words = self._take_words(1) if inline is None else inline
         value: Any = True
-        if words or not setting.takes(bool):
+        if words or not setting.accepts_type(bool):
             _require_value(words, flag, setting.metavar, may_be_empty=False)
             value = words[0] if setting.is_text else parse_value(words[0])
-        if setting.takes(tuple):
+        if setting.accepts_type(tuple):
             value = [*before.get(name, ()), value]
         elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
             raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
@@ -148,11 +150,13 @@ class _Parser:
         """Parse a setting of the run; ``inline`` is the value after an equals sign."""
         value: Any = True
         if (setting := self._table.get(name)) is not None:
-            words = self._take_words(None if setting.takes(tuple) else 1) if inline is None else inline
-            if words or not setting.takes(bool):
-                _require_value(words, flag, setting.allowed, may_be_empty=setting.is_text)
+            words = self._take_words(None if setting.accepts_type(tuple) else 1) if inline is None else inline
+            if words or not setting.accepts_type(bool):
+                _require_value(words, flag, setting.allowed_values, may_be_empty=setting.is_text)
                 value = parse_setting(setting, words, flag)
-        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
+        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.accepts_type(
+            bool
+        ):
             if inline is not None:
                 raise UserError(f"{flag} takes no value; use --{setting.key} {inline[0]}")
             name, value = setting.key, False
@@ -176,11 +180,11 @@ class _Parser:
         if not self._rest:
             return ""
         name = self._rest[0].lstrip("-").replace("-", "_")
-        is_topic = name in self._table or name in keys.sections(self._model)
+        is_topic = name in self._table or name in keys.get_sections(self._model)
         return self._rest.pop(0) if is_topic or not _is_flag(self._rest[0]) else ""
 
     def _describe_unknown_flag(self, name: str, flag: str) -> str:
-        if name in keys.sections(self._model):
+        if name in keys.get_sections(self._model):
             inside = [key for key in self._table if key.startswith(f"{name}.")]
             hint = find_remedy(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
             return f"{flag} is a section{hint}"

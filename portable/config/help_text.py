@@ -38,7 +38,7 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
     """Render the help on ``topic``: a section, a key, "all", or empty for a page on the command."""
     width = min(max(columns, _NARROWEST), _WIDEST)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
-    table, about = keys.settings(model), keys.sections(model)
+    table, about = keys.get_settings(model), keys.get_sections(model)
     if topic in table:
         return _format_setting(table[topic], width)
     if (open_mapping := keys.find_open_mapping(model, topic)) is not None:
@@ -57,7 +57,7 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
         "options:",
         *(
             _format_option(_format_flag(option), option.description, width)
-            for option in keys.settings(options).values()
+            for option in keys.get_settings(options).values()
         ),
     ]
     parts += ["", *_wrap(_NOTE, width), ""]
@@ -67,14 +67,14 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
 
 def _format_overview(
     about: Mapping[str, str],
-    table: Mapping[str, keys.Setting],
+    table: Mapping[str, keys.SettingField],
     options: type[BaseModel],
     usage: str,
     width: int,
 ) -> str:
     """Return the page of a command: usage, a line for each option, a line for each section of settings."""
     lines = [usage, "options:"]
-    for option in keys.settings(options).values():
+    for option in keys.get_settings(options).values():
         lines.append(_format_summary(_format_flag(option), option.description, width))
     lines += ["", *_wrap(_SETTINGS, width)]
     top = [setting.name for setting in table.values() if not setting.section]
@@ -83,45 +83,45 @@ def _format_overview(
     return "\n".join(lines)
 
 
-def _format_summary(left: str, text: str, width: int) -> str:
-    """Return ``left`` and the first sentence of ``text``."""
+def _format_summary(label: str, text: str, width: int) -> str:
+    """Return ``label`` and the first sentence of ``text``."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
-    return _format_option(left, first, width)
+    return _format_option(label, first, width)
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _format_flag(option: keys.Setting) -> str:
+def _format_flag(option: keys.SettingField) -> str:
     return f"--{option.name.replace('_', '-')} {option.metavar}".rstrip()
 
 
-def _format_option(left: str, text: str, width: int) -> str:
+def _format_option(label: str, text: str, width: int) -> str:
     lines = _wrap(text, width - _COLUMN)
     indented = [" " * _COLUMN + line for line in lines]
-    if len(left) > _COLUMN - 4:
-        return "\n".join([f"  {left}", *indented])
-    return "\n".join([f"  {left:<{_COLUMN - 2}}{lines[0]}", *indented[1:]])
+    if len(label) > _COLUMN - 4:
+        return "\n".join([f"  {label}", *indented])
+    return "\n".join([f"  {label:<{_COLUMN - 2}}{lines[0]}", *indented[1:]])
 
 
-def _format_section(name: str, about: str, table: dict[str, keys.Setting], width: int) -> str:
+def _format_section(name: str, about: str, table: dict[str, keys.SettingField], width: int) -> str:
     heading = f"{name}: {about}" if name else "top level:"
     settings = [setting for setting in table.values() if setting.section == name]
     return "\n".join([*_wrap(heading, width), *(_format_setting(setting, width) for setting in settings), ""])
 
 
-def _format_setting(setting: keys.Setting, width: int) -> str:
-    mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.identity else ""
+def _format_setting(setting: keys.SettingField, width: int) -> str:
+    mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.is_identity else ""
     head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
-    body = f"{setting.description} ({setting.allowed})"
+    body = f"{setting.description} ({setting.allowed_values})"
     first, *more = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
     )
     return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrap(body, width, _INDENT)])
 
 
-def describe_default(setting: keys.Setting, quote: str = "") -> str:
+def describe_default(setting: keys.SettingField, quote: str = "") -> str:
     """Describe the default of a setting, or the defaults for each kind of training if they differ.
 
     Args:
@@ -130,15 +130,15 @@ def describe_default(setting: keys.Setting, quote: str = "") -> str:
     """
     default = BY_TRAINING.get(setting.key)
     if default is None:
-        return f"{quote}{default_text(setting.default)}{quote}"
+        return f"{quote}{format_default(setting.default)}{quote}"
     kinds: dict[str, list[str]] = {}
     for kind in (PRETRAINING, CONTINUED, FINETUNING):
-        kinds.setdefault(default_text(default.get(kind)), []).append(kind)
+        kinds.setdefault(format_default(default.get(kind)), []).append(kind)
     values = "; ".join(f"{', '.join(names)}: {quote}{text}{quote}" for text, names in kinds.items())
     return f"{values} ({default.condition})" if default.condition else values
 
 
-def default_text(value: Any) -> str:
+def format_default(value: Any) -> str:
     """Format a default as in a config file."""
-    value = keys.plain(value)
+    value = keys.to_plain(value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import BaseModel
 
 from portable.config.types import MayBePath
-from portable.errors import one_line
+from portable.errors import to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingField:
     """A field of the schema.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting:
     @property
     def description(self) -> str:
         """Description in one line."""
-        return one_line(self.field.description or "")
+        return to_one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
@@ -61,13 +61,13 @@ class Setting:
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
-    def identity(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether the setting defines the run and must not change between launches."""
         extra = self.field.json_schema_extra
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
-    def allowed(self) -> str:
+    def allowed_values(self) -> str:
         """Description of the allowed values: ``integer >= 1 or null``."""
         return _describe_type(self.field.annotation, tuple(self.field.metadata))
 
@@ -88,7 +88,7 @@ class Setting:
         """Allowed words for the value or its items. Empty if the value is not a choice."""
         words = (
             word
-            for kind, _ in parts(self.field.annotation)
+            for kind, _ in iter_parts(self.field.annotation)
             if get_origin(kind) is Literal
             for word in get_args(kind)
         )
@@ -97,21 +97,29 @@ class Setting:
     @property
     def may_be_path(self) -> bool:
         """Whether the value may be a path."""
-        kinds = parts(self.field.annotation, tuple(self.field.metadata))
+        kinds = iter_parts(self.field.annotation, tuple(self.field.metadata))
         return any(isinstance(mark, MayBePath) for _, marks in kinds for mark in marks)
 
     @property
     def items(self) -> type[BaseModel] | None:
         """Schema of the value, or of each of its items, if that is a group of settings. None otherwise."""
-        kinds = (kind for kind, _ in parts(self.field.annotation))
+        kinds = (kind for kind, _ in iter_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
     def metavar(self) -> str:
         """Placeholder for the value in the help of a command. Empty for a switch."""
-        return "" if self.takes(bool) else "PATH" if self.may_be_path else "N" if self.takes(int) else "TEXT"
+        return (
+            ""
+            if self.accepts_type(bool)
+            else "PATH"
+            if self.may_be_path
+            else "N"
+            if self.accepts_type(int)
+            else "TEXT"
+        )
 
-    def takes(self, kind: type) -> bool:
+    def accepts_type(self, kind: type) -> bool:
         """Return whether one alternative of the type is ``kind``, such as ``bool``, ``dict`` or ``tuple``."""
         return any(
             kind in (member, get_origin(member)) for member, _ in _iter_alternatives(self.field.annotation)
@@ -119,56 +127,56 @@ class Setting:
 
 
 @cache
-def settings(model: type[BaseModel]) -> dict[str, Setting]:
+def get_settings(model: type[BaseModel]) -> dict[str, SettingField]:
     """Return every setting of ``model`` by dotted key, in the order of the schema."""
     return {setting.key: setting for setting in _iter_settings(model, "")}
 
 
-def find_open_mapping(model: type[BaseModel], key: str) -> Setting | None:
+def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
     """Find the setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
-    table = settings(model)
+    table = get_settings(model)
     parts_of_key = key.split(".")
     for length in range(len(parts_of_key) - 1, 0, -1):
         setting = table.get(".".join(parts_of_key[:length]))
         if setting is not None:
-            return setting if setting.takes(dict) else None
+            return setting if setting.accepts_type(dict) else None
     return None
 
 
 @cache
-def sections(model: type[BaseModel]) -> dict[str, str]:
+def get_sections(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of every section of ``model``."""
     return {
-        field.alias or name: one_line(field.annotation.__doc__ or "")
+        field.alias or name: to_one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
         if _is_section(field)
     }
 
 
-def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField]:
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         if _is_section(field):
             assert isinstance(field.annotation, type)
             yield from _iter_settings(field.annotation, f"{key}.")
         else:
-            yield Setting(key, name, field)
+            yield SettingField(key, name, field)
 
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def nested(values: dict[str, Any]) -> dict[str, Any]:
+def nest_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to a nested mapping, as in the YAML file."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
@@ -182,8 +190,8 @@ def _iter_alternatives(
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the alternatives of a type, each with its constraints."""
     if get_origin(annotation) is Annotated:
-        inner, *own = get_args(annotation)
-        yield from _iter_alternatives(inner, (*metadata, *own))
+        inner, *constraints = get_args(annotation)
+        yield from _iter_alternatives(inner, (*metadata, *constraints))
     elif get_origin(annotation) in (Union, UnionType):
         for member in get_args(annotation):
             yield from _iter_alternatives(member, metadata)
@@ -191,17 +199,18 @@ def _iter_alternatives(
         yield annotation, metadata
 
 
-def parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def iter_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the alternatives of a type and of its items, each with its constraints."""
-    for kind, own in _iter_alternatives(annotation, metadata):
-        yield kind, own
+    for kind, constraints in _iter_alternatives(annotation, metadata):
+        yield kind, constraints
         if get_origin(kind) in (tuple, dict):
-            yield from (part for item in get_args(kind) for part in parts(item))
+            yield from (part for item in get_args(kind) for part in iter_parts(item))
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
     alternatives = [
-        _describe_alternative(kind, own) for kind, own in _iter_alternatives(annotation, metadata)
+        _describe_alternative(kind, constraints)
+        for kind, constraints in _iter_alternatives(annotation, metadata)
     ]
     return " or ".join(dict.fromkeys(alternatives))
 

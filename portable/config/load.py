@@ -9,11 +9,11 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, Union
 
 from portable.config import flags, keys
-from portable.config.origins import Assignment, Origin, Path, shown
+from portable.config.origins import Assignment, Origin, Path, format_short_value
 from portable.config.run_config import RunConfig
 from portable.config.validation import describe_unknown_key, validate
 from portable.config.yaml_text import MAX_BYTES, parse_file
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
@@ -79,13 +79,13 @@ def assemble(
     for assignment in imported:
         draft.add(assignment)
     for assignment in overrides:
-        draft.override(assignment, names_model=_names_model(draft, overrides))
+        draft.override(assignment, names_model=_has_pretrained_model(draft, overrides))
     config = validate(RunConfig, draft.values, draft.origins)
     config.origins.update(draft.origins)
     return config
 
 
-def _names_model(draft: _Draft, overrides: Sequence[Assignment]) -> bool:
+def _has_pretrained_model(draft: _Draft, overrides: Sequence[Assignment]) -> bool:
     """Return whether the run has a pretrained model, whose config is not the default config."""
     model = draft.values.get("model")
     is_named = isinstance(model, dict) and model.get("name_or_path") is not None
@@ -129,7 +129,7 @@ class _Draft:
 
     def merge(self, values: dict[str, Any], origins: Mapping[Path, Origin]) -> None:
         """Merge the content of a later file: mappings key by key; other values replace earlier values."""
-        for section in keys.sections(RunConfig):
+        for section in keys.get_sections(RunConfig):
             if section in values and values[section] is None:  # `fsdp:` without a value is an empty section
                 values[section] = {}
         _drop_replaced_source(self.values.get("data"), values.get("data"))
@@ -163,10 +163,10 @@ class _Draft:
                 return  # a value of a wrong type, which the validation reports
         if target.get(path[-1], value) != value:
             earlier = self.origins.get(path)
-            key, before = ".".join(path), shown(target[path[-1]])
+            key, before = ".".join(path), format_short_value(target[path[-1]])
             raise UserError(
-                f"{origin.text} sets {key} to {shown(value)}, but {earlier.text if earlier else '--config'} "
-                f"sets it to {before}; remove one of the two"
+                f"{origin.text} sets {key} to {format_short_value(value)}, but "
+                f"{earlier.text if earlier else '--config'} sets it to {before}; remove one of the two"
             )
         target[path[-1]] = value
         self.origins.setdefault(path, origin)
@@ -182,7 +182,7 @@ class _Draft:
             UserError: If the path leads through a value that is not a mapping.
         """
         path, value, origin = assignment
-        if len(path) == 1 and path[0] in keys.sections(RunConfig) and isinstance(value, Mapping):
+        if len(path) == 1 and path[0] in keys.get_sections(RunConfig) and isinstance(value, Mapping):
             for name, item in value.items():
                 self.override(Assignment((*path, str(name)), item, origin), names_model=names_model)
             return
@@ -233,6 +233,6 @@ def _describe_wrong_path(path: Path, depth: int, origin: Origin | None) -> str:
     """
     outer, key = ".".join(path[:depth]), ".".join(path)
     start = f"{origin.text}: " if origin else ""
-    if keys.find_open_mapping(RunConfig, key) is None and outer not in keys.sections(RunConfig):
-        return one_line(start + describe_unknown_key(RunConfig, key))
+    if keys.find_open_mapping(RunConfig, key) is None and outer not in keys.get_sections(RunConfig):
+        return to_one_line(start + describe_unknown_key(RunConfig, key))
     return f"{start}{key} cannot be set: {outer} is not a mapping; set {outer} itself"

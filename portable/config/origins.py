@@ -29,7 +29,7 @@ class Origin:
     flag: bool = False
     over: tuple[str, ...] = ()
 
-    def before(self, message: str) -> str:
+    def prefix_message(self, message: str) -> str:
         """Return ``message`` with the origin. A flag replaces the key that it sets."""
         key = self.text.removeprefix("--").replace("-", "_")
         if self.flag and message.startswith((f"{key} ", f"{key}: ")):
@@ -51,8 +51,8 @@ class Assignment(NamedTuple):
     origin: Origin | None
 
 
-def shown(value: object) -> str:
+def format_short_value(value: object) -> str:
     """Format ``value`` for an error message: short and printable."""
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain(value))
     text = "null" if value is None else text
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

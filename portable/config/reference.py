@@ -17,44 +17,44 @@ from portable.config.help_text import describe_default
 from portable.config.run_config import RunConfig
 from portable.config.same_run import ADJUSTABLE
 from portable.config.sections import SourceConfig
-from portable.errors import one_line
+from portable.errors import to_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "config.md"
 """Its introduction is written there, up to the first section."""
 
 
-def reference_page() -> str:
+def build_reference_page() -> str:
     """Return the text of ``docs/config.md``."""
-    table, about = keys.settings(RunConfig), keys.sections(RunConfig)
+    table, about = keys.get_settings(RunConfig), keys.get_sections(RunConfig)
     introduction = PAGE.read_text("utf-8").partition("\n## ")[0]
-    parts = [introduction, _section("Top level", "", [s for s in table.values() if not s.section])]
+    parts = [introduction, _format_section("Top level", "", [s for s in table.values() if not s.section])]
     for name, text in about.items():
-        parts.append(_section(f"`{name}`", text, [s for s in table.values() if s.section == name]))
+        parts.append(_format_section(f"`{name}`", text, [s for s in table.values() if s.section == name]))
     return "\n".join(parts)
 
 
-def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
+def _format_section(title: str, about: str, settings: list[keys.SettingField]) -> str:
     of_sources = {f"data.{name}" for name in SourceConfig.model_fields}
     # Two columns, which a phone can show. The link is to the row itself.
     rows = [
         f'| <a id="{s.key}" href="#{s.key}">`{s.key}`</a>{_mark(s)}{" ‡" * (s.key in of_sources)}'
-        f"<br>{_cell(s.allowed)}<br>default: {_default(s)} "
-        f"| {_cell(s.description)} |"
+        f"<br>{_format_cell(s.allowed_values)}<br>default: {_format_default(s)} "
+        f"| {_format_cell(s.description)} |"
         for s in settings
     ]
     head = ["| setting | what it does |", "| --- | --- |"]
     return "\n".join([f"## {title}", "", *([about, ""] if about else []), *head, *rows, ""])
 
 
-def _mark(setting: keys.Setting) -> str:
+def _mark(setting: keys.SettingField) -> str:
     """Return the mark of a setting that defines the run."""
-    if not setting.identity:
+    if not setting.is_identity:
         return ""
     return " ††" if setting.key in ADJUSTABLE else " †"
 
 
-def _cell(text: str) -> str:
+def _format_cell(text: str) -> str:
     # A bar would end the cell, so separate choices by commas. That a text is not empty goes without saying.
     text = (
         text.replace(" (not empty)", "")
@@ -66,20 +66,20 @@ def _cell(text: str) -> str:
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _default(setting: keys.Setting) -> str:
+def _format_default(setting: keys.SettingField) -> str:
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return describe_default(setting, "`")
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
     for key in BY_TRAINING:  # the default of most runs differs from the default of the schema
         section, _, name = key.partition(".")
         setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
         del setting["default"]
-        setting["description"] += f" Default: {describe_default(keys.settings(RunConfig)[key])}."
+        setting["description"] += f" Default: {describe_default(keys.get_settings(RunConfig)[key])}."
     _shorten(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -99,14 +99,15 @@ def _shorten(node: Any) -> None:
         if isinstance(node.get("title"), str):
             del node["title"]
         if isinstance(about := node.get("description"), str):
-            node["description"] = one_line(about)
+            node["description"] = to_one_line(about)
 
 
-def pages() -> dict[Path, str]:
+def build_pages() -> dict[Path, str]:
     """Every generated file with its text."""
     return {
-        PAGE: reference_page(),
-        ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
+        PAGE: build_reference_page(),
+        ROOT / "configs" / "schema.json": json.dumps(build_json_schema(), indent=2, ensure_ascii=False)
+        + "\n",
     }
 
 
@@ -115,13 +116,15 @@ def main(argv: list[str]) -> int:
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)
         return 2
-    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text("utf-8") != text]
+    stale = [
+        path for path, text in build_pages().items() if not path.is_file() or path.read_text("utf-8") != text
+    ]
     for path in stale:
         name = path.relative_to(ROOT)
         if argv:
             print(f"{name} is out of date; run python -m portable.config.reference", file=sys.stderr)
         else:
-            path.write_text(pages()[path], "utf-8")
+            path.write_text(build_pages()[path], "utf-8")
             print(f"wrote {name}")
     return 1 if argv and stale else 0
 

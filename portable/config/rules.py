@@ -1,7 +1,7 @@
 """Problems of settings, and the conditions that rules share.
 
-A rule is an ``if`` in a function ``check_...(config)`` that yields a :class:`Problem`. Most rules are in
-:mod:`portable.checks`. Backends, engines and optimizers contribute theirs.
+A rule is an ``if`` in a function ``check_...(config)`` that yields a :class:`SettingProblem`. Most rules are
+in :mod:`portable.checks`. Backends, engines and optimizers contribute theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SettingProblem:
     """A setting that is not supported, or settings that do not work together.
 
     Attributes:
@@ -33,14 +33,14 @@ class Problem:
     reason: str
 
 
-def format_problem(problem: Problem, config: RunConfig) -> str:
+def format_problem(problem: SettingProblem, config: RunConfig) -> str:
     """Return the message of a problem with the file and line, or the flag, of one of its keys.
 
     Flags take precedence over files, because the user most likely changed a flag last.
     """
     origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
     origin = next((origin for origin in origins if origin.flag), origins[0] if origins else None)
-    return problem.reason if origin is None else origin.before(problem.reason)
+    return problem.reason if origin is None else origin.prefix_message(problem.reason)
 
 
 def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
@@ -48,7 +48,7 @@ def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
     parts = tuple(key.split("."))
     for length in range(len(parts), 0, -1):
         path = parts[:length]
-        if path in config.origins and ".".join(path) not in keys.sections(type(config)):
+        if path in config.origins and ".".join(path) not in keys.get_sections(type(config)):
             yield config.origins[path]
 
 
@@ -68,7 +68,7 @@ def format_setting(config: RunConfig, key: str) -> str:
 
 def is_changed(config: RunConfig, key: str) -> bool:
     """Return whether a setting differs from the default of the schema."""
-    return bool(config.get(key) != keys.settings(type(config))[key].default)
+    return bool(config.get(key) != keys.get_settings(type(config))[key].default)
 
 
 def is_zero(config: RunConfig) -> bool:

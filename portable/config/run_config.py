@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from portable.config import keys
-from portable.config.derived import derived
+from portable.config.derived import compute_derived_defaults
 from portable.config.numbers import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
 from portable.config.sections import (
     AdapterConfig,
@@ -106,8 +106,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _with_derived_defaults(self) -> RunConfig:
-        for key, value in derived(self).items():
-            setting = keys.settings(type(self))[key]
+        for key, value in compute_derived_defaults(self).items():
+            setting = keys.get_settings(type(self))[key]
             if not setting.section:  # frozen models do not allow plain assignment
                 object.__setattr__(self, setting.attribute, value)
                 continue
@@ -117,9 +117,9 @@ class RunConfig(Section):
             object.__setattr__(self, setting.section, section)
         return self
 
-    def _located(self, key: str) -> tuple[Section, str]:
+    def _locate(self, key: str) -> tuple[Section, str]:
         """Return the section that has ``key``, and the name of the attribute in the section."""
-        setting = keys.settings(type(self))[key]
+        setting = keys.get_settings(type(self))[key]
         return (getattr(self, setting.section) if setting.section else self), setting.attribute
 
     def is_set(self, key: str) -> bool:
@@ -127,9 +127,9 @@ class RunConfig(Section):
 
         For a section: whether any of its keys is set. Raises ``KeyError`` for an unknown key.
         """
-        if key in keys.sections(type(self)):
+        if key in keys.get_sections(type(self)):
             return bool(getattr(self, key).model_fields_set)
-        section, attribute = self._located(key)
+        section, attribute = self._locate(key)
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
@@ -138,7 +138,7 @@ class RunConfig(Section):
 
     def given(self) -> dict[str, Any]:
         """Return the settings that the user has set, by dotted key."""
-        return {key: self.get(key) for key in keys.settings(type(self)) if self.is_set(key)}
+        return {key: self.get(key) for key in keys.get_settings(type(self)) if self.is_set(key)}
 
     @property
     def ranks_together(self) -> int:
@@ -152,7 +152,7 @@ class RunConfig(Section):
         return {
             ".".join(path): origin.text + (f" (over {', '.join(origin.over)})" if origin.over else "")
             for path, origin in self._origins.items()
-            if path not in around and ".".join(path) not in keys.sections(type(self))
+            if path not in around and ".".join(path) not in keys.get_sections(type(self))
         }
 
     @property
@@ -173,14 +173,14 @@ class RunConfig(Section):
 
     def get(self, key: str) -> Any:
         """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
-        return getattr(*self._located(key))
+        return getattr(*self._locate(key))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that define the run, by dotted key, as plain JSON values."""
         return {
-            key: keys.plain(self.get(key))
-            for key, setting in keys.settings(type(self)).items()
-            if setting.identity
+            key: keys.to_plain(self.get(key))
+            for key, setting in keys.get_settings(type(self)).items()
+            if setting.is_identity
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
@@ -190,12 +190,12 @@ class RunConfig(Section):
         They do not count as set by the user. The rules in :mod:`portable.checks` are not checked.
         """
         put = {**self._put, **values}
-        copy = validate(type(self), keys.nested({**self.given(), **put}))
+        copy = validate(type(self), keys.nest_keys({**self.given(), **put}))
         copy._put = put
         copy._origins = self._origins
         copy._documents = self._documents
         for key in put.keys() - self.given().keys():
-            section, attribute = copy._located(key)
+            section, attribute = copy._locate(key)
             section.model_fields_set.discard(attribute)
         return copy
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
 from portable.config.derived import BY_TRAINING, INSTEAD_OF
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that differs between two runs.
 
     Attributes:
@@ -72,7 +72,7 @@ class Change:
     after: str
 
     @property
-    def adjustable(self) -> bool:
+    def is_adjustable(self) -> bool:
         """Whether the setting may change while the run is trained."""
         return self.setting in ADJUSTABLE
 
@@ -85,7 +85,7 @@ class Change:
         return f"{self.key}: {self.before} and {self.after}"
 
 
-def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[Change]:
+def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[SettingChange]:
     """Find the settings that define a run and differ between two runs.
 
     A key that is missing in the fingerprint of an older release counts as its default.
@@ -103,11 +103,11 @@ def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, A
         setting, before = left.get(key, (None, _MISSING))
         other, after = right.get(key, (None, _MISSING))
         if before != after:
-            changes.append(Change(key, setting or other or key, _show(before), _show(after)))
+            changes.append(SettingChange(key, setting or other or key, _show(before), _show(after)))
     return changes
 
 
-def may_change_in_new_folder(change: Change) -> bool:
+def may_change_in_new_folder(change: SettingChange) -> bool:
     """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
 
     The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
@@ -117,7 +117,7 @@ def may_change_in_new_folder(change: Change) -> bool:
     return section not in ("model", "adapter") and change.setting not in _TENSORS
 
 
-def extends(a: RunConfig, b: RunConfig) -> bool:
+def is_extension(a: RunConfig, b: RunConfig) -> bool:
     """Return whether ``b`` is the same run as ``a`` with more steps or epochs."""
     changes = find_changes(a, b)
     if not changes or any(change.setting not in LENGTH for change in changes):
@@ -141,7 +141,8 @@ def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConf
     for key in sorted(_INHERITED):
         alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
         if any(
-            launched.is_set_or_put(other) and not _means_default(launched, other) for other in alternatives
+            launched.is_set_or_put(other) and not _is_default_warmup(launched, other)
+            for other in alternatives
         ):
             continue
         if key == _HELD_OUT and config.get(key) is not None:
@@ -151,7 +152,7 @@ def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConf
     return values
 
 
-def _means_default(config: RunConfig, key: str) -> bool:
+def _is_default_warmup(config: RunConfig, key: str) -> bool:
     """Return whether a value is a null that asks for the default length of the warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
@@ -163,9 +164,9 @@ def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         ``(setting, value)`` by dotted key.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
-    for key, setting in keys.settings(RunConfig).items():
-        if setting.identity:
-            values.setdefault(key, keys.plain(setting.default))
+    for key, setting in keys.get_settings(RunConfig).items():
+        if setting.is_identity:
+            values.setdefault(key, keys.to_plain(setting.default))
     flat: dict[str, tuple[str, Any]] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -176,4 +177,4 @@ def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _show(value: object) -> str:
-    return "not set" if value is _MISSING else shown(value)
+    return "not set" if value is _MISSING else format_short_value(value)

@@ -94,7 +94,7 @@ ONE, SEVERAL = "[one]", "[several]"
 """Alternatives of ``data.eval`` in the paths of pydantic's errors, in brackets like pydantic's ``[key]``."""
 
 
-def _quickstart_model() -> dict[str, Any]:
+def _build_quickstart_model() -> dict[str, Any]:
     """Return the config of the default model, which has about four million parameters."""
     return {
         "model_type": "llama",
@@ -115,7 +115,7 @@ class ModelConfig(Section):
     name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
     """Hub id or local folder of a transformers model. Training starts from its weights. Null: build the model
     in model.config with random weights."""
-    config: OpenMapping | None = Field(default_factory=_quickstart_model, json_schema_extra=IDENTITY)
+    config: OpenMapping | None = Field(default_factory=_build_quickstart_model, json_schema_extra=IDENTITY)
     """Config of a model to build with random weights: model_type and any keys of the transformers config. In
     a file, it replaces the complete default; a flag such as --model.config.hidden_size 512 changes one key.
     With model.name_or_path: keys to change in the config of that model, such as attention_dropout. Keys that
@@ -280,13 +280,13 @@ class SourceConfig(Section):
     without packing, because each text is truncated to data.seq_len."""
 
 
-def _named(name: str) -> str:
+def _check_source_name(name: str) -> str:
     if SOURCE_NAME.fullmatch(name) is None:
         raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 
-SourceName = Annotated[str, AfterValidator(_named)]
+SourceName = Annotated[str, AfterValidator(_check_source_name)]
 
 
 class MixedSource(SourceConfig):
@@ -309,14 +309,18 @@ class Phase(Section):
     """Weights by the name of the source."""
 
 
-def _one_or_several(value: Any) -> str:
+def _choose_eval_form(value: Any) -> str:
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
-    return SEVERAL if several and all(isinstance(one, dict | SourceConfig) for one in value.values()) else ONE
+    return (
+        SEVERAL
+        if several and all(isinstance(source, dict | SourceConfig) for source in value.values())
+        else ONE
+    )
 
 
 EvaluationSources = Annotated[
     Annotated[SourceConfig, Tag(ONE)] | Annotated[dict[SourceName, SourceConfig], Tag(SEVERAL)],
-    Discriminator(_one_or_several),
+    Discriminator(_choose_eval_form),
 ]
 
 

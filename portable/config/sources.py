@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.rules import Problem
+from portable.config.rules import SettingProblem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
 from portable.converters.similar_names import suggest_name
 
@@ -27,93 +27,97 @@ RECORD_FIELDS = {
 """Fields that a format of records reads by these names."""
 
 
-def number_columns(data: SourceConfig) -> tuple[str, ...]:
+def list_number_columns(data: SourceConfig) -> tuple[str, ...]:
     """Return the names of the columns of numbers in ``data.columns``."""
     return tuple(
         name for name in data.columns if not isinstance(data.columns, dict) or name not in RECORD_FIELDS
     )
 
 
-def renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
+def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
     """Return pairs of a name that is read and the field of a record that has its value."""
     return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
 
 
-def training_key(name: str) -> str:
+def format_training_key(name: str) -> str:
     """Return the dotted key of the source ``name``, or ``data`` for the only source of a run."""
     return f"data.sources.{name}" if name else "data"
 
 
-def eval_key(name: str) -> str:
+def format_eval_key(name: str) -> str:
     """Return the dotted key of the evaluation source ``name``."""
     return f"data.eval.{name}" if name else "data.eval"
 
 
-def training_names(data: DataConfig) -> tuple[str, ...]:
+def list_training_names(data: DataConfig) -> tuple[str, ...]:
     """Return the names of the sources of a mixture. Empty without ``data.sources``."""
     return tuple(source.name for source in data.sources)
 
 
-def training_sources(data: DataConfig) -> dict[str, DataConfig]:
+def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
     """Return the settings of each training source by name. The only source has the name ``ALONE``."""
     return {source.name: _merge_settings(data, source, {}) for source in data.sources} or {ALONE: data}
 
 
-def weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
+def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
     """Return the first step and the weights by name of each entry of ``data.weight_schedule``."""
     return [(phase.step, phase.weights) for phase in data.weight_schedule]
 
 
-def evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
+def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
     """Return the settings of each evaluation source by name. The only source has the name ``ALONE``."""
     sources = _get_evaluation_sources(data)
     return {name: _merge_settings(data, source, {"eval_fraction": 0.0}) for name, source in sources.items()}
 
 
-def evaluation_names(data: DataConfig) -> list[str]:
+def list_evaluation_names(data: DataConfig) -> list[str]:
     """Return the names of all data that a run evaluates on."""
     names = list(_get_evaluation_sources(data))
-    return names if data.eval_fraction == 0 else [*names, *(training_names(data) or [held_out_name(data)])]
+    return (
+        names
+        if data.eval_fraction == 0
+        else [*names, *(list_training_names(data) or [get_held_out_name(data)])]
+    )
 
 
-def held_out_name(data: DataConfig) -> str:
+def get_held_out_name(data: DataConfig) -> str:
     """Return the name of the data that the only source of a run holds out."""
     return HELD_OUT if data.eval is not None else ALONE
 
 
-def check_mixture(data: DataConfig) -> Iterator[Problem]:
+def check_mixture(data: DataConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the sources' names, weights and epochs, for training and for evaluation."""
     names: set[str] = set()
     if data.sources and data.source is not None:
-        yield Problem(
+        yield SettingProblem(
             ("data.source", "data.sources"),
             "data.source: has no effect with data.sources; remove it, or make it one of data.sources",
         )
     for source in data.sources:
-        key = training_key(source.name)
+        key = format_training_key(source.name)
         if source.name in names:
             reason = f"data.sources: two sources are named {source.name}; rename one"
-            yield Problem(("data.sources",), reason)
+            yield SettingProblem(("data.sources",), reason)
         names.add(source.name)
         yield from _check_has_data(key, source)
         if source.weight is not None and source.epochs is not None:
-            yield Problem((key,), f"{key}: has a weight and epochs; remove one of the two")
+            yield SettingProblem((key,), f"{key}: has a weight and epochs; remove one of the two")
         if _merge_settings(data, source, {}).stream and source.weight is None:
-            yield Problem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
+            yield SettingProblem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
     weighted = [source.name for source in data.sources if source.weight is not None]
     if weighted and len(weighted) < len(data.sources):
-        other = next(name for name in training_names(data) if name not in weighted)
-        yield Problem(
+        other = next(name for name in list_training_names(data) if name not in weighted)
+        yield SettingProblem(
             ("data.sources",),
             f"data.sources: {weighted[0]} has a weight and {other} has none; give a weight to all, or epochs",
         )
     if weighted and not any(source.weight for source in data.sources):
-        yield Problem(("data.sources",), "data.sources: all weights are 0; raise one")
+        yield SettingProblem(("data.sources",), "data.sources: all weights are 0; raise one")
     for name, evaluated in _get_evaluation_sources(data).items():
-        key = eval_key(name)
+        key = format_eval_key(name)
         yield from _check_has_data(key, evaluated)
-        if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
-            yield Problem(
+        if name in (list_training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
+            yield SettingProblem(
                 (key, "data.eval_fraction"),
                 f"{key}: the share of data.eval_fraction has this name; choose another, or set "
                 "data.eval_fraction to 0",
@@ -121,27 +125,27 @@ def check_mixture(data: DataConfig) -> Iterator[Problem]:
     yield from _check_weight_schedule(data)
 
 
-def _check_weight_schedule(data: DataConfig) -> Iterator[Problem]:
-    key, names = "data.weight_schedule", training_names(data)
+def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
+    key, names = "data.weight_schedule", list_training_names(data)
     if data.weight_schedule and not names:
-        yield Problem((key, "data.sources"), f"{key}: has no effect without data.sources")
+        yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources")
     previous = -1
     for number, phase in enumerate(data.weight_schedule, start=1):
         if phase.step <= previous:
             reason = f"step {phase.step} does not come after step {previous}; sort them"
-            yield Problem((key,), f"{key}: entry {number}: {reason}")
+            yield SettingProblem((key,), f"{key}: entry {number}: {reason}")
         previous = phase.step
         for name in phase.weights.keys() - set(names):
             hint = suggest_name(name, names) or f"; there are {', '.join(names)}"
-            yield Problem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
+            yield SettingProblem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
-            yield Problem((key,), f"{key}: entry {number}: all weights are 0; raise one")
+            yield SettingProblem((key,), f"{key}: entry {number}: all weights are 0; raise one")
 
 
-def _check_has_data(key: str, source: SourceConfig) -> Iterator[Problem]:
+def _check_has_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
     if not source.model_fields_set & {"source", "split", "config_name"}:
         reason = f"{key}: names no data of its own; set source, or split of a hub dataset"
-        yield Problem((key,), reason)
+        yield SettingProblem((key,), reason)
 
 
 def _get_evaluation_sources(data: DataConfig) -> dict[str, SourceConfig]:

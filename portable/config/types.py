@@ -67,7 +67,7 @@ def _iter_texts(value: object) -> Iterator[str]:
             pending.extend((item, depth + 1) for item in inner)
 
 
-def truth(value: Any) -> Any:
+def parse_truth(value: Any) -> Any:
     """Convert ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false``. Other values do not change."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -105,7 +105,7 @@ def _unwrap_single_pattern(value: object) -> object:
     return alone if isinstance(alone, str) and not re.fullmatch(r"[\w.]+", alone) else value
 
 
-def _lower_case(value: object) -> object:
+def _to_lower_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -138,7 +138,7 @@ def _expand(value: object) -> object:
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand), MayBePath()]
 """Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
 
-Flag = Annotated[bool, BeforeValidator(truth)]
+Flag = Annotated[bool, BeforeValidator(parse_truth)]
 """A boolean; accepts the words yes, no, on and off, too."""
 
 OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping)]
@@ -190,4 +190,4 @@ OrHubKernel = WrapValidator(_accept_kernel_or_name, json_schema_input_type=str)
 
 OneOrMany = BeforeValidator(_wrap_single_text)
 NamesOrPattern = BeforeValidator(_unwrap_single_pattern)
-AnyCase = BeforeValidator(_lower_case)
+AnyCase = BeforeValidator(_to_lower_case)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
-from portable.config.origins import MAX_SHOWN, Origin, Path, shown
+from portable.config.origins import MAX_SHOWN, Origin, Path, format_short_value
 from portable.config.sections import ONE, SEVERAL
 from portable.config.suggestions import find_remedy, load_foreign_names, suggest_key, suggest_word
 from portable.config.yaml_text import parse_value
-from portable.errors import MistakesError, UserError, one_line
+from portable.errors import MistakesError, UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ class _Mistake(NamedTuple):
     @property
     def line(self) -> str:
         """The message with its origin."""
-        return one_line(self.message if self.origin is None else self.origin.before(self.message))
+        return to_one_line(self.message if self.origin is None else self.origin.prefix_message(self.message))
 
     @property
     def order(self) -> tuple[int, bool]:
@@ -83,7 +83,7 @@ def validate(
 def find_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
     """Return the error message for a value of one setting, or None if the value is valid."""
     try:
-        validate(model, keys.nested({key: value}))
+        validate(model, keys.nest_keys({key: value}))
     except UserError as error:
         return str(error)
     return None
@@ -92,10 +92,10 @@ def find_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
 def describe_unknown_key(model: type[BaseModel], key: str) -> str:
     """Return the error message for a key that the schema does not have."""
     section = key.rpartition(".")[0]
-    table, sections = keys.settings(model), keys.sections(model)
+    table, sections = keys.get_settings(model), keys.get_sections(model)
     hint = suggest_key(key, [*table, *sections])
     if not hint and section in table:
-        hint = f"; {section} must be {table[section].allowed}"
+        hint = f"; {section} must be {table[section].allowed_values}"
     elif not hint:
         around = section if section in sections else ""
         hint = f"; {around or 'the top level'} takes {_list_names(model, around)}"
@@ -137,13 +137,13 @@ def _explain(
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         if target.group is model:
             return _Mistake(_describe_extra_key(model, path), origin)
-        takes = tuple(keys.settings(target.group))
+        takes = tuple(keys.get_settings(target.group))
         hint = suggest_word(target.label, path[-1], takes) or f"; it takes {', '.join(takes)}"
         return _Mistake(f"unknown key {target.label}.{_format_key(path[-1])}{hint}", origin)
     if target.setting is not None:
         if detail["type"] == "missing" and target.group is not model:
             group, _, name = target.label.rpartition(".")
-            return _Mistake(f"{group}: has no {name}; set {name}, {target.setting.allowed}", origin)
+            return _Mistake(f"{group}: has no {name}; set {name}, {target.setting.allowed_values}", origin)
         if isinstance(cause, ValueError):
             return _Mistake(f"{target.label} {cause}", origin, specific=True)
         setting = replace(target.setting, key=target.label)
@@ -151,7 +151,7 @@ def _explain(
     if target.group is not model:
         reason = f" {cause}" if isinstance(cause, ValueError) else " must be a mapping"
         return _Mistake(target.label + reason, origin)
-    if path and path[0] in keys.sections(model):
+    if path and path[0] in keys.get_sections(model):
         return _Mistake(_describe_wrong_section(model, path[0], values.get(path[0])), origin)
     return _Mistake(f"{'.'.join(path)}: {detail['msg']}", None)
 
@@ -174,7 +174,7 @@ class _Target(NamedTuple):
     """
 
     label: str
-    setting: keys.Setting | None
+    setting: keys.SettingField | None
     group: type[BaseModel]
     value: Any
 
@@ -190,7 +190,7 @@ def _follow(group: type[BaseModel], path: Path, value: Any, *, unknown: bool) ->
     """
     label = ""
     while True:
-        table = keys.settings(group)
+        table = keys.get_settings(group)
         length = next((n for n in range(1, len(path) + 1) if ".".join(path[:n]) in table), 0)
         if not length:
             return _Target(label, None, group, value)
@@ -203,7 +203,7 @@ def _follow(group: type[BaseModel], path: Path, value: Any, *, unknown: bool) ->
             return _Target(label, setting, group, value)
         group = setting.items
         # A list or a mapping of groups of settings: the next part is a number or a name.
-        while path and path[0] not in keys.settings(group) and not (unknown and len(path) == 1):
+        while path and path[0] not in keys.get_settings(group) and not (unknown and len(path) == 1):
             item = _get_item(value, path[0])
             item_name: object = path[0]
             if isinstance(value, list | tuple):
@@ -218,8 +218,8 @@ def _get_item(values: object, name: str) -> Any:
     return values.get(name) if isinstance(values, dict) else None
 
 
-def _describe_wrong_value(setting: keys.Setting, value: object, origin: Origin | None) -> str:
-    message = f"{setting.key} must be {setting.allowed}, got {shown(value)}"
+def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Origin | None) -> str:
+    message = f"{setting.key} must be {setting.allowed_values}, got {format_short_value(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if isinstance(value, bool) and setting.choices:
         message += suggest_word(setting.key, str(value).lower(), setting.choices)
@@ -228,24 +228,28 @@ def _describe_wrong_value(setting: keys.Setting, value: object, origin: Origin |
     for word in words:
         if isinstance(word, str) and setting.choices and word not in setting.choices:
             return message + suggest_word(setting.key, word, setting.choices)
-    if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
+    if isinstance(value, bool | int | float) and setting.accepts_type(str) and not (origin and origin.flag):
         return message + "; quote text that looks like another type"
-    if isinstance(value, str) and not setting.takes(str) and isinstance(parse_value(value), int | float):
+    if (
+        isinstance(value, str)
+        and not setting.accepts_type(str)
+        and isinstance(parse_value(value), int | float)
+    ):
         return message + "; leave out its quotes"
     return message
 
 
 def _describe_wrong_section(model: type[BaseModel], section: str, value: object) -> str:
-    table = keys.settings(model)
-    message = f"{section} must be a mapping of {_list_names(model, section)}, got {shown(value)}"
+    table = keys.get_settings(model)
+    message = f"{section} must be a mapping of {_list_names(model, section)}, got {format_short_value(value)}"
     if isinstance(value, str):
         name, _, rest = value.partition(" ")
         if rest and f"{section}.{name}" in table:
-            return f"{section}: {shown(value)} has no colon; write {name}: {rest[:60]}"
+            return f"{section}: {format_short_value(value)} has no colon; write {name}: {rest[:60]}"
         usual = {"model": "name_or_path", "data": "source"}.get(section, "type")
         inner = next((name for name in (usual, "config") if f"{section}.{name}" in table), None)
         words = load_foreign_names().words.get(section, {})
-        translation = words.get(value, f"{{{inner}: {shown(value)}}}")
+        translation = words.get(value, f"{{{inner}: {format_short_value(value)}}}")
         message += "" if inner is None else f"; write {section}: {translation}"
     return message + find_remedy(section)
 
@@ -255,19 +259,19 @@ def _describe_extra_key(model: type[BaseModel], path: Path) -> str:
     if "." not in name:
         return describe_unknown_key(model, ".".join(path))
     section, _, rest = name.partition(".")
-    if not around and name in keys.settings(model):
+    if not around and name in keys.get_settings(model):
         return f"unknown key '{name}'; dots are for flags, in a file write {section}: {{{rest}: ...}}"
-    return f"unknown key {shown(name)}; a key is one word without dots"
+    return f"unknown key {format_short_value(name)}; a key is one word without dots"
 
 
 def _list_names(model: type[BaseModel], section: str) -> str:
-    settings = keys.settings(model).values()
+    settings = keys.get_settings(model).values()
     names = [setting.name for setting in settings if setting.section == section]
-    return ", ".join(names if section else [*names, *keys.sections(model)])
+    return ", ".join(names if section else [*names, *keys.get_sections(model)])
 
 
 def _format_key(key: str) -> str:
-    return key if key.isprintable() and 0 < len(key) <= MAX_SHOWN else shown(key)
+    return key if key.isprintable() and 0 < len(key) <= MAX_SHOWN else format_short_value(key)
 
 
 def _find_origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:

@@ -15,7 +15,7 @@ import yaml
 
 from portable.config.yaml_faults import explain_fault
 from portable.converters.storage.path_or_url import in_store, suggest_path
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from portable.config.origins import Path
@@ -50,7 +50,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A parsed document.
 
     Attributes:
@@ -62,7 +62,7 @@ class Document:
     lines: dict[Path, int]
 
 
-def parse_file(path: Place) -> Document:
+def parse_file(path: Place) -> YamlDocument:
     """Parse a YAML file.
 
     Raises:
@@ -92,9 +92,9 @@ def read_text(path: Place, key: str | None = None) -> str:
         reason = f"{error.strerror or error}"
         if isinstance(error, FileNotFoundError):
             reason += suggest_path(path)
-        raise UserError(one_line(f"{start}{path}: cannot read the config: {reason}")) from error
+        raise UserError(to_one_line(f"{start}{path}: cannot read the config: {reason}")) from error
     except ValueError as error:
-        raise UserError(one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
+        raise UserError(to_one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
     if len(content) > MAX_BYTES:
         raise UserError(f"{start}{path}: not a config file: larger than a megabyte")
     try:
@@ -103,7 +103,7 @@ def read_text(path: Place, key: str | None = None) -> str:
         raise UserError(f"{start}{path}: not a config file: not UTF-8 text") from error
 
 
-def parse(text: str, name: str, *, most: int = _MAX_NODES) -> Document:
+def parse(text: str, name: str, *, most: int = _MAX_NODES) -> YamlDocument:
     """Parse a YAML document.
 
     Args:
@@ -116,11 +116,11 @@ def parse(text: str, name: str, *, most: int = _MAX_NODES) -> Document:
     """
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
-        reader = _Reader(name, most)
+        reader = _NodeReader(name, most)
         value = None if node is None else reader.read(node, ())
     except _PARSER_FAULTS as error:
         raise UserError(_describe_error(name, text, error)) from error
-    return Document(value, reader.lines)
+    return YamlDocument(value, reader.lines)
 
 
 def parse_value(text: str) -> Any:
@@ -143,14 +143,14 @@ def parse_mapping(text: str, flag: str) -> Any:
 def _describe_error(name: str, text: str, error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         fault = explain_fault(error, text)
-        return one_line(f"{name}:{fault.line + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
+        return to_one_line(f"{name}:{fault.line + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
         return f"{name}: not a config file: nested too deeply"
-    return one_line(f"{name}: not valid YAML: {one_line(error)}")
+    return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
 
 
 @dataclass
-class _Reader:
+class _NodeReader:
     """Converter from PyYAML's nodes to plain values, which records line numbers."""
 
     name: str
@@ -216,4 +216,4 @@ class _Reader:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
-        return UserError(one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))
+        return UserError(to_one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

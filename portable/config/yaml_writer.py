@@ -42,7 +42,7 @@ def dump_yaml(config: RunConfig) -> str:
 
     Sections whose defaults are all null contain only the settings that are not null.
     """
-    tree, about = _nest(config), keys.sections(type(config))
+    tree, about = _nest(config), keys.get_sections(type(config))
     parts = []
     for name, value in tree.items():
         if name in about:
@@ -54,14 +54,14 @@ def dump_yaml(config: RunConfig) -> str:
 
 def _nest(config: RunConfig) -> dict[str, Any]:
     """Return the values nested as in the file: the top level, then every section."""
-    table, sections = keys.settings(type(config)), keys.sections(type(config))
+    table, sections = keys.get_settings(type(config)), keys.get_sections(type(config))
     tree: dict[str, Any] = {key: config.get(key) for key, setting in table.items() if not setting.section}
     for section in sections:
         inside = [setting for setting in table.values() if setting.section == section]
         optional = all(setting.default is None for setting in inside)
         values = {setting.name: config.get(setting.key) for setting in inside}
         tree[section] = {name: v for name, v in values.items() if not (optional and v is None)}
-    plain: dict[str, Any] = keys.plain(tree)
+    plain: dict[str, Any] = keys.to_plain(tree)
     return plain
 
 

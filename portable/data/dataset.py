@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from typing_extensions import Unpack
 
-from portable.config.sources import ALONE, held_out_name, training_key, weight_schedule
-from portable.data.samples.base import Part, split_documents
-from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
-from portable.data.sizes import DataSizes, sizes_of
-from portable.data.sources.documents import digest_of
+from portable.config.sources import ALONE, format_training_key, get_held_out_name, get_weight_schedule
+from portable.data.samples.base import SampleRange, split_documents
+from portable.data.samples.classes import Classes, KnownClasses, Problem, map_classes, map_eval_classes
+from portable.data.sizes import DataSizes, compute_sizes
+from portable.data.sources.documents import compute_digest
 from portable.data.sources.opening import (
     StreamedFiles,
-    evaluation_settings,
+    get_evaluation_settings,
+    get_training_settings,
     open_source,
-    training_settings,
 )
 from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
 from portable.data.tokenization import TokenizationContext
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     add_tokens,
+    get_trained_tokenizer_folder,
+    get_trained_vocab_size,
     is_trained,
     load_tokenizer,
     train_tokenizer,
-    trained_tokenizer_folder,
-    trained_vocab_size,
 )
 from portable.errors import UserError
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.data.samples.base import Samples
     from portable.data.samples.tasks import LabelShift
-    from portable.data.sources.source import Source, SourceSettings
+    from portable.data.sources.source import DataSource, SourceSettings
     from portable.data.stream import Stream
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
@@ -122,27 +122,29 @@ class Hints(TypedDict, total=False):
     """A causal model gets the last token of a text as well if there is room for it."""
 
 
-def _samples_of(
-    settings: DataConfig, found: RunSources, classes: Classes | None
+def _build_samples(
+    settings: DataConfig, sources: RunSources, classes: Classes | None
 ) -> tuple[dict[str, Samples], dict[str, Samples]]:
     """The samples of each source: to train on, and to evaluate on, with those held out at the end."""
-    first = next(iter(found.tokenized.values()))
+    first = next(iter(sources.tokenized.values()))
     train: dict[str, Samples] = {}
     held_out: dict[str, Samples] = {}
-    for name, one in found.tokenized.items():
-        with one.settings.errors():
-            if name in found.streams:
-                train[name] = found.streams[name]
+    for name, tokenized in sources.tokenized.items():
+        with tokenized.settings.convert_errors():
+            if name in sources.streams:
+                train[name] = sources.streams[name]
                 continue
-            its_classes = classes if one is first else _classes_as(classes, first, one)
-            to_train, held = one.parts()
-            train[name] = one.samples(to_train, its_classes)
-            if held.num_samples:
-                held_out[name or held_out_name(settings)] = one.samples(held, its_classes)
+            source_classes = classes if tokenized is first else _map_eval_classes(classes, first, tokenized)
+            to_train, held_out_part = tokenized.split_parts()
+            train[name] = tokenized.build_samples(to_train, source_classes)
+            if held_out_part.num_samples:
+                held_out[name or get_held_out_name(settings)] = tokenized.build_samples(
+                    held_out_part, source_classes
+                )
     evals: dict[str, Samples] = {}
-    for name, one in found.evaluated.items():
-        with one.settings.errors():
-            evals[name] = one.samples(classes=_classes_as(classes, first, one))
+    for name, tokenized in sources.evaluated.items():
+        with tokenized.settings.convert_errors():
+            evals[name] = tokenized.build_samples(classes=_map_eval_classes(classes, first, tokenized))
     return train, evals | held_out
 
 
@@ -172,35 +174,35 @@ def build_data(
     Raises:
         UserError: if the settings or the data cannot be used.
     """
-    found = open_sources(settings, task, progress=progress, **hints)
-    context = found.context
+    sources = open_sources(settings, task, progress=progress, **hints)
+    context = sources.context
     assert context is not None
-    if found.finished is not None:
-        return _finished(settings, found, context, hints.get("model_vocab_size") or 0)
-    opened, streams = found.tokenized, found.streams
+    if sources.finished_source is not None:
+        return _build_finished_data(settings, sources, context, hints.get("model_vocab_size") or 0)
+    opened, streams = sources.tokenized, sources.streams
     first = next(iter(opened.values()))
     classes: Classes | None = None
     if task == CLASSIFICATION:
-        classes = classes_of(first.tokens, first.source.class_names, known_classes, problem)
-    train, evals = _samples_of(settings, found, classes)
+        classes = map_classes(first.tokens, first.source.class_names, known_classes, problem)
+    train, evals = _build_samples(settings, sources, classes)
     prints = {
-        name: streams[name].fingerprint if name in streams else one.tokens.fingerprint
-        for name, one in opened.items()
+        name: streams[name].fingerprint if name in streams else source.tokens.fingerprint
+        for name, source in opened.items()
     }
-    mixed = _mixture(settings, train, global_batch_size, task) if ALONE not in train else None
+    mixed = _build_mixture(settings, train, global_batch_size, task) if ALONE not in train else None
     return Data(
         tokenizer=context.tokenizer,
         train=mixed or train[ALONE],
         evals=evals,
-        sizes=found.sizes(),
-        fingerprint=prints[ALONE] if mixed is None else _fingerprint(settings, prints),
+        sizes=sources.compute_sizes(),
+        fingerprint=prints[ALONE] if mixed is None else _compute_fingerprint(settings, prints),
         vocab_size=context.vocabulary.size,
         classes=classes,
-        target_frame=context.target_frame(first.settings),
+        target_frame=context.build_target_frame(first.settings),
         opened=opened,
-        end_of_turn=found.end_of_turn,
+        end_of_turn=sources.end_of_turn,
         streams=tuple(streams),
-        eval_fingerprints={name: one.tokens.fingerprint for name, one in found.evaluated.items()},
+        eval_fingerprints={name: source.tokens.fingerprint for name, source in sources.evaluated.items()},
     )
 
 
@@ -210,10 +212,12 @@ def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hi
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    found = open_sources(settings, task, offline=True, **hints)
-    if found.finished is not None and found.context is not None:
-        return _finished(settings, found, found.context, hints.get("model_vocab_size") or 0).sizes
-    return found.sizes()
+    sources = open_sources(settings, task, offline=True, **hints)
+    if sources.finished_source is not None and sources.context is not None:
+        return _build_finished_data(
+            settings, sources, sources.context, hints.get("model_vocab_size") or 0
+        ).sizes
+    return sources.compute_sizes()
 
 
 @dataclass
@@ -230,8 +234,8 @@ class RunSources:
         end_of_turn: for conversations, the token that ends an answer, as far as it is known.
     """
 
-    training: dict[str, Source]
-    evals: dict[str, Source]
+    training: dict[str, DataSource]
+    evals: dict[str, DataSource]
     tokenizer: str | None = None
     vocab_size: int | None = None
     context: TokenizationContext | None = None
@@ -241,41 +245,43 @@ class RunSources:
     end_of_turn: int | None = None
 
     @property
-    def together(self) -> Source:
+    def combined_source(self) -> DataSource:
         """All that is trained on."""
         if ALONE in self.training:
             return self.training[ALONE]
-        from portable.data.sources.joined import Joined
+        from portable.data.sources.joined import JoinedSource
 
-        return Joined(list(self.training.values()))
+        return JoinedSource(list(self.training.values()))
 
     @property
-    def finished(self) -> Source | None:
+    def finished_source(self) -> DataSource | None:
         """The only source, if its records are finished samples."""
         for name, source in self.training.items():
             if source.settings.data.format == FINISHED:
                 if name:
-                    raise UserError(f"{training_key(name)}: finished samples cannot be a part of a mixture")
+                    raise UserError(
+                        f"{format_training_key(name)}: finished samples cannot be a part of a mixture"
+                    )
                 return source
         return None
 
-    def sizes(self) -> DataSizes:
-        here = {name: one for name, one in self.tokenized.items() if name not in self.streams}
-        counts = {name: one.counts()[0] for name, one in self.evaluated.items()}
-        context, trained_on = self.context, self.together.contents if self.evals else frozenset()
-        sizes = sizes_of(self.training, here, self.tokenizer, self.vocab_size)
+    def compute_sizes(self) -> DataSizes:
+        local_sources = {name: source for name, source in self.tokenized.items() if name not in self.streams}
+        counts = {name: source.count_samples()[0] for name, source in self.evaluated.items()}
+        context, trained_on = self.context, self.combined_source.contents if self.evals else frozenset()
+        sizes = compute_sizes(self.training, local_sources, self.tokenizer, self.vocab_size)
         evaluated = (source.tokens.meta for source in self.evaluated.values())
         notes = [note for meta in evaluated for note in meta.get("notes", ())]
         return replace(
             sizes,
             notes=tuple(dict.fromkeys([*sizes.notes, *notes])),
-            evals={name: (one.name, counts.get(name)) for name, one in self.evals.items()},
-            trained_on=tuple(name for name, one in self.evals.items() if trained_on & one.contents),
+            evals={name: (source.name, counts.get(name)) for name, source in self.evals.items()},
+            trained_on=tuple(name for name, source in self.evals.items() if trained_on & source.contents),
             opened=None if context is None else context.tokenizer,
             end_of_turn=self.end_of_turn,
             target_frame=None
             if context is None
-            else context.target_frame(next(iter(self.training.values())).settings),
+            else context.build_target_frame(next(iter(self.training.values())).settings),
         )
 
 
@@ -294,18 +300,18 @@ def open_sources(
         offline: stop before anything would be written or downloaded.
         tokenize: make tokens.
     """
-    found = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
-    _open_training(found.training, training_settings(settings, task, offline=offline))
-    _open_evals(found, evaluation_settings(settings, task, offline=offline))
-    if found.tokenizer is None and found.finished is not None and not offline:
+    sources = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
+    _open_training(sources.training, get_training_settings(settings, task, offline=offline))
+    _open_evals(sources, get_evaluation_settings(settings, task, offline=offline))
+    if sources.tokenizer is None and sources.finished_source is not None and not offline:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    tokenizer = _tokenizer(found, settings, hints)
+    tokenizer = _open_tokenizer(sources, settings, hints)
     if tokenizer is None:
-        return found
-    context = found.context = TokenizationContext(
+        return sources
+    context = sources.context = TokenizationContext(
         task,
         tokenizer,
-        Vocabulary.of(tokenizer),
+        Vocabulary.from_tokenizer(tokenizer),
         seed=hints.get("seed", 0),
         decoder_start_token_id=hints.get("decoder_start_token_id"),
         label_shift=hints.get("label_shift"),
@@ -314,86 +320,94 @@ def open_sources(
         with_last=hints.get("with_last", False),
     )
     context.check(ends_texts=hints.get("ends_texts", False))
-    found.vocab_size = context.vocabulary.size
-    if not tokenize or found.finished is not None:
-        return found
-    for name, source in found.training.items():
-        with source.settings.errors():
-            one = context.cached(source) if offline else None
+    sources.vocab_size = context.vocabulary.size
+    if not tokenize or sources.finished_source is not None:
+        return sources
+    for name, source in sources.training.items():
+        with source.settings.convert_errors():
+            tokenized = context.open_cached(source) if offline else None
             if not offline and isinstance(source, StreamedFiles):
-                found.streams[name], one = context.stream(source, name)
+                sources.streams[name], tokenized = context.open_stream(source, name)
             elif not offline:
-                one = context.open(source, progress=progress)
-            if one is not None:
-                found.tokenized[name] = one
-                if name not in found.streams:
-                    one.check_ends()
-            end = context.first_end(source) if one is None else one.end_of_turn
-            found.end_of_turn = end if found.end_of_turn is None else found.end_of_turn
-    for name, source in found.evals.items():
-        with source.settings.errors():
-            one = context.cached(source) if offline else context.open(source, progress=progress)
-            if one is not None:
-                found.evaluated[name] = one
+                tokenized = context.open(source, progress=progress)
+            if tokenized is not None:
+                sources.tokenized[name] = tokenized
+                if name not in sources.streams:
+                    tokenized.check_ends()
+            end = context.find_end_of_turn(source) if tokenized is None else tokenized.end_of_turn
+            sources.end_of_turn = end if sources.end_of_turn is None else sources.end_of_turn
+    for name, source in sources.evals.items():
+        with source.settings.convert_errors():
+            tokenized = context.open_cached(source) if offline else context.open(source, progress=progress)
+            if tokenized is not None:
+                sources.evaluated[name] = tokenized
             else:
-                context.first_end(source)
-    return found
+                context.find_end_of_turn(source)
+    return sources
 
 
-def _opened(settings: SourceSettings) -> Source:
+def _open_source(settings: SourceSettings) -> DataSource:
     source = open_source(settings)
     if not (settings.offline and source.downloads):
-        source.recognise()
+        source.detect_format()
     return source
 
 
-def _open_training(found: dict[str, Source], wanted: Mapping[str, SourceSettings]) -> None:
+def _open_training(opened: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]) -> None:
     keys: dict[str, str] = {}
-    for name, settings in wanted.items():
-        with settings.errors():
-            source = found[name] = _opened(settings)
+    for name, settings in settings_by_name.items():
+        with settings.convert_errors():
+            source = opened[name] = _open_source(settings)
             if name or settings.offline:
                 source.check()
             if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
                 raise UserError(
-                    f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
-                    "the weight or epochs of one of them"
+                    f"{format_training_key(name)}: has the same data as {format_training_key(twin)}; to "
+                    "repeat it, raise the weight or epochs of one of them"
                 )
 
 
-def _open_evals(found: RunSources, wanted: Mapping[str, SourceSettings]) -> None:
-    for name, settings in wanted.items():
-        with settings.errors():
-            source = found.evals[name] = _opened(settings)
+def _open_evals(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
+    for name, settings in settings_by_name.items():
+        with settings.convert_errors():
+            source = sources.evals[name] = _open_source(settings)
             source.check()
-        here = [one for one in (source, *found.training.values()) if not (settings.offline and one.remote)]
-        if source in here and source.key in {one.key for one in here if one is not source}:
+        readable_sources = [
+            other for other in (source, *sources.training.values()) if not (settings.offline and other.remote)
+        ]
+        if source in readable_sources and source.key in {
+            other.key for other in readable_sources if other is not source
+        }:
             raise UserError(f"{settings.key}: is the training data itself; name other files or another split")
 
 
-def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
+def _open_tokenizer(run_sources: RunSources, settings: DataConfig, hints: Hints) -> Any:
     """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
 
     None if it would have to be trained or downloaded, and nothing may be.
     """
-    sources, together = list(found.training.values()), found.together
+    sources, combined_source = list(run_sources.training.values()), run_sources.combined_source
     first = sources[0].settings
-    name = found.tokenizer
-    if name is None and not (first.offline and together.downloads):
-        made_with = next((folder for one in sources if (folder := one.made_with()) is not None), None)
-        name = found.tokenizer = None if made_with is None else str(made_with)
+    name = run_sources.tokenizer
+    if name is None and not (first.offline and combined_source.downloads):
+        tokenizer_folder = next(
+            (folder for source in sources if (folder := source.find_tokenizer_folder()) is not None), None
+        )
+        name = run_sources.tokenizer = None if tokenizer_folder is None else str(tokenizer_folder)
     path = name
     if name is None:
         size = settings.vocab_size or hints.get("model_vocab_size")
-        chat = any(one.settings.converses for one in sources)
-        kind = {"mask": first.task == MASKED, "ends": hints.get("ends_texts", False), "chat": chat}
+        chat = any(source.settings.has_conversations for source in sources)
+        options = {"mask": first.task == MASKED, "ends": hints.get("ends_texts", False), "chat": chat}
         cache = replace(first, data=settings.model_copy(update={"stream": False})).cache
-        found.vocab_size = trained_vocab_size(size, mask=kind["mask"])
+        run_sources.vocab_size = get_trained_vocab_size(size, mask=options["mask"])
         if not first.offline:
-            tokenizer = train_tokenizer(together, size, cache, **kind)
-        elif together.remote:
+            tokenizer = train_tokenizer(combined_source, size, cache, **options)
+        elif combined_source.remote:
             return None
-        elif is_trained(trained := trained_tokenizer_folder(together, found.vocab_size, cache, **kind)):
+        elif is_trained(
+            trained := get_trained_tokenizer_folder(combined_source, run_sources.vocab_size, cache, **options)
+        ):
             path = str(trained)
     if path is not None:
         try:
@@ -413,83 +427,99 @@ def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
     return tokenizer
 
 
-def _shares(settings: DataConfig) -> dict[str, tuple[float | None, float | None]]:
+def _list_shares(settings: DataConfig) -> dict[str, tuple[float | None, float | None]]:
     """Weight and epochs of each source of a mixture; one without either is read once."""
     return {
-        one.name: (one.weight, 1.0 if one.weight is None and one.epochs is None else one.epochs)
-        for one in settings.sources
+        source.name: (
+            source.weight,
+            1.0 if source.weight is None and source.epochs is None else source.epochs,
+        )
+        for source in settings.sources
     }
 
 
-def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Samples:
-    from portable.data.samples.mixture import Mixture, Share
+def _build_mixture(
+    settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str
+) -> Samples:
+    from portable.data.samples.mixture import Mixture, MixtureShare
 
-    phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
-    shares = {name: Share(*share) for name, share in _shares(settings).items()}
+    phases = [(step * step_samples, weights) for step, weights in get_weight_schedule(settings)]
+    shares = {name: MixtureShare(*share) for name, share in _list_shares(settings).items()}
     return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
 
 
-def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
+def _compute_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, *share) for name, share in _shares(settings).items()]
-    return digest_of(repr((shares, list(of_tokens.items()), weight_schedule(settings))))
+    shares = [(name, *share) for name, share in _list_shares(settings).items()]
+    return compute_digest(repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings))))
 
 
-def _classes_as(classes: Classes | None, training: TokenizedSource, other: TokenizedSource) -> Classes | None:
+def _map_eval_classes(
+    classes: Classes | None, training: TokenizedSource, other: TokenizedSource
+) -> Classes | None:
     if classes is None:
         return None
     declared = training.source.class_names
-    return classes_as(classes, training.tokens, declared, other.tokens, other.source.class_names)
+    return map_eval_classes(classes, training.tokens, declared, other.tokens, other.source.class_names)
 
 
-def _finished(
-    settings: DataConfig, found: RunSources, context: TokenizationContext, model_vocab_size: int
+def _build_finished_data(
+    settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
     from portable.data.samples.finished import FinishedSamples
 
-    known = max(context.vocabulary.size, model_vocab_size)
+    vocab_size = max(context.vocabulary.size, model_vocab_size)
 
-    def samples(one: Source, part: Part | None = None) -> FinishedSamples:
-        told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
+    def build_samples(data_source: DataSource, part: SampleRange | None = None) -> FinishedSamples:
+        subject, records = (
+            f"data.source: {data_source.name}",
+            cast("Any", getattr(data_source, "records", None)),
+        )
         if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
-            raise UserError(f"{told}: has no len() and no sample by number; give it both")
+            raise UserError(f"{subject}: has no len() and no sample by number; give it both")
         if not isinstance(getattr(records, "fingerprint", None), str):
-            raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
-        found = FinishedSamples(one.name, records, part or Part(0, len(records)), known)
-        if found.tokens != (length := one.settings.data.seq_len):
-            raise UserError(f"data.seq_len: {length}, but a sample has {found.tokens} tokens; set it to that")
-        return found
+            raise UserError(f"{subject}: has no fingerprint; give it a text that tells its content")
+        samples = FinishedSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
+        if samples.tokens != (length := data_source.settings.data.seq_len):
+            raise UserError(
+                f"data.seq_len: {length}, but a sample has {samples.tokens} tokens; set it to that"
+            )
+        return samples
 
-    source = found.together
-    everything = samples(source)
-    train, held_out = split_documents(len(everything), settings.eval_fraction)
-    own: dict[str, Samples] = {}
-    for name, one in found.evals.items():
-        with one.settings.errors():
-            own[name] = samples(one)
-            if own[name].sequences != everything.sequences:
+    source = sources.combined_source
+    all_samples = build_samples(source)
+    train, held_out = split_documents(len(all_samples), settings.eval_fraction)
+    eval_samples: dict[str, Samples] = {}
+    for name, eval_source in sources.evals.items():
+        with eval_source.settings.convert_errors():
+            eval_samples[name] = build_samples(eval_source)
+            if eval_samples[name].sequences != all_samples.sequences:
                 raise UserError(
-                    f"data.source: its samples have {own[name].sequences} sequences, and those to train on "
-                    f"{everything.sequences}; give samples of one kind"
+                    f"data.source: its samples have {eval_samples[name].sequences} sequences, and those to "
+                    f"train on {all_samples.sequences}; give samples of one kind"
                 )
     sizes = replace(
-        found.sizes(),
+        sources.compute_sizes(),
         packing=False,
-        documents=len(everything),
-        tokens=len(everything) * settings.seq_len * everything.sequences,
+        documents=len(all_samples),
+        tokens=len(all_samples) * settings.seq_len * all_samples.sequences,
         train_samples=train.num_samples,
         eval_samples=held_out.num_samples,
         cached=source.settings.cache,
-        evals={name: (found.evals[name].name, len(one)) for name, one in own.items()},
+        evals={name: (sources.evals[name].name, len(samples)) for name, samples in eval_samples.items()},
     )
-    held = {held_out_name(settings): samples(source, held_out)} if held_out.num_samples else {}
+    held_out_samples = (
+        {get_held_out_name(settings): build_samples(source, held_out)} if held_out.num_samples else {}
+    )
     return Data(
         tokenizer=context.tokenizer,
-        train=samples(source, train),
-        evals=own | held,
+        train=build_samples(source, train),
+        evals=eval_samples | held_out_samples,
         sizes=sizes,
-        fingerprint=f"{source.key} {len(everything)}",
+        fingerprint=f"{source.key} {len(all_samples)}",
         vocab_size=context.vocabulary.size,
-        eval_fingerprints={name: f"{found.evals[name].key} {len(one)}" for name, one in own.items()},
+        eval_fingerprints={
+            name: f"{sources.evals[name].key} {len(samples)}" for name, samples in eval_samples.items()
+        },
     )

@@ -17,19 +17,19 @@ from tqdm import tqdm
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.places import files_below, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
-from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
+from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, get_shard_folder
 from portable.data.tokens.cache import TokenCache
-from portable.data.tokens.parallel import ordered_map
-from portable.errors import UserError, one_line
-from portable.paths import storage_errors, write_durably
-from portable.temporary_folder import scratch_folder
+from portable.data.tokens.parallel import map_in_order
+from portable.errors import UserError, to_one_line
+from portable.paths import convert_storage_errors, write_durably
+from portable.temporary_folder import create_scratch_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.converters.storage.path_or_url import Place
     from portable.data.sources.opening import StreamedFiles
-    from portable.data.sources.source import Shard
+    from portable.data.sources.source import SourceShard
     from portable.data.tokenization import TokenizationContext
     from portable.data.tokens.tokenize import TokenizeJob
 
@@ -41,7 +41,7 @@ _READS = 32  # records that are read at a time: one is a request, or a file and 
 
 
 @dataclass(frozen=True)
-class Made:
+class PretokenizeResult:
     """What was written for a source.
 
     Attributes:
@@ -54,7 +54,7 @@ class Made:
     left: int
 
 
-def pretokenize(
+def pretokenize_source(
     context: TokenizationContext,
     source: StreamedFiles,
     out: Place,
@@ -62,7 +62,7 @@ def pretokenize(
     processes: int,
     part: tuple[int, int] = (0, 1),
     progress: bool = False,
-) -> Made:
+) -> PretokenizeResult:
     """Write the tokens of ``source`` to ``out``.
 
     Args:
@@ -72,46 +72,51 @@ def pretokenize(
     Raises:
         UserError: if the source or ``out`` cannot be used, or ``out`` has the tokens of something else.
     """
-    drafts = scratch_folder("portable-data") if in_store(out) else nullcontext(out / _DRAFTS)
+    drafts = create_scratch_folder("portable-data") if in_store(out) else nullcontext(out / _DRAFTS)
     try:
-        with storage_errors("--out"), drafts as scratch:
-            job = context.job(source.settings, scratch)
-            if _begin(out, {"files": source.key, "made": job.made}, source.name):
+        with convert_storage_errors("--out"), drafts as scratch:
+            job = context.build_job(source.settings, scratch)
+            if _begin_output(out, {"files": source.key, "made": job.digest}, source.name):
                 _save_tokenizer(context.tokenizer, out / TOKENIZER, scratch)
             records: list[Record | None] = [None] * len(source.parts)
-            _learn(out, records)
+            _read_records(out, records)
             mine = [n for n in range(part[0], len(source.parts), part[1]) if records[n] is None]
-            write = _Writing(job, out)
+            write = _ShardWriter(job, out)
             total = sum(shard.bytes for shard in source.parts)
             with tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=not progress) as bar:
                 done = (source.parts[n].bytes for n, record in enumerate(records) if record is not None)
                 bar.update(sum(done))
                 items = ((n, source.parts[n]) for n in mine)
-                found = ordered_map(write, items, processes=min(processes, len(mine)))
-                for number, record in zip(mine, found, strict=True):
+                new_records = map_in_order(write, items, processes=min(processes, len(mine)))
+                for number, record in zip(mine, new_records, strict=True):
                     records[number] = record
                     bar.update(source.parts[number].bytes)
             if part[1] > 1:
-                _learn(out, records)  # the others may have ended meanwhile
-            known = [record for record in records if record is not None]
-            tokens = sum(count for _, count, _ in known)
-            if len(known) == len(records):
+                _read_records(out, records)  # the others may have ended meanwhile
+            finished_records = [record for record in records if record is not None]
+            tokens = sum(count for _, count, _ in finished_records)
+            if len(finished_records) == len(records):
                 if not tokens:
-                    raise source.no_text()
-                write_durably(out / INDEX, Index(job.made, source.settings.data.format, tuple(known)).text())  # type: ignore[arg-type]
+                    raise source.build_no_text_error()
+                write_durably(
+                    out / INDEX,
+                    Index(job.digest, source.settings.data.format, tuple(finished_records)).to_json(),  # type: ignore[arg-type]
+                )
                 shutil.rmtree(scratch, ignore_errors=True)
-            return Made(len(known), tokens, len(records) - len(known))
+            return PretokenizeResult(len(finished_records), tokens, len(records) - len(finished_records))
     except OSError as error:
-        raise UserError(f"--out: cannot write in {out} ({one_line(error)}); choose another place") from error
+        raise UserError(
+            f"--out: cannot write in {out} ({to_one_line(error)}); choose another place"
+        ) from error
 
 
-def _begin(out: Place, what: dict[str, str], name: str) -> bool:
+def _begin_output(out: Place, contents: dict[str, str], name: str) -> bool:
     """Note what ``out`` is made of, or compare it with that; return whether it has to be begun."""
     make_folder(out)
-    begun = (out / BEGUN).is_file()
-    if begun:
+    has_begun = (out / BEGUN).is_file()
+    if has_begun:
         with suppress(ValueError):
-            if json.loads((out / BEGUN).read_bytes()) == what and (out / TOKENIZER).is_dir():
+            if json.loads((out / BEGUN).read_bytes()) == contents and (out / TOKENIZER).is_dir():
                 return False
         if any(name.endswith(LAST) for name in files_below(out / "shards")):
             raise UserError(
@@ -120,54 +125,54 @@ def _begin(out: Place, what: dict[str, str], name: str) -> bool:
             )
     elif not in_store(out) and any(path.name != _DRAFTS for path in out.iterdir()):
         raise UserError(f"--out: {out} is not empty; choose an empty or new folder")
-    write_durably(out / BEGUN, json.dumps(what) + "\n")
+    write_durably(out / BEGUN, json.dumps(contents) + "\n")
     return True
 
 
-def _learn(out: Place, records: list[Record | None]) -> None:
+def _read_records(out: Place, records: list[Record | None]) -> None:
     """Fill in the records of the shards that are whole by now."""
     missing = [number for number, record in enumerate(records) if record is None]
     names = files_below(out / "shards")
     missing = [number for number in missing if f"{number:06}/{LAST}" in names]
     with ThreadPoolExecutor(_READS) as pool:
-        found = pool.map(lambda number: _record(shard_folder(out, number)), missing)
-        for number, record in zip(missing, found, strict=True):
+        read_records = pool.map(lambda number: _read_record(get_shard_folder(out, number)), missing)
+        for number, record in zip(missing, read_records, strict=True):
             records[number] = record
 
 
-def _record(folder: Place) -> Record | None:
+def _read_record(folder: Place) -> Record | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / LAST).read_bytes())
         if not meta["documents"]:
             return _EMPTY
         if not in_store(folder):
-            return None if (tokens := TokenCache.intact(folder)) is None else _record_of(tokens)
+            return None if (tokens := TokenCache.open_if_intact(folder)) is None else _build_record(tokens)
         return int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"])
     return None
 
 
-def _record_of(tokens: TokenCache) -> Record:
+def _build_record(tokens: TokenCache) -> Record:
     return tokens.documents, tokens.total_tokens, tokens.fingerprint
 
 
 @dataclass(frozen=True)
-class _Writing:
+class _ShardWriter:
     """Writes one shard; in other processes, too."""
 
     job: TokenizeJob
     out: Place
 
-    def __call__(self, item: tuple[int, Shard]) -> Record:
+    def __call__(self, item: tuple[int, SourceShard]) -> Record:
         number, shard = item
-        folder = shard_folder(self.out, number)
+        folder = get_shard_folder(self.out, number)
         try:
-            tokens = self.job.tokens_of_shard(shard)
+            tokens = self.job.tokenize_shard(shard)
         except NoTextError:
             make_folder(folder)
             write_durably(folder / LAST, json.dumps({"documents": 0}) + "\n")
             return _EMPTY
-        record = _record_of(tokens)
-        with storage_errors("--out"):
+        record = _build_record(tokens)
+        with convert_storage_errors("--out"):
             put_folder(tokens.folder, folder, last=LAST)
         return record
 

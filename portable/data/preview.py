@@ -10,7 +10,7 @@ import numpy as np
 
 from portable.batch import IGNORED
 from portable.converters.console import escape_control_characters
-from portable.data.samples.base import sequence
+from portable.data.samples.base import select_sequence
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Preview:
         return asdict(self)
 
 
-def preview(data: Data, count: int, seed: int) -> Preview:
+def build_preview(data: Data, count: int, seed: int) -> Preview:
     """Look at the data of a run and at the first samples, or the first documents if they are packed.
 
     Args:
@@ -74,10 +74,10 @@ def preview(data: Data, count: int, seed: int) -> Preview:
         seed: Seed of the run, which orders them.
     """
     length = data.sizes.seq_len
-    caches = [one.tokens for one in data.opened.values()]
-    total, documents = sum(one.total_tokens for one in caches), sum(one.documents for one in caches)
-    lengths, taken = _lengths(data)
-    used = list(islice(_iter_samples(data, seed), count))
+    caches = [source.tokens for source in data.opened.values()]
+    total, documents = sum(cache.total_tokens for cache in caches), sum(cache.documents for cache in caches)
+    lengths, num_filled = _compute_length_histogram(data)
+    samples = list(islice(_iter_samples(data, seed), count))
     mean = total / max(1, documents)
     facts = {
         "source": data.sizes.source,
@@ -90,65 +90,70 @@ def preview(data: Data, count: int, seed: int) -> Preview:
         facts["truncated"] = lost
     padded = data.sizes.packing is False
     left_out = sum(
-        0 if one.truncated is None else len(one.truncated.left_out) for one in data.opened.values()
+        0 if source.truncation_stats is None else len(source.truncation_stats.left_out)
+        for source in data.opened.values()
     )
-    kept = documents - left_out
-    waste = 1 - taken / max(1, kept * length) if padded else data.train.waste
+    num_kept = documents - left_out
+    waste = 1 - num_filled / max(1, num_kept * length) if padded else data.train.waste
     facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
         facts["an answer ends with"] = decode(data.tokenizer, [data.end_of_turn])
-    return Preview(facts, lengths, used)
+    return Preview(facts, lengths, samples)
 
 
-def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
+def _compute_length_histogram(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
     """The histogram of the documents' lengths, and the positions that they fill without packing."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_BINS - 4)))
     # Equal bins up to about the length of a sample; beyond, each is twice as wide as the one before.
     edges = step * np.append(np.arange(_BINS), _BINS << np.arange(32, dtype=np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
-    taken = 0
-    for one in data.opened.values():
-        left_out = np.zeros(0, dtype=np.int64) if one.truncated is None else one.truncated.left_out
-        for start in range(0, one.tokens.documents, _CHUNK):
-            sizes = np.diff(one.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
+    num_filled = 0
+    for source in data.opened.values():
+        left_out = (
+            np.zeros(0, dtype=np.int64)
+            if source.truncation_stats is None
+            else source.truncation_stats.left_out
+        )
+        for start in range(0, source.tokens.documents, _CHUNK):
+            sizes = np.diff(source.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
             counts += np.bincount(np.searchsorted(edges, sizes, "right") - 1, minlength=len(edges))
             filled = np.clip(sizes - 1, 0, length)
             filled[left_out[(left_out >= start) & (left_out < start + len(sizes))] - start] = 0
-            taken += int(filled.sum())
+            num_filled += int(filled.sum())
     used = np.flatnonzero(counts)
     bins = [
-        (int(edges[at]), int(edges[at + 1]) if at + 1 < len(edges) else None, int(counts[at]))
-        for at in range(int(used[0]), int(used[-1]) + 1)
+        (int(edges[index]), int(edges[index + 1]) if index + 1 < len(edges) else None, int(counts[index]))
+        for index in range(int(used[0]), int(used[-1]) + 1)
     ]
-    return bins, taken
+    return bins, num_filled
 
 
 def _iter_samples(data: Data, seed: int) -> Iterator[Sample]:
     """Yield the samples of a run in its order, and each document of a packed sample on its own."""
     for position in range(len(data.train)):
         epoch, index = data.train.locate(position, seed)
-        arrays = data.train.arrays([(epoch, index)])
-        documents = [int(number) for number in data.train.documents(index)]
-        source = data.train.source_name(index)
+        arrays = data.train.build_arrays([(epoch, index)])
+        documents = [int(number) for number in data.train.list_documents(index)]
+        source = data.train.get_source_name(index)
         if "document_lengths" in arrays:
             start = 0
             for number, length in zip(documents, arrays["document_lengths"][0].tolist(), strict=False):
                 part = {name: arrays[name][:, start : start + length] for name in ("input_ids", "labels")}
-                yield Sample(position, [number], *_pieces(data, part), source)
+                yield Sample(position, [number], *_build_pieces(data, part), source)
                 start += length
             continue
         several = data.train.sequences  # one after the other
-        parts = [sequence(arrays, at) for at in range(several)] if several > 1 else [arrays]
-        found = [_pieces(data, part) for part in parts]
-        pieces = found[0][2]
-        for _, _, more in found[1:]:
+        parts = [select_sequence(arrays, index) for index in range(several)] if several > 1 else [arrays]
+        sequences = [_build_pieces(data, part) for part in parts]
+        pieces = sequences[0][2]
+        for _, _, more in sequences[1:]:
             pieces = [*pieces, ("\n", False), *more]
-        tokens, trained = sum(one[0] for one in found), sum(one[1] for one in found)
+        tokens, trained = sum(counted[0] for counted in sequences), sum(counted[1] for counted in sequences)
         yield Sample(position, documents, tokens, trained, pieces, source)
 
 
-def _pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bool]]]:
+def _build_pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bool]]]:
     """Return the tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
@@ -161,53 +166,53 @@ def _pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bool]]]:
             runs.append(([], trained))
         runs[-1][0].append(token)
 
-    for at in range(filled):
-        add(inputs[at], at > 0 and labels[at - 1] == inputs[at])
+    for index in range(filled):
+        add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
         # The last token of a document is only a label.
-        if labels[at] != IGNORED and (at + 1 == filled or inputs[at + 1] != labels[at]):
-            add(labels[at], True)
-    pieces, left = [], _MOST_CHARS
+        if labels[index] != IGNORED and (index + 1 == filled or inputs[index + 1] != labels[index]):
+            add(labels[index], True)
+    pieces, remaining = [], _MOST_CHARS
     for ids, trained in runs:
         text = decode(data.tokenizer, ids)
-        pieces.append((text[:left] + ("..." if len(text) > left else ""), trained))
-        left -= len(text)
-        if left <= 0:
+        pieces.append((text[:remaining] + ("..." if len(text) > remaining else ""), trained))
+        remaining -= len(text)
+        if remaining <= 0:
             break
     counted = sum(label != IGNORED for label in labels)
     return sum(len(ids) for ids, _ in runs), counted, pieces
 
 
-def in_words(shown: Preview, *, color: bool) -> str:
+def format_preview(preview: Preview, *, color: bool) -> str:
     """The preview as text.
 
     Args:
-        shown: from :func:`preview`.
+        preview: from :func:`build_preview`.
         color: mark what is trained by color, else by double brackets.
     """
-    from portable.formatting import table
+    from portable.formatting import format_table
 
-    most = max((count for *_, count in shown.lengths), default=1) or 1
+    most = max((count for *_, count in preview.lengths), default=1) or 1
     rows = [
         (f"{low:,} to {high - 1:,}" if high is not None else f"{low:,} and more", count)
-        for low, high, count in shown.lengths
+        for low, high, count in preview.lengths
     ]
     bars = [(name, f"{'#' * -(-40 * count // most):<40} {count:,}") for name, count in rows]
-    parts = [table(list(shown.facts.items())), "tokens a document", table(bars)]
-    for sample in shown.samples:
-        which = _listed(sample.documents) + (f" of {sample.source}" if sample.source else "")
+    parts = [format_table(list(preview.facts.items())), "tokens a document", format_table(bars)]
+    for sample in preview.samples:
+        which = _format_documents(sample.documents) + (f" of {sample.source}" if sample.source else "")
         head = (
             f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
         )
-        parts.append(f"{head}\n{_marked(sample.pieces, color)}")
+        parts.append(f"{head}\n{_mark_pieces(sample.pieces, color)}")
     return "\n".join(parts)
 
 
-def _listed(documents: Sequence[int]) -> str:
+def _format_documents(documents: Sequence[int]) -> str:
     several = f" to {documents[-1]}" if len(documents) > 1 else ""
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
-def _marked(pieces: list[tuple[str, bool]], color: bool) -> str:
+def _mark_pieces(pieces: list[tuple[str, bool]], color: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)

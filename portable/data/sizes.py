@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.config.sources import eval_key
-from portable.data.samples.truncation import merged
-from portable.formatting import human_count
+from portable.config.sources import format_eval_key
+from portable.data.samples.truncation import merge_stats
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.data.samples.truncation import Truncated
-    from portable.data.sources.source import Source
+    from portable.data.samples.truncation import TruncationStats
+    from portable.data.sources.source import DataSource
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.frame import Frame
 
@@ -43,7 +43,7 @@ class DataSizes:
     """The share of truncated tokens in documents longer than ``seq_len``."""
     waste: float | None = None
     """With packed documents, the share of positions to train on that are padding."""
-    truncated: Truncated | None = None
+    truncated: TruncationStats | None = None
     """What truncation does to conversations, or to texts where it does not only cut their ends."""
     trained: float | None = None
     """The share of a conversation's tokens that is trained."""
@@ -69,19 +69,19 @@ class DataSizes:
     def __str__(self) -> str:
         vocabulary = "" if self.vocab_size is None else f" ({self.vocab_size:,} tokens)"
         packed = "whole documents packed" if self.packing == "documents" else "packed"
-        made = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
-        how = f"{self.tokenizer}{vocabulary}; {made}"
-        own = "".join(
+        samples_text = f"samples of {self.seq_len} tokens, {packed if self.packing else 'padded'}"
+        method_text = f"{self.tokenizer}{vocabulary}; {samples_text}"
+        evals_text = "".join(
             f"; evaluation{f' {name}' if name else ''}: {source}"
             + ("" if samples is None else f", {samples:,} samples")
             for name, (source, samples) in self.evals.items()
         )
         if self.cached is None:
-            return f"{self.source}: sizes are known after tokenizing by {how}{own}"
+            return f"{self.source}: sizes are known after tokenizing by {method_text}{evals_text}"
         held_out = f", {self.describe_held_out()}" if self.eval_samples or not self.evals else ""
         text = (
-            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {how}: "
-            f"{self.train_samples:,} to train{held_out}{own}"
+            f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {method_text}: "
+            f"{self.train_samples:,} to train{held_out}{evals_text}"
         )
         text += "".join(f"; {name}: {samples:,} samples" for name, samples in self.of_sources.items())
         text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
@@ -91,19 +91,21 @@ class DataSizes:
 
     def describe_held_out(self) -> str:
         """Describe the held-out data, such as ``2 to evaluate (16 documents)``."""
-        packed = f" ({human_count(self.held_out or 0, 'document')})" if self.packing == "documents" else ""
+        packed = f" ({format_count(self.held_out or 0, 'document')})" if self.packing == "documents" else ""
         return f"{self.eval_samples:,} to evaluate{packed}"
 
     @property
     def warnings(self) -> list[str]:
         """What may surprise the user about the data, a line each."""
-        found = []
+        lines = []
         if self.truncated is not None and (lost := str(self.truncated)):
-            found.append(f"data.truncation: of the samples, {lost}")
+            lines.append(f"data.truncation: of the samples, {lost}")
         elif self.cut > MAX_CUT:
-            found.append(self._cut_warning)
-        found += [f"{eval_key(name)}: the run is trained on files of it, too" for name in self.trained_on]
-        return [*found, *self.notes]
+            lines.append(self._cut_warning)
+        lines += [
+            f"{format_eval_key(name)}: the run is trained on files of it, too" for name in self.trained_on
+        ]
+        return [*lines, *self.notes]
 
     @property
     def _cut_warning(self) -> str:
@@ -114,8 +116,8 @@ class DataSizes:
         )
 
 
-def sizes_of(
-    sources: Mapping[str, Source],
+def compute_sizes(
+    sources: Mapping[str, DataSource],
     tokenized: Mapping[str, TokenizedSource],
     tokenizer: str | None,
     vocab_size: int | None,
@@ -126,10 +128,14 @@ def sizes_of(
         tokenized: those whose tokens are known.
     """
     first = next(iter(sources.values()))
-    lengths = [None if re.search(_COMPRESSED, one.described) else one.size_bytes for one in sources.values()]
-    found = DataSizes(
+    lengths = [
+        None if re.search(_COMPRESSED, source.description) else source.size_bytes
+        for source in sources.values()
+    ]
+    sizes = DataSizes(
         source=", ".join(
-            f"{name} ({one.described})" if name else one.described for name, one in sources.items()
+            f"{name} ({source.description})" if name else source.description
+            for name, source in sources.items()
         ),
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
@@ -138,29 +144,30 @@ def sizes_of(
         size_bytes=None if None in lengths else sum(length or 0 for length in lengths),
     )
     if tokenized.keys() != sources.keys():
-        return found
+        return sizes
     parts = list(tokenized.values())
-    counts = {name: one.counts() for name, one in tokenized.items()}
+    counts = {name: source.count_samples() for name, source in tokenized.items()}
     samples = sum(train for train, _, _ in counts.values())
     padding = [train * waste for train, _, waste in counts.values() if waste is not None]
-    tokens = sum(one.tokens.total_tokens for one in parts)
-    masks = [one.trained_tokens for one in parts]
+    tokens = sum(source.tokens.total_tokens for source in parts)
+    masks = [source.trained_tokens for source in parts]
     trained = sum(
-        one.tokens.total_tokens if mask is None else mask for one, mask in zip(parts, masks, strict=True)
+        source.tokens.total_tokens if mask is None else mask
+        for source, mask in zip(parts, masks, strict=True)
     )
-    truncated = [one.truncated for one in parts if one.truncated is not None]
+    truncated = [source.truncation_stats for source in parts if source.truncation_stats is not None]
     return replace(
-        found,
-        documents=sum(one.tokens.documents for one in parts),
+        sizes,
+        documents=sum(source.tokens.documents for source in parts),
         tokens=tokens,
         train_samples=samples,
         eval_samples=sum(held_out for _, held_out, _ in counts.values()),
-        held_out=sum(source.parts()[1].num_samples for source in parts),
-        cut=sum(one.cut_tokens() for one in parts) / max(1, tokens),
+        held_out=sum(source.split_parts()[1].num_samples for source in parts),
+        cut=sum(source.count_cut_tokens() for source in parts) / max(1, tokens),
         waste=sum(padding) / max(1, samples) if padding else None,
-        truncated=merged(truncated) if len(truncated) > 1 else next(iter(truncated), None),
+        truncated=merge_stats(truncated) if len(truncated) > 1 else next(iter(truncated), None),
         trained=None if set(masks) == {None} else trained / max(1, tokens),
-        notes=tuple(dict.fromkeys(note for one in parts for note in one.tokens.meta.get("notes", ()))),
+        notes=tuple(dict.fromkeys(note for source in parts for note in source.tokens.meta.get("notes", ()))),
         cached=parts[0].tokens.folder,
         of_sources={name: train for name, (train, _, _) in counts.items() if name},
     )

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.order import permutation, seed_of
-from portable.data.sources.documents import NoTextError, digest_of
+from portable.data.samples.order import derive_seed, get_permutation
+from portable.data.sources.documents import NoTextError, compute_digest
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from portable.data.sources.opening import StreamedFiles
-    from portable.data.sources.source import Shard
+    from portable.data.sources.source import SourceShard
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import TokenizeJob
 
@@ -68,7 +68,7 @@ class Stream(Samples):
         source: StreamedFiles,
         job: TokenizeJob,
         samples: Callable[[TokenCache], Samples | None],
-        count: Callable[[Shard], int | None],
+        count: Callable[[SourceShard], int | None],
         *,
         seed: int,
         window: int = 1,
@@ -82,25 +82,25 @@ class Stream(Samples):
         self._seed = seed
         self._window = window
         self._processes = processes
-        self._disk = _TokensOnDisk(job.cache / TOKENS, limit if processes else None, window)
+        self._disk = _TokenStore(job.cache / TOKENS, limit if processes else None, window)
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
         for number, shard in enumerate(source.parts):
-            if (known := count(shard)) is not None:
-                self._manifest[number] = (known, shard.fingerprint[:_PRINT])
+            if (num_samples := count(shard)) is not None:
+                self._manifest[number] = (num_samples, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._ends: list[int] = []
         """For the epoch, how many samples the shards up to each in order have, as far as they are known."""
         self._total: int | None = None
-        self._told = -1
+        self._read_ahead_window = -1
         self._ahead: BackgroundTokenizer | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
         """A digest of the list of files and of how they are read."""
-        first = self._shard_samples(self._at(0, 0))
+        first = self._load_shard_samples(self._get_shard(0, 0))
         if first is not None:
             self.valid_tokens, self.context, self.sequences = (
                 first.valid_tokens,
@@ -114,7 +114,7 @@ class Stream(Samples):
         return {
             **self.__dict__,
             "_open": OrderedDict(),
-            "_disk": _TokensOnDisk(self._job.cache / TOKENS, None, self._window),
+            "_disk": _TokenStore(self._job.cache / TOKENS, None, self._window),
             "_ahead": None,
             "_processes": 0,
             "_lock": None,
@@ -124,7 +124,7 @@ class Stream(Samples):
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
-    def first_tokens(self) -> TokenCache:
+    def load_first_tokens(self) -> TokenCache:
         """The tokens of the first shard that has a sample.
 
         Raises:
@@ -133,35 +133,35 @@ class Stream(Samples):
         processes, self._processes = self._processes, 0  # a resumed run begins elsewhere
         shard = self.locate(0, self._seed)[1] >> _SHIFT
         self._processes = processes
-        return _tokens(self._job, self._shards[shard], self._disk)
+        return _load_tokens(self._job, self._shards[shard], self._disk)
 
     # -- the order --------------------------------------------------------------------------------------
 
-    def _at(self, epoch: int, number: int) -> int:
+    def _get_shard(self, epoch: int, number: int) -> int:
         """The shard that comes at ``number`` in an epoch."""
-        return permutation(len(self._shards), self._seed, epoch)(number)
+        return get_permutation(len(self._shards), self._seed, epoch)(number)
 
     def _begin(self, epoch: int) -> None:
         if epoch != self._epoch:
-            order = permutation(len(self._shards), self._seed, epoch)
-            self._order = order.array(np.arange(len(self._shards)))
-            self._epoch, self._ends, self._told = epoch, [], -1
+            order = get_permutation(len(self._shards), self._seed, epoch)
+            self._order = order.permute_array(np.arange(len(self._shards)))
+            self._epoch, self._ends, self._read_ahead_window = epoch, [], -1
 
-    def _known_to(self, number: int) -> None:
+    def _learn_lengths(self, number: int) -> None:
         """Learn the lengths of the shards up to ``number`` in the order of the epoch."""
         while len(self._ends) <= min(number, len(self._order) - 1):
             shard = int(self._order[len(self._ends)])
             before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + self._length(shard))
+            self._ends.append(before + self._get_length(shard))
 
-    def _length(self, shard: int) -> int:
-        known = self._manifest.get(shard)
-        if known is None:
-            self._shard_samples(shard)
-            known = self._manifest[shard]
-        return known[0]
+    def _get_length(self, shard: int) -> int:
+        entry = self._manifest.get(shard)
+        if entry is None:
+            self._load_shard_samples(shard)
+            entry = self._manifest[shard]
+        return entry[0]
 
-    def _whole(self) -> int | None:
+    def _count_epoch_samples(self) -> int | None:
         """The samples of an epoch, once every shard was read."""
         if self._total is None and len(self._manifest) == len(self._shards):
             self._total = sum(length for length, _ in self._manifest.values())
@@ -175,86 +175,86 @@ class Stream(Samples):
             return self._locate(position)
 
     def _locate(self, position: int) -> tuple[int, int]:
-        total = self._whole()
-        epoch, at = (0, position) if total is None else divmod(position, total)
+        total = self._count_epoch_samples()
+        epoch, offset = (0, position) if total is None else divmod(position, total)
         self._begin(epoch)
         last = len(self._order) - 1
-        while (not self._ends or self._ends[-1] <= at) and len(self._ends) <= last:
-            self._known_to(len(self._ends))
-        if self._ends[-1] <= at:  # the epoch ended, and is known now
+        while (not self._ends or self._ends[-1] <= offset) and len(self._ends) <= last:
+            self._learn_lengths(len(self._ends))
+        if self._ends[-1] <= offset:  # the epoch ended, and is known now
             return self._locate(position)
-        window = bisect_right(self._ends, at) // self._window
+        window = bisect_right(self._ends, offset) // self._window
         first, end = window * self._window, min((window + 1) * self._window, len(self._order))
-        self._known_to(end - 1)
+        self._learn_lengths(end - 1)
         before = self._ends[first - 1] if first else 0
-        mixed = permutation(self._ends[end - 1] - before, self._seed_of_window(window), epoch)
-        drawn = before + mixed(at - before)
-        number = bisect_right(self._ends, drawn, first, end)
-        within = drawn - (self._ends[number - 1] if number else 0)
+        shuffle = get_permutation(self._ends[end - 1] - before, self._derive_window_seed(window), epoch)
+        shuffled_offset = before + shuffle(offset - before)
+        number = bisect_right(self._ends, shuffled_offset, first, end)
+        within = shuffled_offset - (self._ends[number - 1] if number else 0)
         self._read_ahead(epoch, window)
         return epoch, int(self._order[number]) << _SHIFT | within
 
-    def _seed_of_window(self, window: int) -> int:
-        return seed_of(f"window {window}", self._seed)
+    def _derive_window_seed(self, window: int) -> int:
+        return derive_seed(f"window {window}", self._seed)
 
-    def example(self) -> tuple[int, int]:
+    def find_example(self) -> tuple[int, int]:
         return self.locate(0, self._seed)
 
-    def epochs(self, taken: int) -> float | None:
+    def count_epochs(self, taken: int) -> float | None:
         return None if self._total is None else taken / self._total
 
     # -- the shards -------------------------------------------------------------------------------------
 
     def _read_ahead(self, epoch: int, window: int) -> None:
-        if not self._processes or window == self._told:
+        if not self._processes or window == self._read_ahead_window:
             return
-        self._told = window
+        self._read_ahead_window = window
         if self._ahead is None:
             # Not a method of this object, which the tokenizer's thread would keep alive.
-            self._ahead = BackgroundTokenizer(self._job, self._disk.arrived, self._processes)
+            self._ahead = BackgroundTokenizer(self._job, self._disk.add_ahead, self._processes)
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
-        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._disk.shards()))
+        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._disk.count_shards_ahead()))
         count = len(self._order)
-        coming = [self._at(epoch + number // count, number % count) for number in numbers]
-        self._ahead.want([self._shards[shard] for shard in coming])
+        coming = [self._get_shard(epoch + number // count, number % count) for number in numbers]
+        self._ahead.request_shards([self._shards[shard] for shard in coming])
 
-    def _shard_samples(self, shard: int) -> Samples | None:
+    def _load_shard_samples(self, shard: int) -> Samples | None:
         """The samples of a shard, tokenized if they are not in the cache."""
         with self._lock:
             if shard in self._open:
                 self._open.move_to_end(shard)
                 return self._open[shard]
             try:
-                tokens = _tokens(self._job, self._shards[shard], self._disk)
+                tokens = _load_tokens(self._job, self._shards[shard], self._disk)
             except NoTextError:
                 self._manifest[shard] = (0, "")
                 return None
-            found = self._samples(tokens)
-            length = 0 if found is None else len(found)
+            samples = self._samples(tokens)
+            length = 0 if samples is None else len(samples)
             print_ = tokens.fingerprint[:_PRINT]
-            known = self._manifest.setdefault(shard, (length, print_))
-            if known != (length, print_):
-                raise _changed(self._name, self._name_of(shard), "the run read it")
-            self._open[shard] = found
+            entry = self._manifest.setdefault(shard, (length, print_))
+            if entry != (length, print_):
+                raise _build_changed_error(self._name, self._get_shard_name(shard), "the run read it")
+            self._open[shard] = samples
             self._disk.used[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
                 closed, _ = self._open.popitem(last=False)
                 del self._disk.used[closed]
-            self._disk.came(tokens.folder)
-            return found
+            self._disk.enforce_limit(tokens.folder)
+            return samples
 
     # -- samples ----------------------------------------------------------------------------------------
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(places):
             rows.setdefault(index >> _SHIFT, []).append(row)
         out: Arrays = {}
         for shard, taken in rows.items():
-            samples = self._shard_samples(shard)
+            samples = self._load_shard_samples(shard)
             assert samples is not None
-            arrays = samples.columns(
+            arrays = samples.build_columns(
                 [(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken]
             )
             for column, values in arrays.items():
@@ -263,25 +263,25 @@ class Stream(Samples):
                 out[column][taken] = values
         return out
 
-    def documents(self, index: int) -> Sequence[int]:
-        samples = self._shard_samples(index >> _SHIFT)
+    def list_documents(self, index: int) -> Sequence[int]:
+        samples = self._load_shard_samples(index >> _SHIFT)
         assert samples is not None
-        return samples.documents(index & ((1 << _SHIFT) - 1))
+        return samples.list_documents(index & ((1 << _SHIFT) - 1))
 
-    def source_name(self, index: int) -> str:
-        return self._name_of(index >> _SHIFT)
+    def get_source_name(self, index: int) -> str:
+        return self._get_shard_name(index >> _SHIFT)
 
-    def _name_of(self, shard: int) -> str:
+    def _get_shard_name(self, shard: int) -> str:
         return self._shards[shard].open(self._job.settings).name
 
     # -- the manifest -----------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The manifest, for a checkpoint: ``[shard, samples, fingerprint]`` of each shard that was read."""
-        known = dict(self._manifest)
-        return {self._name: [[shard, *known[shard]] for shard in sorted(known)]}
+        manifest = dict(self._manifest)
+        return {self._name: [[shard, *manifest[shard]] for shard in sorted(manifest)]}
 
-    def adopt(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the manifest of a checkpoint.
 
         Raises:
@@ -290,44 +290,46 @@ class Stream(Samples):
         for shard, length, print_ in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
                 raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
-            known = self._manifest.setdefault(shard, (length, print_))
-            if known != (length, print_):
-                raise _changed(self._name, self._name_of(shard), "the checkpoint")
+            entry = self._manifest.setdefault(shard, (length, print_))
+            if entry != (length, print_):
+                raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
 
     def close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
-        self._ahead, self._told = None, -1
+        self._ahead, self._read_ahead_window = None, -1
 
-    def consumed(self, position: int) -> str:
+    def digest_consumed(self, position: int) -> str:
         """A digest of the manifest up to ``position``, which is the same on all ranks."""
         with self._lock:
-            total = self._whole()
-            known = dict(self._manifest)
+            total = self._count_epoch_samples()
+            manifest = dict(self._manifest)
         if total is None or position < total:
-            order = permutation(len(self._shards), self._seed, 0).array(np.arange(len(self._shards)))
-            known = _up_to(position, known, order.tolist())
-        return digest_of(repr(sorted(known.items())))
+            order = get_permutation(len(self._shards), self._seed, 0).permute_array(
+                np.arange(len(self._shards))
+            )
+            manifest = _select_consumed(position, manifest, order.tolist())
+        return compute_digest(repr(sorted(manifest.items())))
 
 
-def _changed(source: str, file: str, since: str) -> RunError:
+def _build_changed_error(source: str, file: str, since: str) -> RunError:
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
 
 
-def _up_to(
-    position: int, known: dict[int, tuple[int, str]], order: Sequence[int]
+def _select_consumed(
+    position: int, manifest: dict[int, tuple[int, str]], order: Sequence[int]
 ) -> dict[int, tuple[int, str]]:
     """The shards of a manifest that hold the samples before ``position``."""
-    seen, before = {}, 0
+    consumed, before = {}, 0
     for shard in order:
         if before >= position:
             break
-        seen[shard] = known[shard]
-        before += known[shard][0]
-    return seen
+        consumed[shard] = manifest[shard]
+        before += manifest[shard][0]
+    return consumed
 
 
-class _TokensOnDisk:
+class _TokenStore:
     """Keeps the tokens in the cache within a limit, which those in use may exceed.
 
     Args:
@@ -345,22 +347,22 @@ class _TokensOnDisk:
         self._free = 0
         """Bytes of tokens that may come until the limit is looked at again."""
 
-    def shards(self) -> int:
+    def count_shards_ahead(self) -> int:
         """How many shards the limit allows besides those of two windows, as long as those that are open."""
-        sizes = [_size(folder) for folder in self.used.values()]
+        sizes = [_compute_size(folder) for folder in self.used.values()]
         if self._limit is None or not sum(sizes):
             return _WINDOWS_AHEAD * self._window
         return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
-    def arrived(self, folder: Path) -> None:
+    def add_ahead(self, folder: Path) -> None:
         """The tokens of a shard were made ahead; called in another thread."""
         self._coming.append(folder)
-        self.came(folder)
+        self.enforce_limit(folder)
 
-    def came(self, folder: Path) -> None:
+    def enforce_limit(self, folder: Path) -> None:
         """Look at the limit again, once so many tokens came that it may be exceeded."""
         if self._limit is not None:
-            self._free -= _size(folder)
+            self._free -= _compute_size(folder)
             if self._free <= 0:
                 self.make_room(self._limit)
 
@@ -375,38 +377,38 @@ class _TokensOnDisk:
             for folder in self._cache.iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
-                        folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
+                        folders.append((folder.stat().st_mtime_ns, _compute_size(folder), folder))
         total = sum(size for _, size, _ in folders)
         most = limit if total <= limit else limit - limit // _SPARE
         for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
             if total <= most:
                 break
             if folder not in used:
-                gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
+                trash = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
                 with suppress(OSError):
-                    folder.rename(gone)
-                    shutil.rmtree(gone, ignore_errors=True)
+                    folder.rename(trash)
+                    shutil.rmtree(trash, ignore_errors=True)
                     total -= size
         self._free = (limit - total) // 2  # another run may write as much
 
 
-def _tokens(job: TokenizeJob, shard: Shard, disk: _TokensOnDisk) -> TokenCache:
+def _load_tokens(job: TokenizeJob, shard: SourceShard, disk: _TokenStore) -> TokenCache:
     """The tokens of a shard. Where the disk is full, those that are not in use make room."""
     try:
-        tokens = job.tokens_of_shard(shard)
+        tokens = job.tokenize_shard(shard)
     except UserError as error:
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         disk.make_room(0)  # the disk is full: keep only what is in use
-        tokens = job.tokens_of_shard(shard)
+        tokens = job.tokenize_shard(shard)
     if tokens.folder.parent == job.cache / TOKENS:  # not where the user's tokens are
         with suppress(OSError):
             os.utime(tokens.folder)  # used last
     return tokens
 
 
-def _size(folder: Path) -> int:
+def _compute_size(folder: Path) -> int:
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0

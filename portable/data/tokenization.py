@@ -10,37 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.config.sources import number_columns
+from portable.config.sources import list_number_columns
 from portable.data.samples.base import (
     PackedCausal,
     PaddedCausal,
-    Pairs,
-    Part,
+    PairSamples,
+    SampleRange,
     Samples,
-    packed_samples,
+    count_packed_samples,
     split_blocks,
     split_documents,
 )
-from portable.data.samples.order import seed_of
-from portable.data.samples.truncation import Truncated, answered_blocks, keeps_an_end, truncated
-from portable.data.sources.documents import digest_of
+from portable.data.samples.order import derive_seed
+from portable.data.samples.truncation import (
+    TruncationStats,
+    compute_block_truncation,
+    compute_truncation,
+    has_end_label,
+)
+from portable.data.sources.documents import compute_digest
 from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.data.tokens.cache import TokenCache
-from portable.data.tokens.frame import Frame, special_token_frame
+from portable.data.tokens.frame import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from portable.data.samples.base import OfCache
+    from portable.data.samples.base import CacheSamples
     from portable.data.samples.classes import Classes
     from portable.data.samples.tasks import LabelShift
-    from portable.data.sources.source import Shard, Source, SourceSettings
+    from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.stream import Stream
     from portable.data.tokens.chat_template import ChatTemplate
 
@@ -66,30 +71,32 @@ class TokenizationContext:
     whole: bool = False
     with_last: bool = False
 
-    def frame(self, settings: SourceSettings) -> Frame:
+    def build_frame(self, settings: SourceSettings) -> Frame:
         """The special tokens around each text."""
         if settings.fields.pair is not None:
-            self._pair_frame(settings)  # raises before anything is tokenized
+            self._build_pair_frame(settings)  # raises before anything is tokenized
             return Frame((), ())  # special tokens are added after truncation
         if self.task != SEQ2SEQ:
-            return special_token_frame(self.task, self.vocabulary)
+            return build_special_token_frame(self.task, self.vocabulary)
         data = settings.data
         check_languages(self.tokenizer, source=data.source_language, target=data.target_language)
-        return special_token_frame(self.task, self.vocabulary, Vocabulary.of(self.tokenizer, targets=True))
+        return build_special_token_frame(
+            self.task, self.vocabulary, Vocabulary.from_tokenizer(self.tokenizer, targets=True)
+        )
 
-    def target_frame(self, settings: SourceSettings) -> Frame | None:
+    def build_target_frame(self, settings: SourceSettings) -> Frame | None:
         """The special tokens around each target text."""
-        frame = self.frame(settings)
+        frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 
-    def _pair_frame(self, settings: SourceSettings) -> PairFrame:
-        found = PairFrame.of(self.tokenizer)
-        if settings.data.seq_len < found.length + 2:
+    def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
+        frame = PairFrame.from_tokenizer(self.tokenizer)
+        if settings.data.seq_len < frame.length + 2:
             raise UserError(
                 f"data.seq_len: {settings.data.seq_len} tokens are too few for a pair of texts with "
-                f"{found.length} special tokens; raise it"
+                f"{frame.length} special tokens; raise it"
             )
-        return found
+        return frame
 
     @property
     def mask_token(self) -> int:
@@ -111,22 +118,22 @@ class TokenizationContext:
                 "model's own tokenizer, or null to train one that adds it"
             )
 
-    def job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
+    def build_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
         """What turns a source of these settings into tokens. Saves a chosen template with the tokenizer."""
-        frame = self.frame(settings)
-        chat = self._chat(settings, frame)
+        frame = self.build_frame(settings)
+        chat = self._build_chat(settings, frame)
         return TokenizeJob(settings, self.tokenizer, self.vocabulary, frame, cache or settings.cache, chat)
 
-    def _chat(self, settings: SourceSettings, frame: Frame) -> ChatTemplate | None:
-        if not settings.converses:
+    def _build_chat(self, settings: SourceSettings, frame: Frame) -> ChatTemplate | None:
+        if not settings.has_conversations:
             return None
-        from portable.data.tokens.chat_template import ChatTemplate, chat_template
+        from portable.data.tokens.chat_template import ChatTemplate, load_chat_template
 
         data = settings.data
-        has_one = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
+        has_template = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
         # Prompts and completions may be strings, which need none.
-        needs_one = data.format != "prompt_completion" or has_one
-        templates = chat_template(self.tokenizer, data.chat_template) if needs_one else None
+        needs_template = data.format != "prompt_completion" or has_template
+        templates = load_chat_template(self.tokenizer, data.chat_template) if needs_template else None
         if data.chat_template is not None:
             self.tokenizer.chat_template = templates
         return ChatTemplate(
@@ -139,50 +146,52 @@ class TokenizationContext:
             kwargs=data.chat_template_kwargs,
         )
 
-    def open(self, source: Source, *, progress: bool = False) -> TokenizedSource:
+    def open(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
         """Tokenize ``source``, if it is not cached."""
-        tokens = self.job(source.settings).tokens(source, progress=progress)
+        tokens = self.build_job(source.settings).tokenize(source, progress=progress)
         return TokenizedSource(self, source, tokens)
 
-    def cached(self, source: Source) -> TokenizedSource | None:
+    def open_cached(self, source: DataSource) -> TokenizedSource | None:
         """``source``, if its tokens are cached."""
         if source.remote or isinstance(source, StreamedFiles):
             return None
-        tokens = TokenCache.intact(self.job(source.settings).folder(source))
+        tokens = TokenCache.open_if_intact(self.build_job(source.settings).get_cache_folder(source))
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
-    def first_end(self, source: Source) -> int | None:
+    def find_end_of_turn(self, source: DataSource) -> int | None:
         """The token that ends an answer; raises UserError for what the first conversations reveal."""
-        readable = not source.downloads and source.made_with() is None
-        return self.job(source.settings).first_end(source) if readable else None
+        readable = not source.downloads and source.find_tokenizer_folder() is None
+        return self.build_job(source.settings).find_end_of_turn(source) if readable else None
 
-    def stream(self, source: StreamedFiles, name: str) -> tuple[Stream, TokenizedSource]:
+    def open_stream(self, source: StreamedFiles, name: str) -> tuple[Stream, TokenizedSource]:
         """The samples of a stream, and its first shard as tokens."""
         from portable.data.stream import Stream
 
-        data, job = source.settings.data, self.job(source.settings)
+        data, job = source.settings.data, self.build_job(source.settings)
         try:
             job.cache.mkdir(parents=True, exist_ok=True)
             limit = data.cache_limit
             room = disk_usage(job.cache).free // 2 if limit is None else int(limit * 1e9)
         except OSError as error:
-            raise UserError(f"data.cache_dir: cannot write in {job.cache} ({one_line(error)})") from error
-        found = Stream(
+            raise UserError(f"data.cache_dir: cannot write in {job.cache} ({to_one_line(error)})") from error
+        stream = Stream(
             name or "data.source",
             source,
             job,
             # Other processes get these, which a causal model has no use for and which cannot go there.
-            partial(_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source),
-            partial(_shard_count, source.settings),
-            seed=seed_of(name, self.seed) if name else self.seed,
+            partial(
+                _build_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source
+            ),
+            partial(_count_shard_samples, source.settings),
+            seed=derive_seed(name, self.seed) if name else self.seed,
             window=data.shuffle_window,
             limit=room,
             # One reader for a machine.
             processes=max(1, data.num_workers) if os.environ.get("LOCAL_RANK", "0") == "0" else 0,
         )
-        first = found.first_tokens()
-        found.fingerprint = digest_of(f"{source.key} {job.made} {data.seq_len} {data.shuffle_window}")
-        return found, TokenizedSource(self, source, first)
+        first = stream.load_first_tokens()
+        stream.fingerprint = compute_digest(f"{source.key} {job.digest} {data.seq_len} {data.shuffle_window}")
+        return stream, TokenizedSource(self, source, first)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ class TokenizedSource:
     """A source, or a shard of a stream, as tokens."""
 
     context: TokenizationContext
-    source: Source
+    source: DataSource
     tokens: TokenCache
 
     @property
@@ -200,7 +209,7 @@ class TokenizedSource:
     @cached_property
     def frame(self) -> Frame:
         """The special tokens around each text."""
-        return self.context.frame(self.settings)
+        return self.context.build_frame(self.settings)
 
     @property
     def end_of_turn(self) -> int | None:
@@ -212,7 +221,7 @@ class TokenizedSource:
         """How many tokens are trained, where not all are."""
         return self.tokens.meta.get("trained_tokens")
 
-    def cut_tokens(self) -> int:
+    def count_cut_tokens(self) -> int:
         """How many tokens no sample has, since they are too far from the start of their text."""
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
@@ -229,12 +238,12 @@ class TokenizedSource:
         return cut
 
     @property
-    def _blocks(self) -> int:
+    def _num_blocks(self) -> int:
         shifted = self.settings.task == CAUSAL
-        return packed_samples(self.tokens.total_tokens, self.settings.data.seq_len, shifted=shifted)
+        return count_packed_samples(self.tokens.total_tokens, self.settings.data.seq_len, shifted=shifted)
 
     @cached_property
-    def truncated(self) -> Truncated | None:
+    def truncation_stats(self) -> TruncationStats | None:
         """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
         tokens, data = self.tokens, self.settings.data
         if self.settings.task != CAUSAL:
@@ -242,37 +251,43 @@ class TokenizedSource:
         if tokens.trained_bits is None and (data.packing is True or data.truncation == "end"):
             return None
         if data.packing is True:
-            return answered_blocks(tokens, data.seq_len, self._blocks)
-        return truncated(tokens, data.truncation, data.seq_len, whole=self.context.whole)
+            return compute_block_truncation(tokens, data.seq_len, self._num_blocks)
+        return compute_truncation(tokens, data.truncation, data.seq_len, keep_last_input=self.context.whole)
 
-    def parts(self) -> tuple[Part, Part]:
+    def split_parts(self) -> tuple[SampleRange, SampleRange]:
         """The samples to train on, and those that are held out to evaluate on; none of a stream."""
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
-        left_out = None if self.truncated is None else self.truncated.left_out
+        left_out = None if self.truncation_stats is None else self.truncation_stats.left_out
         if data.format == PREFERENCE:
             pairs = None if left_out is None else np.unique(left_out // 2)
             return split_documents(self.tokens.documents // 2, share, pairs)
         if data.packing == "documents" or not packing:
             return split_documents(self.tokens.documents, share, left_out)
-        return split_blocks(self._blocks, share, left_out)
+        return split_blocks(self._num_blocks, share, left_out)
 
-    def counts(self) -> tuple[int, int, float | None]:
+    def count_samples(self) -> tuple[int, int, float | None]:
         """Samples to train and to evaluate on; with packed documents, the share of padding in the first."""
-        train, held_out = self.parts()
+        train, held_out = self.split_parts()
         if self.settings.packing != "documents":
             return train.num_samples, held_out.num_samples, None
-        from portable.data.samples.packing import packed_sizes
+        from portable.data.samples.packing import compute_packed_sizes
 
         length = self.settings.data.seq_len
         last = self.context.with_last
-        packed, held = (packed_sizes(self.tokens, part, length, with_last=last) for part in (train, held_out))
-        return packed.samples, held.samples, packed.waste
+        packed, packed_held_out = (
+            compute_packed_sizes(self.tokens, part, length, with_last=last) for part in (train, held_out)
+        )
+        return packed.samples, packed_held_out.samples, packed.waste
 
     def check_ends(self) -> None:
         """Raise UserError if truncation takes the end of every answer: the model would never stop."""
         end = self.end_of_turn
-        if end is None or self.truncated is None or keeps_an_end(self.tokens, self.truncated, end):
+        if (
+            end is None
+            or self.truncation_stats is None
+            or has_end_label(self.tokens, self.truncation_stats, end)
+        ):
             return
         raise UserError(
             f"data.truncation: all samples are cut before {decode(self.context.tokenizer, [end])!r}, which "
@@ -280,38 +295,40 @@ class TokenizedSource:
             f"{self.settings.data.seq_len}, or set data.truncation to start or drop"
         )
 
-    def samples(self, part: Part | None = None, classes: Classes | None = None) -> Samples:
+    def build_samples(self, part: SampleRange | None = None, classes: Classes | None = None) -> Samples:
         """The samples of a part; of all that is not held out without one."""
-        found = self._samples(self.parts()[0] if part is None else part, classes)
-        found.with_columns = bool(number_columns(self.settings.data))
-        return found
+        samples = self._build_samples(self.split_parts()[0] if part is None else part, classes)
+        samples.with_columns = bool(list_number_columns(self.settings.data))
+        return samples
 
-    def _samples(self, part: Part, classes: Classes | None) -> OfCache:
+    def _build_samples(self, part: SampleRange, classes: Classes | None) -> CacheSamples:
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
-            return self._of_task(part, classes)
-        pad, of = context.vocabulary.pad, (tokens, part, data.seq_len)
+            return self._build_task_samples(part, classes)
+        pad, common = context.vocabulary.pad, (tokens, part, data.seq_len)
         if data.format == PREFERENCE:
-            return Pairs(*of, pad, data.truncation, whole=context.whole, with_last=context.with_last)
+            return PairSamples(
+                *common, pad, data.truncation, whole=context.whole, with_last=context.with_last
+            )
         if data.packing == "documents":
-            from portable.data.samples.packing import PackedDocuments, planned
+            from portable.data.samples.packing import PackedDocuments, plan_packing
 
-            plan = planned(*of, with_last=context.with_last)
-            return PackedDocuments(*of, plan, pad, data.truncation, with_last=context.with_last)
+            plan = plan_packing(*common, with_last=context.with_last)
+            return PackedDocuments(*common, plan, pad, data.truncation, with_last=context.with_last)
         if data.packing:
-            return PackedCausal(*of)
-        return PaddedCausal(*of, pad, data.truncation, whole=context.whole, with_last=context.with_last)
+            return PackedCausal(*common)
+        return PaddedCausal(*common, pad, data.truncation, whole=context.whole, with_last=context.with_last)
 
-    def _of_task(self, part: Part, classes: Classes | None) -> OfCache:
+    def _build_task_samples(self, part: SampleRange, classes: Classes | None) -> CacheSamples:
         """The samples of another task than a causal language model's."""
         from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
 
         context, tokens, data = self.context, self.tokens, self.settings.data
-        of = tokens, part, data.seq_len
+        common = tokens, part, data.seq_len
         vocabulary, suffix = context.vocabulary, self.frame.suffix
         if context.task == MASKED:
             return MaskedLM(
-                *of,
+                *common,
                 vocabulary,
                 mask=context.mask_token,
                 suffix=suffix,
@@ -323,7 +340,7 @@ class TokenizedSource:
             start = context.decoder_start_token_id
             start = start(context.tokenizer) if callable(start) else start
             return Seq2Seq(
-                *of,
+                *common,
                 vocabulary,
                 suffix=suffix,
                 decoder_start_token_id=vocabulary.pad if start is None else start,
@@ -331,25 +348,27 @@ class TokenizedSource:
                 target_seq_len=data.target_seq_len,
             )
         return Classification(
-            *of,
+            *common,
             vocabulary,
             suffix=suffix,
             classes=classes,
             left=context.pad_left,
-            pair=None if self.settings.fields.pair is None else PairFrame.of(context.tokenizer),
+            pair=None if self.settings.fields.pair is None else PairFrame.from_tokenizer(context.tokenizer),
         )
 
 
-def _shard_count(settings: SourceSettings, shard: Shard) -> int | None:
+def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | None:
     """The number of samples of a shard, if it is known without its tokens."""
-    if shard.tokens is None or settings.data.packing is not True or settings.converses:
+    if shard.tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
     return max(0, (shard.tokens - 1) // settings.data.seq_len)
 
 
-def _shard_samples(context: TokenizationContext, source: Source, tokens: TokenCache) -> Samples | None:
+def _build_shard_samples(
+    context: TokenizationContext, source: DataSource, tokens: TokenCache
+) -> Samples | None:
     """The samples of a shard; None if it is too short for one."""
     data = source.settings.data
     if data.packing is True and tokens.total_tokens <= data.seq_len:
         return None
-    return TokenizedSource(context, source, tokens).samples()
+    return TokenizedSource(context, source, tokens).build_samples()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.engines.machine import Machine, transport
-from portable.errors import RunError, UserError, one_line
+from portable.engines.machine import Machine, get_dist_backend
+from portable.errors import RunError, UserError, to_one_line
 from portable.private import of_torch
-from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.collectives import gather_text, reduce_any
 from portable.ranks.meeting import open_store
-from portable.registry import engine_part
-from portable.terminal import native_stdout_closed
+from portable.registry import import_engine_part
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,23 +55,23 @@ class TorchBackend:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.device = kind.open(self.local_rank, self.local_world_size)
-        self.diagnostics = kind.diagnostics(self.device, self.rank, self.world_size)
+        self.diagnostics = kind.build_diagnostics(self.device, self.rank, self.world_size)
 
     def start(self) -> None:
         self._kind.start(self.device)
         if self.world_size > 1:
             try:
-                with native_stdout_closed():
+                with discard_native_stdout():
                     store, rank, world_size = open_store(COLLECTIVE_TIMEOUT)
                     dist.init_process_group(
-                        transport(self.device),
+                        get_dist_backend(self.device),
                         store=store,
                         rank=rank,
                         world_size=world_size,
                         timeout=COLLECTIVE_TIMEOUT,
                     )
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                raise _not_met(error) from error
+                raise _build_rendezvous_error(error) from error
 
     def stop(self) -> None:
         if self._products_before is not None:
@@ -89,28 +89,28 @@ class TorchBackend:
         self._counts = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
         _set_fp32_products("high" if tf32 else "highest", tf32)
-        self._engine = engine_part(config.strategy, "engine").prepare(
-            model, config, self._machine(self.rank), self._at_stop
+        self._engine = import_engine_part(config.strategy, "engine").prepare(
+            model, config, self._build_machine(self.rank), self._at_stop
         )
         return self._engine
 
-    def _machine(self, rank: int) -> Machine:
+    def _build_machine(self, rank: int) -> Machine:
         return Machine(self.device, rank, self.world_size, self.local_world_size)
 
-    def fits(
+    def check_fit(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
-        limit = self._kind.memory_limit(self.device, self.world_size)
+        limit = self._kind.limit_memory(self.device, self.world_size)
         if limit is None:
             return None
-        from portable.engines.memory_trial import fits
+        from portable.engines.memory_trial import run_memory_trial
 
-        return fits(build, config, self._machine(0), limit, steps)
+        return run_memory_trial(build, config, self._build_machine(0), limit, steps)
 
-    def ran_out_of_memory(self, error: BaseException) -> bool:
-        from portable.engines.memory_trial import ran_out_of_memory
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        from portable.engines.memory_trial import is_out_of_memory
 
-        return ran_out_of_memory(error)
+        return is_out_of_memory(error)
 
     def leave(self) -> None:
         self._engine = None
@@ -157,26 +157,26 @@ class TorchBackend:
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
-    def any(self, flag: bool) -> bool:
-        return any_rank(flag)
+    def reduce_any(self, flag: bool) -> bool:
+        return reduce_any(flag)
 
     def gather(self, text: str) -> list[str]:
         return gather_text(text)
 
     def barrier(self) -> None:
-        self.any(False)  # over the host, because dist.barrier would also wait for the GPU
+        self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
-    def memory(self) -> tuple[int, int]:
-        return self._kind.memory(self.device)
+    def measure_memory(self) -> tuple[int, int]:
+        return self._kind.measure_memory(self.device)
 
-    def shape_multiple(self, precision: str) -> int | None:
-        return self._kind.shape_multiple(self.device, precision)
+    def get_shape_multiple(self, precision: str) -> int | None:
+        return self._kind.get_shape_multiple(self.device, precision)
 
-    def peak_flops(self, precision: str) -> float | None:
-        return self._kind.peak_flops(self.device, precision)
+    def get_peak_flops(self, precision: str) -> float | None:
+        return self._kind.get_peak_flops(self.device, precision)
 
-    def metrics(self) -> dict[str, float]:
-        return {} if self._engine is None else self._engine.metrics()
+    def get_metrics(self) -> dict[str, float]:
+        return {} if self._engine is None else self._engine.get_metrics()
 
 
 class CopyToHost:
@@ -211,7 +211,7 @@ def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
-def _not_met(error: Exception) -> UserError | RunError:
+def _build_rendezvous_error(error: Exception) -> UserError | RunError:
     """Why the ranks of another launcher did not meet."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in str(error):
@@ -219,7 +219,7 @@ def _not_met(error: Exception) -> UserError | RunError:
             f"MASTER_PORT={port}: another program uses this port of {address}; set a free one on all nodes "
             "(torchrun: --master-port)"
         )
-    said = one_line(str(error).splitlines()[0])
+    said = to_one_line(str(error).splitlines()[0])
     return RunError(
         f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({said}); start all of "
         "them, with the address of the node of rank 0"

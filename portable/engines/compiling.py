@@ -8,7 +8,7 @@ import torch
 
 from portable.errors import require
 from portable.model.chunked_loss import ChunkedHead
-from portable.model.layers import transformer_layers
+from portable.model.layers import find_transformer_layers
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def check(config: RunConfig, world_size: int, compiler: str) -> None:
         compiler: the device's own, which may be registered only where the device is opened.
     """
     if config.compile_backend not in ("inductor", compiler):
-        known = torch.compiler.list_backends(exclude_tags=())
+        compilers = torch.compiler.list_backends(exclude_tags=())
         require(
-            config.compile_backend in known,
-            f"compile_backend: unknown {config.compile_backend}; use one of {', '.join(known)}",
+            config.compile_backend in compilers,
+            f"compile_backend: unknown {config.compile_backend}; use one of {', '.join(compilers)}",
         )
     sharded = config.strategy != "no_shard" and (
         world_size > 1 or config.memory.offload_params != "none" or config.strategy.startswith("zero")
@@ -54,7 +54,7 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
     So does the loss that a head computes in chunks, but without CUDA graphs, whose memory each chunk would
     overwrite.
     """
-    layers = transformer_layers(model)
+    layers = find_transformer_layers(model)
     of_torch.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 
-def routed(model: nn.Module) -> list[nn.Module]:
+def find_routed_modules(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward may leave out parameters.
 
     ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules; and
     experts in one tensor, beside others that return what they get (LongCat Flash).
     """
     plain = (nn.ModuleList.forward, nn.ModuleDict.forward)
-    passing = [m for m in called_by_choice(model) if any(type(c) is nn.Identity for c in m.children())]
+    passing = [m for m in find_expert_modules(model) if any(type(c) is nn.Identity for c in m.children())]
     return passing + [
         module
         for module in model.modules()
@@ -29,7 +29,7 @@ def routed(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def called_by_choice(model: nn.Module) -> list[nn.Module]:
+def find_expert_modules(model: nn.Module) -> list[nn.Module]:
     """Modules with all experts in one tensor and submodules without parameters.
 
     The submodules may run once per chosen expert, so in a different order on each rank.
@@ -44,15 +44,15 @@ def called_by_choice(model: nn.Module) -> list[nn.Module]:
 
 
 def zero_missing_gradients(model: nn.Module) -> None:
-    """Give unused parameters of :func:`routed` modules a gradient of zeros in each pass.
+    """Give unused parameters of :func:`find_routed_modules` modules a gradient of zeros in each pass.
 
     Call it before other forward hooks are registered: it needs unsharded parameters.
     """
-    for module in routed(model):
-        module.register_forward_hook(_reach_all)
+    for module in find_routed_modules(model):
+        module.register_forward_hook(_connect_parameters)
 
 
-def _reach_all(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+def _connect_parameters(module: nn.Module, _: Any, output: Tensor) -> Tensor:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     reached: Tensor = _Reach.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
     return reached

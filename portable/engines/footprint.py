@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from portable.config.derived import ZERO
 from portable.engines.fsdp import footprint as fsdp
-from portable.planner.memory_model import Cluster, Footprint, Setting
-from portable.registry import backend_package, engine_part
+from portable.planner.memory_model import Cluster, Footprint, StrategySetting
+from portable.registry import import_engine_part, load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,38 +20,40 @@ if TYPE_CHECKING:
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    if config.deepspeed.config is None or not backend_package(config.backend).runs_zero:
+    if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
-    adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, "cpu", cluster.devices)
+    adopted: RunConfig = import_engine_part(ZERO[0], "engine").adopt(config, "cpu", cluster.devices)
     return adopted
 
 
-def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    yield Setting("no_shard")
-    yield from engine_part(ZERO[0], "footprint").settings(config)
-    yield Setting("shard_grad_op")
-    yield Setting("full_shard")
-    yield Setting("full_shard", "cpu")
-    yield Setting("full_shard", "none", "cpu")
+    yield StrategySetting("no_shard")
+    yield from import_engine_part(ZERO[0], "footprint").settings(config)
+    yield StrategySetting("shard_grad_op")
+    yield StrategySetting("full_shard")
+    yield StrategySetting("full_shard", "cpu")
+    yield StrategySetting("full_shard", "none", "cpu")
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
-        yield Setting("hybrid_shard_zero2")
-        yield Setting("hybrid_shard")
+        yield StrategySetting("hybrid_shard_zero2")
+        yield StrategySetting("hybrid_shard")
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    from portable.engines.fsdp.units import units  # only here: it needs torch
+    from portable.engines.fsdp.units import find_fsdp_units  # only here: it needs torch
 
-    return units(model, config)
+    return find_fsdp_units(model, config)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.strategy in ZERO:
-        of_zero: Footprint = engine_part(config.strategy, "footprint").footprint(model, config, cluster)
+        of_zero: Footprint = import_engine_part(config.strategy, "footprint").footprint(
+            model, config, cluster
+        )
         return of_zero
     one_device = cluster.devices == 1 and config.memory.offload_params != "cpu"
     if config.strategy == "no_shard" or one_device:
-        return fsdp.replicated(model, config, cluster)
-    return fsdp.fully_sharded(model, config, cluster)
+        return fsdp.compute_replicated_footprint(model, config, cluster)
+    return fsdp.compute_sharded_footprint(model, config, cluster)

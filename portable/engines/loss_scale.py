@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.paths import read_json, write_durably
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LossScale(ABC):
     min_scale: float
 
     @abstractmethod
-    def state(self) -> dict[str, float]:
+    def read_state(self) -> dict[str, float]:
         """The values of :data:`STATE`, and ``overflows``: skipped updates since the start of the run.
 
         Waits for the device.
@@ -44,12 +44,12 @@ class LossScale(ABC):
     def restore(self, state: Mapping[str, float]) -> None:
         """Set what :meth:`state` returns."""
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """``overflows`` and ``loss_scale``."""
-        state = self.state()
+        state = self.read_state()
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
-    def exhausted(self) -> RunError:
+    def build_exhausted_error(self) -> RunError:
         """The error to raise when gradients overflow at the lowest scale."""
         return RunError(
             f"precision: fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}); "
@@ -58,7 +58,7 @@ class LossScale(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the state of the search; on rank 0."""
-        write_durably(folder / _FILE, json.dumps(self.state()) + "\n")
+        write_durably(folder / _FILE, json.dumps(self.read_state()) + "\n")
 
     def load(self, folder: Place) -> None:
         """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
@@ -73,5 +73,5 @@ class LossScale(ABC):
             stored = {"overflows": 0, **read_json(path)}  # older files do not count them
             state = {name: float(stored[name]) for name in (*STATE, "overflows")}
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-            raise UserError(f"{path}: damaged ({one_line(error)}); use an older checkpoint") from error
+            raise UserError(f"{path}: damaged ({to_one_line(error)}); use an older checkpoint") from error
         self.restore(state)

@@ -39,7 +39,7 @@ class Machine:
 class MeasuredEngine(Engine, Protocol):
     """An engine on torch.distributed."""
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Further metrics of the engine, by name."""
 
 
@@ -59,7 +59,7 @@ class EngineModule(Protocol):
         """
 
 
-def transport(device: torch.device) -> str:
+def get_dist_backend(device: torch.device) -> str:
     """torch.distributed's backends for tensors of ``device`` and of the host."""
     if device.type == "cpu":
         return "gloo"

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def advice(config: RunConfig) -> str:
+def format_memory_advice(config: RunConfig) -> str:
     """The settings that reduce the host memory of a run's ranks, in one sentence."""
-    return "to use less, set " + "; ".join(_remedies(config))
+    return "to use less, set " + "; ".join(_iter_remedies(config))
 
 
-def _remedies(config: RunConfig) -> Iterator[str]:
+def _iter_remedies(config: RunConfig) -> Iterator[str]:
     memory, zero3 = config.memory, config.strategy == "zero3"
     on_gpu = config.backend == "cuda"
     places = {

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from portable.private import of_torch
-from portable.registry import engine_part
+from portable.registry import import_engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,14 +39,14 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def ran_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` means that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def host_can_tell() -> bool:
+def has_host_limit() -> bool:
     """Whether running out of host memory raises: only under a limit of this process (``ulimit -v``).
 
     Otherwise the system overcommits and kills processes later.
@@ -54,14 +54,14 @@ def host_can_tell() -> bool:
     return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in _HOST_LIMITS)
 
 
-def fits(
+def run_memory_trial(
     build: Callable[[], nn.Module],
     config: RunConfig,
     machine: Machine,
     limit: AbstractContextManager[None],
     steps: Callable[[Engine], None],
 ) -> bool:
-    """See :meth:`portable.backend.Backend.fits`.
+    """See :meth:`portable.backend.Backend.check_fit`.
 
     Args:
         limit: makes allocations raise beyond the free memory, less what a run needs outside torch's
@@ -71,11 +71,11 @@ def fits(
     device = machine.device
     devices = [] if device.type == "cpu" else [device.index]
     torch.zeros(1, requires_grad=True).backward()  # autograd may start threads, whose stacks are not tried
-    with torch.random.fork_rng(devices=devices), limit, fake_ranks(machine) as at_stop:
+    with torch.random.fork_rng(devices=devices), limit, start_fake_ranks(machine) as at_stop:
         try:
-            steps(engine_part(config.strategy, "engine").prepare(build(), config, machine, at_stop))
+            steps(import_engine_part(config.strategy, "engine").prepare(build(), config, machine, at_stop))
         except Exception as error:
-            if not ran_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             fitted = False
     gc.collect()
@@ -86,7 +86,7 @@ def fits(
 
 
 @contextmanager
-def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
+def start_fake_ranks(machine: Machine) -> Iterator[ExitStack]:
     """Start a fake process group of ``machine.world_size`` ranks; yield callbacks to run before it ends."""
     if machine.world_size > 1:
         of_torch.start_fake_group(machine.rank, machine.world_size)
@@ -99,7 +99,7 @@ def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
 
 
 @contextmanager
-def limit_on_host() -> Iterator[None]:
+def limit_host_memory() -> Iterator[None]:
     """Limit this process to what its own limits leave, less what it needs beside tensors."""
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():

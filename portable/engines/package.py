@@ -16,7 +16,7 @@ from portable.config.derived import ZERO
 from portable.config.rules import is_zero
 from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require
-from portable.registry import World, engine_part
+from portable.registry import World, import_engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.config.rules import Problem
+    from portable.config.rules import SettingProblem
     from portable.planner.compiled_graph import Compiled
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
@@ -51,16 +51,16 @@ class TorchPackage(TorchDevice):
     compiler: str = "inductor"
     """What the default of ``compile_backend`` means on it."""
 
-    def world(self, ranks: int) -> World:
+    def get_world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
-    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         from portable.checks.backends import check_without_cuda, check_without_zero
 
-        checks = engine_part(config.strategy, "checks")
+        checks = import_engine_part(config.strategy, "checks")
         if not self.runs_zero:
             yield from check_without_zero(config)
         if is_zero(config):
@@ -74,7 +74,7 @@ class TorchPackage(TorchDevice):
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:
             return config
-        adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, self.name, world.ranks)
+        adopted: RunConfig = import_engine_part(ZERO[0], "engine").adopt(config, self.name, world.ranks)
         return adopted
 
     def check(self, config: RunConfig, world: World) -> None:
@@ -82,30 +82,32 @@ class TorchPackage(TorchDevice):
 
         attention = config.model.attention
         if attention not in ("sdpa", "eager", "flex_attention"):
-            own = _FLASH.get(attention)
+            flash_package = _FLASH.get(attention)
             require(
-                _installed("kernels") or (own is not None and _installed(own.replace("-", "_"))),
-                f"model.attention: {attention} needs the package {f'{own} or ' if own else ''}kernels, which "
-                "is not installed (pip install kernels); use sdpa",
+                _is_installed("kernels")
+                or (flash_package is not None and _is_installed(flash_package.replace("-", "_"))),
+                f"model.attention: {attention} needs the package "
+                f"{f'{flash_package} or ' if flash_package else ''}kernels, which is not installed (pip "
+                "install kernels); use sdpa",
             )
         if config.compile:
             from portable.engines import compiling
 
             compiling.check(config, world.ranks, self.compiler)
         if config.strategy in ZERO:
-            engine_part(config.strategy, "engine").check(config, self.name)
+            import_engine_part(config.strategy, "engine").check(config, self.name)
         # The ranks that this process will start are all on this node.
         shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def build_notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
         if not self.runs_zero:
             return [f"deepspeed.config has no effect: DeepSpeed does not run on backend {self.name}"]
-        told: list[str] = engine_part(ZERO[0], "engine").notes(config, self.name)
-        return told
+        zero_notes: list[str] = import_engine_part(ZERO[0], "engine").notes(config, self.name)
+        return zero_notes
 
-    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         memory = config.memory
         sharded = "zero3" if config.strategy in ZERO else "full_shard"
         if memory.activation_checkpointing != "full":
@@ -120,12 +122,12 @@ class TorchPackage(TorchDevice):
         if memory.offload_params == "none":
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
-    def host_memory_advice(self, config: RunConfig) -> str:
-        from portable.engines.memory_advice import advice
+    def get_host_memory_advice(self, config: RunConfig) -> str:
+        from portable.engines.memory_advice import format_memory_advice
 
-        return advice(config)
+        return format_memory_advice(config)
 
-    def footprint(self) -> FootprintModule:
+    def load_footprint(self) -> FootprintModule:
         from portable.engines import footprint
 
         return footprint
@@ -156,7 +158,7 @@ class CpuPackage(TorchPackage):
     def is_here(self) -> bool:
         return True
 
-    def local_ranks(self) -> int:
+    def count_local_ranks(self) -> int:
         return 1
 
     def check_ranks(self, ranks: int) -> None:
@@ -167,10 +169,10 @@ class CpuPackage(TorchPackage):
                 f"use at most {_RANKS_PER_CORE * cores}"
             )
 
-    def default_precision(self, *, in_rank: bool) -> str | None:
-        return "bf16" if _multiplies_bf16() else "fp32"
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
+        return "bf16" if _has_bf16_instructions() else "fp32"
 
-    def devices(self) -> tuple[Device, ...]:
+    def list_devices(self) -> tuple[Device, ...]:
         return ()
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
@@ -183,18 +185,18 @@ class CpuPackage(TorchPackage):
     def start(self, device: torch.device) -> None:
         pass
 
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        from portable.backend import host_memory
+    def measure_memory(self, device: torch.device) -> tuple[int, int]:
+        from portable.backend import measure_host_memory
 
-        return host_memory()
+        return measure_host_memory()
 
-    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
         from portable.engines import memory_trial
 
-        return memory_trial.limit_on_host() if memory_trial.host_can_tell() else None
+        return memory_trial.limit_host_memory() if memory_trial.has_host_limit() else None
 
 
-def _multiplies_bf16() -> bool:
+def _has_bf16_instructions() -> bool:
     """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
     import torch
 
@@ -205,7 +207,7 @@ def _multiplies_bf16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except ValueError:  # imported, and without a description of itself

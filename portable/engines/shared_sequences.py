@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from portable.model.auxiliary_losses import ROUTER_LOSS
-from portable.model.document_attention import let_sdpa_take_documents
-from portable.model.shareable import a_head_for_each
-from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions, module_of
+from portable.model.document_attention import register_document_sdpa
+from portable.model.shareable import repeat_heads
+from portable.private.of_transformers import (
+    get_attention_functions,
+    get_attention_kernel,
+    get_mask_functions,
+    get_module_namespace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +41,7 @@ class _Sharing:
 
 
 @contextmanager
-def shared_by(group: Any) -> Iterator[None]:
+def share_among(group: Any) -> Iterator[None]:
     """Within this context, the ranks of ``group`` share each sequence; with None, all have whole ones."""
     before, _Sharing.group = _Sharing.group, group
     try:
@@ -52,14 +57,14 @@ def share_sequences(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
         model: a transformers model, which :func:`portable.model.shareable.check_sequences` has seen.
         at_stop: puts back what is replaced in transformers.
     """
-    at_stop.enter_context(shared_by(dist.new_subgroups(config.context_parallel_size)[0]))
-    model.generate = shared_by(None)(model.generate)  # every rank has the whole prompt
-    let_sdpa_take_documents()  # within the exchange
-    kernel = attention_kernel(model.config)
+    at_stop.enter_context(share_among(dist.new_subgroups(config.context_parallel_size)[0]))
+    model.generate = share_among(None)(model.generate)  # every rank has the whole prompt
+    register_document_sdpa()  # within the exchange
+    kernel = get_attention_kernel(model.config)
     for functions, name, wrapped in (
-        (attention_functions(), kernel, _over_heads),
-        (mask_functions(), kernel, _of_whole),
-        (module_of(model), ROUTER_LOSS, _of_all_tokens),
+        (get_attention_functions(), kernel, _wrap_attention),
+        (get_mask_functions(), kernel, _wrap_mask_function),
+        (get_module_namespace(model), ROUTER_LOSS, _wrap_router_loss),
     ):
         if name in functions:
             before = functions[name]
@@ -85,7 +90,7 @@ class _Exchange(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class _Layer:
+class _HeadShardedLayer:
     """Stands for an attention layer of which each rank has a share of the heads."""
 
     def __init__(self, layer: nn.Module, groups: int) -> None:
@@ -96,51 +101,55 @@ class _Layer:
         return getattr(self._layer, name)
 
 
-def _over_heads(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_attention(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Attention with the exchanges before and after it."""
 
-    def attention(
+    def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
     ) -> Any:
         if (group := _Sharing.group) is None:
             return inner(module, query, key, value, attention_mask, **keywords)
-        key, value = (a_head_for_each(dist.get_world_size(group), one) for one in (key, value))
+        key, value = (repeat_heads(dist.get_world_size(group), tensor) for tensor in (key, value))
         query, key, value = (_Exchange.apply(tensor, group, 1, 2) for tensor in (query, key, value))
         keywords.pop("position_ids", None)  # of this rank's part, in which a kernel would look for documents
-        layer = _Layer(module, query.shape[1] // key.shape[1])
-        with shared_by(None):  # masks that are made within the attention are of whole sequences already
-            found = inner(layer, query, key, value, attention_mask, **keywords)[0]
-        return _Exchange.apply(found, group, 1, 2), None
+        layer = _HeadShardedLayer(module, query.shape[1] // key.shape[1])
+        with share_among(None):  # masks that are made within the attention are of whole sequences already
+            output = inner(layer, query, key, value, attention_mask, **keywords)[0]
+        return _Exchange.apply(output, group, 1, 2), None
 
     # The compiler would take shapes that differ around an exchange for dynamic ones.
-    uncompiled: Callable[..., Any] = torch.compiler.disable(attention)
+    uncompiled: Callable[..., Any] = torch.compiler.disable(attend)
     return uncompiled
 
 
-def _of_whole(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_mask_function(inner: Callable[..., Any]) -> Callable[..., Any]:
     """Masks of whole sequences, where transformers asks for those of a part."""
 
-    def mask(*, q_length: int, kv_length: int, **given: Any) -> Any:
+    def build_mask(*, q_length: int, kv_length: int, **keywords: Any) -> Any:
         parts = 1
         if _Sharing.group is not None:  # batches have no padding: some models make a mask of ones for a part
-            parts, given["attention_mask"] = dist.get_world_size(_Sharing.group), None
-        return inner(q_length=q_length * parts, kv_length=kv_length * parts, **given)
+            parts, keywords["attention_mask"] = dist.get_world_size(_Sharing.group), None
+        return inner(q_length=q_length * parts, kv_length=kv_length * parts, **keywords)
 
-    return mask
+    return build_mask
 
 
-def _of_all_tokens(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_router_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
     """This rank's share of the router loss, which is of the logits of whole sequences."""
 
-    def loss(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Any:
+    def compute_loss(
+        gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
+    ) -> Any:
         if (group := _Sharing.group) is None:
             return inner(gate_logits, num_experts, top_k, attention_mask)
         parts = dist.get_world_size(group)
-        whole = [_Exchange.apply(one.expand(parts, *one.shape), group, 0, 1)[0] for one in gate_logits]
+        gathered = [
+            _Exchange.apply(logits.expand(parts, *logits.shape), group, 0, 1)[0] for logits in gate_logits
+        ]
         if attention_mask is not None:
             # The mask is for complete sequences, and the logits are ordered by part, then by sequence.
             by_part = attention_mask.unflatten(1, (parts, -1)).transpose(0, 1)
             attention_mask = by_part.flatten(0, 1)
-        return inner(tuple(whole), num_experts, top_k, attention_mask) / parts
+        return inner(tuple(gathered), num_experts, top_k, attention_mask) / parts
 
-    return loss
+    return compute_loss

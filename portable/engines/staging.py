@@ -22,7 +22,7 @@ class WriteHandle:
     def __init__(self, writing: Future[None] | None) -> None:
         self._writing = writing
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> None:
@@ -30,14 +30,14 @@ class WriteHandle:
             self._writing.result()
 
 
-def staged(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """Copy ``value``, with every tensor in its dicts, lists and tuples copied to host memory.
 
     Tensors that share a storage share its copy, so that files do not grow. A ``DTensor`` stays one, around
     the copy of its local shard. Returns when the copies are complete.
     """
     copier = _Copier()
-    result = copier.copied(value)
+    result = copier.copy_value(value)
     copier.wait()
     return result
 
@@ -47,33 +47,33 @@ class _Copier:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
-    def copied(self, value: Any) -> Any:
+    def copy_value(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return of_torch.sharded_like(value, self._tensor(value.to_local()))
+            return of_torch.shard_like(value, self._copy_tensor(value.to_local()))
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            return self._copy_tensor(value)
         if type(value) is tuple:
-            return tuple(self.copied(item) for item in value)
+            return tuple(self.copy_value(item) for item in value)
         if type(value) is list:
-            return [self.copied(item) for item in value]
+            return [self.copy_value(item) for item in value]
         if isinstance(value, dict):
             result = copy.copy(value)
             for key, item in value.items():
-                result[key] = self.copied(item)
+                result[key] = self.copy_value(item)
             return result
         return copy.deepcopy(value)
 
     @torch.no_grad()
-    def _tensor(self, tensor: Tensor) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
-        number = of_torch.storage_id(storage)
+        number = of_torch.get_storage_id(storage)
         if number not in self._storages:
-            self._storages[number] = self._storage(storage)
+            self._storages[number] = self._copy_storage(storage)
         view = torch.empty(0, dtype=tensor.dtype)
         return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         # torch caches pinned memory for reuse. Without an accelerator, pinning gains nothing.
         target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")

@@ -40,19 +40,19 @@ class TorchDevice:
 
         torch.accelerator.set_device_index(device.index)
 
-    def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
+    def build_diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
         """Return the diagnostics of a rank's device, for debugging."""
         from portable.backend import Diagnostics
 
         return Diagnostics()
 
-    def memory(self, device: torch.device) -> tuple[int, int]:
-        """Measure the memory in use; see :meth:`portable.backend.Backend.memory`."""
+    def measure_memory(self, device: torch.device) -> tuple[int, int]:
+        """Measure the memory in use; see :meth:`portable.backend.Backend.measure_memory`."""
         import torch
 
         return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
-    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
         """Return a context in which allocations beyond the memory of a rank raise.
 
         Args:
@@ -64,10 +64,10 @@ class TorchDevice:
         """
         return None
 
-    def shape_multiple(self, device: torch.device, precision: str) -> int | None:
-        """See :meth:`portable.backend.Backend.shape_multiple`."""
+    def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
+        """See :meth:`portable.backend.Backend.get_shape_multiple`."""
         return None
 
-    def peak_flops(self, device: torch.device, precision: str) -> float | None:
-        """See :meth:`portable.backend.Backend.peak_flops`."""
+    def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
+        """See :meth:`portable.backend.Backend.get_peak_flops`."""
         return None

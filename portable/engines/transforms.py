@@ -3,7 +3,7 @@
 :data:`TRANSFORMS` lists all transforms in the order in which :func:`apply_transforms` applies them. Each
 transform changes a model in place and returns it. None of them changes names, shapes or values of parameters.
 Freezing parameters, quantizing them, and adding an adapter are not in the list: they are part of building the
-model (:func:`portable.adapters.adapter.training_model`), because the planner needs their result.
+model (:func:`portable.adapters.adapter.build_training_model`), because the planner needs their result.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.engines.compiling import compile_layers
-from portable.engines.experts import routed, zero_missing_gradients
-from portable.model.activation_checkpointing import checkpoint_activations
+from portable.engines.experts import find_routed_modules, zero_missing_gradients
+from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.auxiliary_losses import counts_last_tokens
-from portable.model.chunked_loss import chunked_head, find_chunked_head
+from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import keep_documents_apart
 from portable.model.freezing import COMPUTE
 from portable.model.loss import Objective, return_loss_parts
 from portable.model.regularization import add_noise, remove_dropout
 from portable.model.rotations import has_length_dependent_rotations, rotate_by_text
-from portable.model.training_loss import training_loss
+from portable.model.training_loss import build_training_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,13 +63,13 @@ class Transform:
     apply: Callable[[PreTrainedModel, TransformContext], Any]
 
 
-def _runs_on_xla(config: RunConfig) -> bool:
+def _is_on_xla(config: RunConfig) -> bool:
     return config.backend == "xla"
 
 
-def _shares_sequences(_: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_shared_sequences(_: PreTrainedModel, config: RunConfig) -> bool:
     # On XLA, annotations make the compiler exchange tokens for heads.
-    return config.context_parallel_size > 1 and not _runs_on_xla(config)
+    return config.context_parallel_size > 1 and not _is_on_xla(config)
 
 
 def _apply_sharing(model: PreTrainedModel, context: TransformContext) -> None:
@@ -78,65 +78,65 @@ def _apply_sharing(model: PreTrainedModel, context: TransformContext) -> None:
     share_sequences(model, context.config, context.at_stop)
 
 
-def _chunks_loss(_: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_chunked_loss(_: PreTrainedModel, config: RunConfig) -> bool:
     # DeepSpeed would gather the head again for each use of its weight, and XLA holds the logits only once.
     gathers = config.strategy.startswith("zero")
-    return config.memory.loss_chunk_tokens != 0 and not gathers and not _runs_on_xla(config)
+    return config.memory.loss_chunk_tokens != 0 and not gathers and not _is_on_xla(config)
 
 
-def _zeroes_gradients(model: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_zero_gradients(model: PreTrainedModel, config: RunConfig) -> bool:
     # ZeRO-3 gathers the experts of a layer as one unit, and XLA computes every expert for every token.
-    return config.strategy != "zero3" and not _runs_on_xla(config) and bool(routed(model))
+    return config.strategy != "zero3" and not _is_on_xla(config) and bool(find_routed_modules(model))
 
 
-def _recomputes(_: PreTrainedModel, config: RunConfig) -> bool:
-    return config.memory.activation_checkpointing != "none" and not _runs_on_xla(config)
+def _needs_recomputation(_: PreTrainedModel, config: RunConfig) -> bool:
+    return config.memory.activation_checkpointing != "none" and not _is_on_xla(config)
 
 
 def _apply_recomputation(model: PreTrainedModel, context: TransformContext) -> None:
     kind, on_host = context.config.memory.activation_checkpointing, context.recompute_inputs_on_host
-    checkpoint_activations(model, kind, inputs_on_host=on_host)
+    enable_activation_checkpointing(model, kind, inputs_on_host=on_host)
 
 
 def _apply_noise(model: PreTrainedModel, context: TransformContext) -> None:
-    config, loss = context.config, training_loss(context.config)
+    config, loss = context.config, build_training_loss(context.config)
     last_is_label_only = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
     last_is_label_only = last_is_label_only and not counts_last_tokens(model.config, config.model)
     add_noise(model, config.train.neftune_noise_alpha, beyond=int(last_is_label_only))
 
 
-def _drops_nothing(_: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_no_dropout(_: PreTrainedModel, config: RunConfig) -> bool:
     if config.train.dropout is not None:
         return not config.train.dropout
-    loss = training_loss(config)
+    loss = build_training_loss(config)
     return loss is not None and not loss.dropout
 
 
-def _packs_documents(_: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
     # Ranks that share a sequence get the positions of their part in a further column.
     return config.data.packing == "documents" or config.context_parallel_size > 1
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    Transform("shared sequences", _shares_sequences, _apply_sharing),
+    Transform("shared sequences", _needs_shared_sequences, _apply_sharing),
     Transform(
         "chunked loss",
-        _chunks_loss,
-        lambda model, context: chunked_head(model, context.config.memory.loss_chunk_tokens),
+        _needs_chunked_loss,
+        lambda model, context: install_chunked_head(model, context.config.memory.loss_chunk_tokens),
     ),
     Transform(
-        "gradients of unused experts", _zeroes_gradients, lambda model, _: zero_missing_gradients(model)
+        "gradients of unused experts", _needs_zero_gradients, lambda model, _: zero_missing_gradients(model)
     ),
-    Transform("recomputed activations", _recomputes, _apply_recomputation),
+    Transform("recomputed activations", _needs_recomputation, _apply_recomputation),
     Transform(  # after the chunked loss, which is compiled as well
         "compiled layers",
         lambda _, config: config.compile,
         lambda model, context: compile_layers(model, context.config),
     ),
     Transform("noise", lambda _, config: config.train.neftune_noise_alpha > 0, _apply_noise),
-    Transform("no dropout", _drops_nothing, lambda model, _: remove_dropout(model)),
+    Transform("no dropout", _needs_no_dropout, lambda model, _: remove_dropout(model)),
     # The forward method: the last transform is called first.
-    Transform("document attention", _packs_documents, lambda model, _: keep_documents_apart(model)),
+    Transform("document attention", _needs_document_attention, lambda model, _: keep_documents_apart(model)),
     Transform(
         "rotations by text",
         lambda model, _: has_length_dependent_rotations(model.config),
@@ -204,6 +204,6 @@ def build_objective(model: nn.Module, config: RunConfig) -> Objective:
         model,
         config.train.global_batch_size,
         find_chunked_head(model),
-        training_loss(config),
+        build_training_loss(config),
         COMPUTE.get(config.precision),
     )

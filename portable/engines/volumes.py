@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from portable.planner.memory_model import Cluster
 
 
-def elements(weights: Iterable[Weight]) -> int:
+def count_elements(weights: Iterable[Weight]) -> int:
     """Total elements of ``weights``."""
     return sum(w.elements for w in weights)
 
 
-def across_nodes(volume: float, cluster: Cluster) -> float:
+def compute_internode_bytes(volume: float, cluster: Cluster) -> float:
     """Bytes that each device sends between nodes in a collective over all devices.
 
     A ring leaves each node once, so a node's devices share that traffic.

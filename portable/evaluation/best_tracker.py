@@ -35,7 +35,7 @@ class EvalHistory:
     waited: int = 0
 
     @classmethod
-    def of(cls, stored: Any) -> EvalHistory:
+    def from_json(cls, stored: Any) -> EvalHistory:
         """What a checkpoint has stored; a new one if that is nothing of the kind."""
         try:
             best = [(int(step), float(value)) for step, value in stored["best"]]
@@ -51,7 +51,7 @@ class EvalHistory:
         except (KeyError, TypeError, ValueError):
             return cls()
 
-    def stored(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As plain JSON."""
         return asdict(self)
 
@@ -91,10 +91,10 @@ class BestTracker:
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
             eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
         if step <= eval_history.step:
-            return Decision(stop=self.stops(eval_history))
+            return Decision(stop=self.should_stop(eval_history))
         value = values.get(self.metric)
         if not isinstance(value, int | float):
-            numbers = [name for name, one in values.items() if isinstance(one, int | float)]
+            numbers = [name for name, number in values.items() if isinstance(number, int | float)]
             raise UserError(
                 f"checkpoint.best_metric: the evaluation has no {self.metric}; it has {', '.join(numbers)}"
             )
@@ -107,12 +107,12 @@ class BestTracker:
         if finite:
             eval_history.mark = value if mark is None else sign * max(sign * mark, sign * value)
             eval_history.best.append((step, value))
-            eval_history.best.sort(key=lambda one: (-sign * one[1], one[0]))
+            eval_history.best.sort(key=lambda entry: (-sign * entry[1], entry[0]))
         del eval_history.best[self.keep_best :]
-        save = any(kept == step for kept, _ in eval_history.best)
-        return Decision(save, self.stops(eval_history))
+        save = any(best_step == step for best_step, _ in eval_history.best)
+        return Decision(save, self.should_stop(eval_history))
 
-    def stops(self, eval_history: EvalHistory) -> bool:
+    def should_stop(self, eval_history: EvalHistory) -> bool:
         """Whether the run ends."""
         same = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
         return self.patience is not None and same and eval_history.waited >= self.patience

@@ -13,7 +13,7 @@ from portable.batch import IGNORED
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.best_tracker import MOST_CLASSES
-from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, user_metric
+from portable.evaluation.metrics import LABELS, LOSS, MetricSet, compute_finite_exp, divide, load_user_metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MetricSettings:
     """What the metrics of a run depend on.
 
     Attributes:
@@ -53,7 +53,7 @@ class Perplexity:
         return {}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"perplexity": finite_exp(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
+        return {"perplexity": compute_finite_exp(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
 
 
 class Accuracy:
@@ -75,7 +75,7 @@ class Accuracy:
 class _ByClass:
     needs = "predictions"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: MetricSettings) -> None:
         self.classes = setting.classes
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
@@ -115,13 +115,13 @@ class F1(_ByClass):
 
     def values(self, totals: Totals) -> dict[str, float]:
         counts = totals["counts"]
-        return _f1_values(counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1), self.classes, "f1")
+        return _compute_f1(counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1), self.classes, "f1")
 
 
-def _f1_values(
+def _compute_f1(
     right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro: str
 ) -> dict[str, float]:
-    each = divided(2 * right, predicted + present)
+    each = divide(2 * right, predicted + present)
     occur = (predicted + present) > 0
     mean = float(each[occur].mean()) if occur.any() else 0.0
     return {macro: mean, **{f"f1.{name}": float(value) for name, value in zip(classes, each, strict=True)}}
@@ -135,7 +135,7 @@ class SubsetAccuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        chosen, wanted, valid = _several(outputs, batch)
+        chosen, wanted, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
         return {"right": (((chosen == wanted) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
 
@@ -143,13 +143,13 @@ class SubsetAccuracy:
         return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
 
 
-class F1OfSeveral:
+class MultilabelF1:
     """Several classes per text: F1 over all decisions (micro), the mean over classes (macro), and each."""
 
     needs = "logits"
     higher_is_better = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: MetricSettings) -> None:
         self.classes = setting.classes
 
     @property
@@ -157,7 +157,7 @@ class F1OfSeveral:
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        chosen, wanted, valid = _several(outputs, batch)
+        chosen, wanted, valid = _compare_multilabel(outputs, batch)
         return {
             "right": (chosen & wanted & valid).sum(dim=0),
             "predicted": (chosen & valid).sum(dim=0),
@@ -166,14 +166,14 @@ class F1OfSeveral:
 
     def values(self, totals: Totals) -> dict[str, float]:
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
-        micro = float(divided(2 * right.sum(), predicted.sum() + present.sum()))
-        values = _f1_values(right, predicted, present, self.classes, "f1_macro")
+        micro = float(divide(2 * right.sum(), predicted.sum() + present.sum()))
+        values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
         # As in scikit-learn, a class that never occurs counts as 0 here.
-        values["f1_macro"] = float(divided(2 * right, predicted + present).mean())
+        values["f1_macro"] = float(divide(2 * right, predicted + present).mean())
         return {"f1_micro": micro} | values
 
 
-def _several(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def _compare_multilabel(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """What a classifier of several classes chooses, what is right, and where there is a label."""
     assert outputs.logits is not None
     labels = batch["labels"]
@@ -213,7 +213,7 @@ class MeanSquaredError(_Errors):
     names = ("mse",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"mse": float(divided(totals["squared"].sum(), totals["count"].sum()))}
+        return {"mse": float(divide(totals["squared"].sum(), totals["count"].sum()))}
 
 
 class MeanAbsoluteError(_Errors):
@@ -223,7 +223,7 @@ class MeanAbsoluteError(_Errors):
     names = ("mae",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"mae": float(divided(totals["absolute"].sum(), totals["count"].sum()))}
+        return {"mae": float(divide(totals["absolute"].sum(), totals["count"].sum()))}
 
 
 class R2(_Errors):
@@ -261,17 +261,17 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
     return 0.0 if squared > 0 else 1.0
 
 
-_PERPLEXITY: Callable[[Setting], Metric] = lambda _: Perplexity()  # noqa: E731
-_LANGUAGE: dict[str, Callable[[Setting], Metric]] = {
+_PERPLEXITY: Callable[[MetricSettings], Metric] = lambda _: Perplexity()  # noqa: E731
+_LANGUAGE: dict[str, Callable[[MetricSettings], Metric]] = {
     "perplexity": _PERPLEXITY,
     "accuracy": lambda _: Accuracy(),
 }
-KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
+KNOWN: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
     "causal-lm": _LANGUAGE,
     "masked-lm": _LANGUAGE,
     "seq2seq-lm": _LANGUAGE,
     SINGLE: {"accuracy": lambda _: Accuracy(), "f1": F1, "confusion": Confusion},
-    MULTI: {"accuracy": lambda _: SubsetAccuracy(), "f1": F1OfSeveral},
+    MULTI: {"accuracy": lambda _: SubsetAccuracy(), "f1": MultilabelF1},
     REGRESSION: {
         "mse": lambda _: MeanSquaredError(),
         "mae": lambda _: MeanAbsoluteError(),
@@ -281,13 +281,13 @@ KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
 """The metrics of each task by name; all of them are the default, which generates nothing."""
 
 
-def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
+def build_metrics(names: Sequence[str] | None, setting: MetricSettings) -> MetricSet:
     """The metrics that ``train.metrics`` names.
 
     Raises:
         UserError: for a name that the task does not have, or a path without a metric.
     """
-    known = {
+    builders = {
         name: make
         for name, make in KNOWN[setting.task].items()
         if not (setting.user_loss and make is _PERPLEXITY)
@@ -298,19 +298,19 @@ def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
 
         generated = TEXT_METRICS
     # Predictions need all logits, which a loss of the user's may do without.
-    default = () if setting.user_loss else known
+    default = () if setting.user_loss else builders
     for name in default if names is None else names:
         if name == "loss":  # every evaluation has it
             continue
         if ":" in name:
-            metrics[name] = user_metric(name)
-        elif name in known:
-            metrics[name] = known[name](setting)
+            metrics[name] = load_user_metric(name)
+        elif name in builders:
+            metrics[name] = builders[name](setting)
         elif name in generated:
             texts.append(name)
         else:
             raise UserError(
                 f"train.metrics: {name!r} is no metric of {setting.task}; it has "
-                f"{', '.join((*known, *generated))}, and package.module:name is one of your own"
+                f"{', '.join((*builders, *generated))}, and package.module:name is one of your own"
             )
     return MetricSet(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)

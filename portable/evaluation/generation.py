@@ -29,23 +29,29 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[^\W_]+")
 
 
-def exact_match(text: str, target: str) -> float:
+def compute_exact_match(text: str, target: str) -> float:
     """1 if the texts are equal, apart from space around them."""
     return float(text.strip() == target.strip())
 
 
-def rouge_l(text: str, target: str) -> float:
+def compute_rouge_l(text: str, target: str) -> float:
     """ROUGE-L (Lin, 2004): F1 of the longest common subsequence of words, without case and punctuation."""
     ours, wanted = _WORD.findall(text.lower()), _WORD.findall(target.lower())
     row = [0] * (len(wanted) + 1)
     for word in ours:
         before = 0
-        for at, other in enumerate(wanted, start=1):
-            before, row[at] = row[at], before + 1 if word == other else max(row[at], row[at - 1])
+        for column, other in enumerate(wanted, start=1):
+            before, row[column] = (
+                row[column],
+                before + 1 if word == other else max(row[column], row[column - 1]),
+            )
     return 2 * row[-1] / (len(ours) + len(wanted)) if row[-1] else 0.0
 
 
-TEXT_METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "rouge_l": rouge_l}
+TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
+    "exact_match": compute_exact_match,
+    "rouge_l": compute_rouge_l,
+}
 """A number for a generated text and its target; the metric is the mean over texts. Higher is better."""
 
 
@@ -61,24 +67,24 @@ class TextMetrics:
     names: Sequence[str]
     tokenizer: Any
 
-    def sums(self, backend: Backend, engine: Engine, batch: Batch, placed: Batch) -> dict[str, float]:
+    def compute_sums(self, backend: Backend, engine: Engine, batch: Batch, placed: Batch) -> dict[str, float]:
         """Generate for a micro-batch, and add up its metrics; all ranks call it.
 
         Args:
             batch: on the host. placed: the same on the device.
         """
         end = self.tokenizer.eos_token_id
-        tokens = greedy(backend, engine, batch, placed, end)
-        found = dict.fromkeys(("texts", *self.names), 0.0)
+        tokens = generate_greedily(backend, engine, batch, placed, end)
+        totals = dict.fromkeys(("texts", *self.names), 0.0)
         for row, wanted in zip(tokens.tolist(), batch["labels"], strict=True):
             if target := wanted[wanted != IGNORED].tolist():
-                text = self._text(row[: row.index(end)] if end in row else row)
-                found["texts"] += 1
+                text = self._decode(row[: row.index(end)] if end in row else row)
+                totals["texts"] += 1
                 for name in self.names:
-                    found[name] += TEXT_METRICS[name](text, self._text(target))
-        return found
+                    totals[name] += TEXT_METRICS[name](text, self._decode(target))
+        return totals
 
-    def _text(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return decode(self.tokenizer, tokens, skip_special_tokens=True)
 
 
@@ -93,7 +99,9 @@ class _Guess:
         return {"guess": outputs.predictions}
 
 
-def greedy(backend: Backend, engine: Engine, batch: Batch, placed: Batch, end: int | None) -> Tensor:
+def generate_greedily(
+    backend: Backend, engine: Engine, batch: Batch, placed: Batch, end: int | None
+) -> Tensor:
     """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the host.
 
     Args:
@@ -103,11 +111,11 @@ def greedy(backend: Backend, engine: Engine, batch: Batch, placed: Batch, end: i
     for _ in range(guess.shape[1]):
         inputs = torch.cat([batch["decoder_input_ids"][:, :1], guess[:, :-1]], dim=1)
         asked = {**placed, **backend.place({"decoder_input_ids": inputs})}
-        found = engine.evaluate(asked, _Guess(), {})["guess"]
-        before, guess = guess, torch.tensor(backend.read([found]), dtype=torch.int64).view_as(guess)
+        device_guess = engine.evaluate(asked, _Guess(), {})["guess"]
+        before, guess = guess, torch.tensor(backend.read([device_guess]), dtype=torch.int64).view_as(guess)
         if end is not None:
             ends = (guess == end).long()
             guess = guess.where(ends.cumsum(dim=-1) - ends == 0, end)
-        if not backend.any(not torch.equal(before, guess)):
+        if not backend.reduce_any(not torch.equal(before, guess)):
             break
     return guess

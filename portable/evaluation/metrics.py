@@ -74,8 +74,8 @@ class Ratios:
             raise TypeError(
                 f"returns {pairs!r:.60}; return a mapping from names to pairs of a sum and its count"
             )
-        named = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
-        return named | {f"count of {name}": pair[1] for name, pair in pairs.items()}
+        sums = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
+        return sums | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
     def values(self, totals: Totals) -> dict[str, float]:
         names = [key.removeprefix("sum of ") for key in totals if key.startswith("sum of ")]
@@ -108,69 +108,70 @@ class MetricSet:
             for key, value in metric.sums(outputs, batch).items()
         }
 
-    def values(self, totals: Totals) -> dict[str, Any]:
+    def compute_values(self, totals: Totals) -> dict[str, Any]:
         """The values of all metrics, the mean loss first."""
         common = {LABELS: totals[LABELS], LOSS: totals[LOSS]}
         totals = {WEIGHTS: totals[LABELS], **totals}
         weight = float(totals[WEIGHTS]) or 1.0
-        found: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
+        results: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
         for name, total in totals.items():  # what train.loss logs
             if name.startswith(OF_LOSS):
-                found[name.removeprefix(OF_LOSS)] = float(total) / weight
+                results[name.removeprefix(OF_LOSS)] = float(total) / weight
         for name, metric in self._metrics.items():
-            own = {
+            metric_totals = {
                 key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
             }
-            values = metric.values(own | common)
-            if twice := next((value for value in values if value in found), None):
+            values = metric.values(metric_totals | common)
+            if twice := next((value for value in values if value in results), None):
                 raise UserError(
                     f"train.metrics: {name}: another metric has a value {twice!r}, too; rename it"
                 )
-            found |= values
+            results |= values
         if self.texts is not None:
-            found |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
-        return found
+            results |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
+        return results
 
-    def mode(self, value: str) -> Literal["min", "max"] | None:
+    def get_mode(self, value: str) -> Literal["min", "max"] | None:
         """Which way the value of a metric is better; None if the metric does not tell."""
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
-            if (own := getattr(metric, "higher_is_better", None)) is not None:
-                higher |= dict.fromkeys((name, *getattr(metric, "names", ())), bool(own))
-        found = higher.get(value, higher.get(value.partition(".")[0]))
-        return None if found is None else "max" if found else "min"
+            if (higher_is_better := getattr(metric, "higher_is_better", None)) is not None:
+                higher |= dict.fromkeys((name, *getattr(metric, "names", ())), bool(higher_is_better))
+        is_higher_better = higher.get(value, higher.get(value.partition(".")[0]))
+        return None if is_higher_better is None else "max" if is_higher_better else "min"
 
     @property
     def names(self) -> list[str] | None:
         """The names of all values; None if a metric of the user's does not tell."""
-        told = [getattr(metric, "names", None) for metric in self._metrics.values()]
+        names_by_metric = [getattr(metric, "names", None) for metric in self._metrics.values()]
         generated = () if self.texts is None else self.texts.names
-        if None in told:
+        if None in names_by_metric:
             return None
-        return ["loss", *(name for names in told for name in names or ()), *generated]
+        return ["loss", *(name for names in names_by_metric for name in names or ()), *generated]
 
 
 NOTHING = MetricSet()
 """The loss alone."""
 
 
-def user_metric(path: str) -> Metric:
+def load_user_metric(path: str) -> Metric:
     """The metric of an import path, ``package.module:name``.
 
     Raises:
         UserError: if there is none.
     """
     key = f"train.metrics: {path}"
-    found: Any = plugins.load("train.metrics", path)
-    if not isinstance(found, Metric) and not callable(found):
+    target: Any = plugins.load("train.metrics", path)
+    if not isinstance(target, Metric) and not callable(target):
         raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
-    own = _UserMetric(key, found if isinstance(found, Metric) else Ratios(found))
+    metric = _UserMetric(key, target if isinstance(target, Metric) else Ratios(target))
     for name in ("needs", "higher_is_better", "names"):
-        if hasattr(found, name):
-            setattr(own, name, getattr(found, name))
-    if getattr(own, "needs", None) not in (None, "logits", "predictions"):
-        raise UserError(f"{key}: its attribute needs is {own.needs!r}; set it to 'logits' or 'predictions'")  # type: ignore[attr-defined]
-    return own
+        if hasattr(target, name):
+            setattr(metric, name, getattr(target, name))
+    needs: Any = getattr(metric, "needs", None)
+    if needs not in (None, "logits", "predictions"):
+        raise UserError(f"{key}: its attribute needs is {needs!r}; set it to 'logits' or 'predictions'")
+    return metric
 
 
 class _UserMetric:
@@ -182,24 +183,24 @@ class _UserMetric:
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         device = batch["labels"].device
-        with plugins.user_code_errors(self._key):
+        with plugins.convert_user_errors(self._key):
             sums = self._metric.sums(outputs, batch)
             return {name: torch.as_tensor(total, device=device) for name, total in sums.items()}
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        with plugins.user_code_errors(self._key):
-            found = self._metric.values(totals).items()
-            values = {name: value.item() if hasattr(value, "item") else value for name, value in found}
+        with plugins.convert_user_errors(self._key):
+            items = self._metric.values(totals).items()
+            values = {name: value.item() if hasattr(value, "item") else value for name, value in items}
             json.dumps(values)  # as the log has to
             return values
 
 
-def finite_exp(exponent: float) -> float:
+def compute_finite_exp(exponent: float) -> float:
     """``exp``, or infinity where it overflows."""
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
-def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient; 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
@@ -216,11 +217,11 @@ def evaluate(
     valid, weight = 0, 0.0
     for batch in batches:
         valid += count_valid(batch["labels"])
-        weight += engine.objective.weight(batch)
+        weight += engine.objective.compute_weight(batch)
         placed = backend.place(batch)
         totals = engine.evaluate(placed, measures, totals)
         if measures.texts is not None:
-            for name, value in measures.texts.sums(backend, engine, batch, placed).items():
+            for name, value in measures.texts.compute_sums(backend, engine, batch, placed).items():
                 texts[name] = texts.get(name, 0.0) + value
     totals |= {
         name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()
@@ -230,7 +231,7 @@ def evaluate(
     }
     flat = torch.tensor(backend.read(list(on_device.values())), dtype=torch.float64)
     parts = flat.split([total.numel() for total in on_device.values()])
-    return measures.values(
+    return measures.compute_values(
         {
             name: part.reshape(total.shape)
             for (name, total), part in zip(on_device.items(), parts, strict=True)

@@ -11,20 +11,20 @@ import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
-from portable.config.types import truth
+from portable.config.origins import format_short_value
+from portable.config.types import parse_truth
 from portable.config.yaml_text import parse_value
 from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
 from portable.importing.foreign_file import EMPTY, NoCounterpart, NoEffect, Settings
 from portable.importing.foreign_keys import (
-    Ignored,
-    NeverFalse,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    WithoutCounterpart,
-    Words,
+    IgnoredKey,
+    MultiSettingKey,
+    NeverFalseKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    UnmatchedKey,
+    WordSettingKey,
     choose,
     read_flag,
     split_names,
@@ -78,7 +78,7 @@ def parse_number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TpuLauncherKey(WithoutCounterpart):
+class TpuLauncherKey(UnmatchedKey):
     """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
 
     Attributes:
@@ -90,8 +90,8 @@ class TpuLauncherKey(WithoutCounterpart):
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Refuse the value, or note that it has no effect."""
         if is_for_xla(file):
-            raise NoCounterpart(f"{shown(value)} has no counterpart: {self.instead}")
-        raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
+            raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.instead}")
+        raise NoEffect(f"{format_short_value(value)} has no effect: it is for TPUs")
 
     @property
     def remedy(self) -> str:
@@ -106,15 +106,17 @@ def read_sharding(value: Any, file: ForeignFile) -> Any:
     if (version == "2") != is_key_of_fsdp2 and not is_for_xla(file):
         other = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
         raise NoEffect(f"has no effect: with fsdp_version {version} Accelerate reads {other}")
-    if is_key_of_fsdp2 and isinstance(truth(value), bool):
-        return "full_shard" if truth(value) else "shard_grad_op"
+    if is_key_of_fsdp2 and isinstance(parse_truth(value), bool):
+        return "full_shard" if parse_truth(value) else "shard_grad_op"
     return None if value in EMPTY else choose(value, SHARDING_WORDS)
 
 
 def note_original_parameters(value: Any, _: ForeignFile) -> None:
     """Note that the original parameters are kept, if the file does not ask for them."""
-    if truth(value) not in (True, *EMPTY):
-        raise NoEffect(f"{shown(value)} has no effect: FSDP2 always keeps the original parameters")
+    if parse_truth(value) not in (True, *EMPTY):
+        raise NoEffect(
+            f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
+        )
 
 
 def read_group_size(value: Any, _: ForeignFile) -> Any:
@@ -186,7 +188,8 @@ def read_xla_reshard(value: Any, file: ForeignFile) -> str | None:
         return strategy
     if read_flag(value) is (choose(sharding, SHARDING_WORDS) in ("shard_grad_op", "hybrid_shard_zero2")):
         raise NoCounterpart(
-            f"{shown(value)} contradicts fsdp_sharding_strategy {sharding}; remove one of the two"
+            f"{format_short_value(value)} contradicts fsdp_sharding_strategy {sharding}; remove one of the "
+            "two"
         )
     return None
 
@@ -197,7 +200,9 @@ def read_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
     precision = str(choose(str(value).removeprefix("torch."), dtypes))
     mixed = file.get("mixed_precision")
     if mixed is not None and choose(mixed, PRECISIONS) != precision:
-        raise NoCounterpart(f"{value} contradicts mixed_precision {shown(mixed)}; remove one of the two")
+        raise NoCounterpart(
+            f"{value} contradicts mixed_precision {format_short_value(mixed)}; remove one of the two"
+        )
     return precision
 
 
@@ -212,7 +217,7 @@ def read_accumulation(value: Any, file: ForeignFile) -> dict[str, Any] | None:
     if steps in (1, "auto"):  # Accelerate's default in every file
         return None
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise NoCounterpart(f"must be a positive whole number or auto, not {shown(value)}")
+        raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
     if has_deepspeed_json(file):
         raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
     return {"gradient_accumulation_steps": steps}
@@ -228,139 +233,145 @@ def read_deepspeed_json(value: Any, file: ForeignFile) -> Any:
 
 
 XLA_KEYS: ForeignKeys = {
-    "xla": Words("backend", {"true": "xla", "false": None}),
-    "xla_fsdp_grad_ckpt": Words(
+    "xla": WordSettingKey("backend", {"true": "xla", "false": None}),
+    "xla_fsdp_grad_ckpt": WordSettingKey(
         "memory.activation_checkpointing",
         {"true": "full", "false": None},
         hint="set memory.activation_checkpointing to full",
     ),
-    "xla_fsdp_settings.compute_dtype": Setting(
+    "xla_fsdp_settings.compute_dtype": SettingKey(
         "precision", read_xla_compute_dtype, hint="set precision to bf16 or fp32"
     ),
-    "xla_fsdp_settings.buffer_dtype": Setting("xla.buffer_dtype", read_xla_buffer_dtype),
-    "xla_fsdp_settings.shard_param_on_dim_0": Words(
+    "xla_fsdp_settings.buffer_dtype": SettingKey("xla.buffer_dtype", read_xla_buffer_dtype),
+    "xla_fsdp_settings.shard_param_on_dim_0": WordSettingKey(
         "xla.shard_param_on_dim_0", {"true": True, "false": False}
     ),
-    "xla_fsdp_settings.optimization_barrier_in_backward": Words(
+    "xla_fsdp_settings.optimization_barrier_in_backward": WordSettingKey(
         "xla.optimization_barrier_in_backward", {"true": True, "false": False}
     ),
-    "xla_fsdp_settings.reshard_after_forward": Setting(
+    "xla_fsdp_settings.reshard_after_forward": SettingKey(
         "strategy",
         read_xla_reshard,
         reads_every_value=True,
         hint="set strategy to full_shard if it is true, and to shard_grad_op if not",
     ),
-    "xla_fsdp_settings.fp32_reduce_scatter": Refused(
+    "xla_fsdp_settings.fp32_reduce_scatter": RefusedKey(
         "under SPMD gradients are reduced in the compute type; remove it, or set precision to fp32"
     ),
-    "xla_fsdp_settings.disable_reshard_on_root": Refused(
+    "xla_fsdp_settings.disable_reshard_on_root": RefusedKey(
         "under SPMD there are no units and no root; remove it"
     ),
-    "xla_fsdp_settings.flatten_parameters": Refused(
+    "xla_fsdp_settings.flatten_parameters": RefusedKey(
         "under SPMD parameters are sharded along a dim; remove it"
     ),
-    "xla_fsdp_settings.pin_layout_in_collective_ops": Refused(
+    "xla_fsdp_settings.pin_layout_in_collective_ops": RefusedKey(
         "under SPMD the compiler places the collectives; remove it"
     ),
-    "xla_fsdp_settings.optimization_barrier_in_forward": Refused(
+    "xla_fsdp_settings.optimization_barrier_in_forward": RefusedKey(
         "under SPMD the compiler schedules the gathers; remove it"
     ),
-    "xla_fsdp_settings.execute_sharding_on_init": NeverFalse(
+    "xla_fsdp_settings.execute_sharding_on_init": NeverFalseKey(
         "parameters are always sharded on creation; remove it"
     ),
-    "xla_fsdp_settings.auto_wrap_policy": Refused(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
+    "xla_fsdp_settings.auto_wrap_policy": RefusedKey(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
 }
 """Keys of FSDP under XLA: at the top level in some guides, and in FSDP's section in the Trainer's."""
 XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
 FSDP_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
-        Setting("strategy", read_sharding, reads_every_value=True),
+        SettingKey("strategy", read_sharding, reads_every_value=True),
     ),
-    "fsdp_config.fsdp_auto_wrap_policy": Setting("fsdp.auto_wrap_policy", read_wrap_policy),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Setting(
+    "fsdp_config.fsdp_auto_wrap_policy": SettingKey("fsdp.auto_wrap_policy", read_wrap_policy),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": SettingKey(
         "fsdp.transformer_layer_cls_to_wrap", read_class_names
     ),
-    "fsdp_config.fsdp_min_num_params": Setting("fsdp.min_num_params", read_min_parameters),
-    "fsdp_config.fsdp_forward_prefetch": Words("fsdp.forward_prefetch", {"true": True, "false": None}),
+    "fsdp_config.fsdp_min_num_params": SettingKey("fsdp.min_num_params", read_min_parameters),
+    "fsdp_config.fsdp_forward_prefetch": WordSettingKey(
+        "fsdp.forward_prefetch", {"true": True, "false": None}
+    ),
     **dict.fromkeys(
         ("fsdp_config.fsdp_backward_prefetch", "fsdp_config.fsdp_backward_prefetch_policy"),
-        Words(
+        WordSettingKey(
             "fsdp.backward_prefetch",
             {"backward_pre": "backward_pre", "backward_post": "backward_post", "no_prefetch": "no_prefetch"},
         ),
     ),
-    "fsdp_config.fsdp_state_dict_type": Words(
+    "fsdp_config.fsdp_state_dict_type": WordSettingKey(
         "checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}
     ),
-    "fsdp_config.fsdp_offload_params": Words("memory.offload_params", {"true": "cpu", "false": "none"}),
-    "fsdp_config.fsdp_activation_checkpointing": Words(
+    "fsdp_config.fsdp_offload_params": WordSettingKey(
+        "memory.offload_params", {"true": "cpu", "false": "none"}
+    ),
+    "fsdp_config.fsdp_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "fsdp_config.fsdp_activation_checkpointing_offload": Refused(
+    "fsdp_config.fsdp_activation_checkpointing_offload": RefusedKey(
         "stored activations stay on the device; set it to false"
     ),
-    "fsdp_config.fsdp_ignored_modules": Refused("every module is sharded; remove it"),
-    "fsdp_config.fsdp_version": Presets(
+    "fsdp_config.fsdp_ignored_modules": RefusedKey("every module is sharded; remove it"),
+    "fsdp_config.fsdp_version": PresetKey(
         {"1": {}, "2": {}}, hint="1 or 2, which says what keys Accelerate reads"
     ),
-    "fsdp_config.fsdp_use_orig_params": Several(
+    "fsdp_config.fsdp_use_orig_params": MultiSettingKey(
         (),
         note_original_parameters,
         reads_every_value=True,
         hint="no effect if false: FSDP2 always keeps the original parameters",
     ),
     **dict.fromkeys(
-        ("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_sync_module_states"), Ignored()
+        ("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_sync_module_states"), IgnoredKey()
     ),
 }
 DEEPSPEED_KEYS: ForeignKeys = {
-    "deepspeed_config.zero_stage": Words(
+    "deepspeed_config.zero_stage": WordSettingKey(
         "strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3"}
     ),
-    "deepspeed_config.gradient_accumulation_steps": Setting("deepspeed.config", read_accumulation),
-    "deepspeed_config.deepspeed_config_file": Setting("deepspeed.config", read_deepspeed_json),
-    "deepspeed_config.gradient_clipping": Several(
+    "deepspeed_config.gradient_accumulation_steps": SettingKey("deepspeed.config", read_accumulation),
+    "deepspeed_config.deepspeed_config_file": SettingKey("deepspeed.config", read_deepspeed_json),
+    "deepspeed_config.gradient_clipping": MultiSettingKey(
         ("train.max_grad_norm",), read_clipping, reads_every_value=True
     ),
-    "deepspeed_config.offload_optimizer_device": Setting(
+    "deepspeed_config.offload_optimizer_device": SettingKey(
         "memory.offload_optimizer", read_offload_device("optimizer", read_zero_stage)
     ),
-    "deepspeed_config.offload_param_device": Setting(
+    "deepspeed_config.offload_param_device": SettingKey(
         "memory.offload_params", read_offload_device("params", read_zero_stage)
     ),
-    "deepspeed_config.offload_optimizer_nvme_path": Several(
+    "deepspeed_config.offload_optimizer_nvme_path": MultiSettingKey(
         ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_optimizer_device", read_zero_stage)
     ),
-    "deepspeed_config.offload_param_nvme_path": Several(
+    "deepspeed_config.offload_param_nvme_path": MultiSettingKey(
         ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_param_device", read_zero_stage)
     ),
-    "deepspeed_config.deepspeed_multinode_launcher": Refused(OF_LAUNCHER, unless=("standard",)),
+    "deepspeed_config.deepspeed_multinode_launcher": RefusedKey(OF_LAUNCHER, unless=("standard",)),
     **dict.fromkeys(
         (
             "deepspeed_config.deepspeed_hostfile",
             "deepspeed_config.deepspeed_inclusion_filter",
             "deepspeed_config.deepspeed_exclusion_filter",
         ),
-        Refused(OF_LAUNCHER),
+        RefusedKey(OF_LAUNCHER),
     ),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": Ignored("ZeRO-3 finds the expert blocks automatically"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": IgnoredKey(
+        "ZeRO-3 finds the expert blocks automatically"
+    ),
     **dict.fromkeys(
-        ("deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model"), Ignored()
+        ("deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model"), IgnoredKey()
     ),
 }
 PARALLELISM_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
-        Setting("context_parallel_size", read_group_size),
+        SettingKey("context_parallel_size", read_group_size),
     ),
-    "parallelism_config.parallelism_config_tp_size": Setting("tensor_parallel_size", read_group_size),
+    "parallelism_config.parallelism_config_tp_size": SettingKey("tensor_parallel_size", read_group_size),
     **dict.fromkeys(
         (
             "parallelism_config.parallelism_config_dp_shard_size",
             "parallelism_config.parallelism_config_dp_replicate_size",
         ),
-        Ignored("strategy and the number of ranks say it", unless=(1,)),
+        IgnoredKey("strategy and the number of ranks say it", unless=(1,)),
     ),
     **dict.fromkeys(
         (
@@ -371,11 +382,11 @@ PARALLELISM_KEYS: ForeignKeys = {
             "parallelism_config.parallelism_config_sp_seq_length_is_variable",
             "parallelism_config.parallelism_config_sp_attn_implementation",
         ),
-        Ignored("ranks that share a sequence exchange tokens for heads"),
+        IgnoredKey("ranks that share a sequence exchange tokens for heads"),
     ),
 }
 KEYS: ForeignKeys = {
-    "distributed_type": Presets(
+    "distributed_type": PresetKey(
         {
             "NO": {"strategy": "no_shard"},
             "false": {"strategy": "no_shard"},
@@ -387,34 +398,34 @@ KEYS: ForeignKeys = {
             "TPU": {"backend": "xla"},
         }
     ),
-    "mixed_precision": Words("precision", PRECISIONS),
-    "fp16": Setting("precision", read_old_fp16, reads_every_value=True),
+    "mixed_precision": WordSettingKey("precision", PRECISIONS),
+    "fp16": SettingKey("precision", read_old_fp16, reads_every_value=True),
     "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set it to no"),
-    "use_cpu": Setting("backend", read_use_cpu),
-    "gpu_ids": Several((), read_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
+    "use_cpu": SettingKey("backend", read_use_cpu),
+    "gpu_ids": MultiSettingKey((), read_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
     **dict.fromkeys(
         ("dynamo_backend", "dynamo_config.dynamo_backend"),
-        Several(("compile", "compile_backend"), read_dynamo_backend, reads_every_value=True),
+        MultiSettingKey(("compile", "compile_backend"), read_dynamo_backend, reads_every_value=True),
     ),
-    "dynamo_config.dynamo_mode": Setting("compile_mode"),
+    "dynamo_config.dynamo_mode": SettingKey("compile_mode"),
     **dict.fromkeys(
         (
             "dynamo_config.dynamo_use_fullgraph",
             "dynamo_config.dynamo_use_dynamic",
             "dynamo_config.dynamo_use_regional_compilation",
         ),
-        Ignored("each layer is compiled separately", unless=("default",)),
+        IgnoredKey("each layer is compiled separately", unless=("default",)),
     ),
     **FSDP_KEYS,
     **XLA_KEYS,
     **{f"fsdp_config.{name}": key for name, key in XLA_KEYS.items()},
     **DEEPSPEED_KEYS,
     **PARALLELISM_KEYS,
-    "mpirun_config": Refused(OF_LAUNCHER),
-    **dict.fromkeys(("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend"), Ignored()),
-    **dict.fromkeys(("main_training_function", "same_network"), Ignored()),
-    **dict.fromkeys(("num_processes", "num_machines"), Ignored()),
-    "compute_environment": Refused(
+    "mpirun_config": RefusedKey(OF_LAUNCHER),
+    **dict.fromkeys(("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend"), IgnoredKey()),
+    **dict.fromkeys(("main_training_function", "same_network"), IgnoredKey()),
+    **dict.fromkeys(("num_processes", "num_machines"), IgnoredKey()),
+    "compute_environment": RefusedKey(
         "runs are always local; set it to LOCAL_MACHINE", unless=("LOCAL_MACHINE", "TPU")
     ),
     "tpu_use_cluster": TpuLauncherKey(f"{START_ON_EVERY_HOST}; set it to false"),
@@ -423,15 +434,15 @@ KEYS: ForeignKeys = {
         ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"),
         TpuLauncherKey(f"{START_ON_EVERY_HOST}; remove it"),
     ),
-    "debug": Ignored("collectives are not checked one by one"),
-    "enable_cpu_affinity": Ignored("ranks are not bound to cores"),
-    "fp8_config": Ignored("fp8 is not part of this version"),
+    "debug": IgnoredKey("collectives are not checked one by one"),
+    "enable_cpu_affinity": IgnoredKey("ranks are not bound to cores"),
+    "fp8_config": IgnoredKey("fp8 is not part of this version"),
 }
 OUR_OLD_SETTINGS: ForeignKeys = {
     f"xla.{name.removeprefix('xla_fsdp_settings.')}": key
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
-} | {"xla.xla_fsdp_v2": Ignored("sharding is always by SPMD; remove it")}
+} | {"xla.xla_fsdp_v2": IgnoredKey("sharding is always by SPMD; remove it")}
 """Settings of earlier releases that had one value, or that have another name now."""
 
 
@@ -484,15 +495,15 @@ def finish(file: ForeignFile, devices: int) -> None:
     if machines not in (None, 1):
         file.refuse(
             ("num_machines",),
-            f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
-            "process then joins; or set it to 1",
+            f"{format_short_value(machines)} machines need accelerate launch or torchrun on each of them, "
+            "which this process then joins; or set it to 1",
         )
     if processes is None and file.values.get("distributed_type") in ("NO", False):
         processes = 1
     if isinstance(processes, int) and processes > 0:
         result.processes = processes
     elif processes is not None and processes != -1:
-        file.refuse(("num_processes",), f"must be an integer >= 1, not {shown(processes)}")
+        file.refuse(("num_processes",), f"must be an integer >= 1, not {format_short_value(processes)}")
 
 
 # -- the environment ---------------------------------------------------------------------------------------
@@ -572,7 +583,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
     values: dict[str, Any] = {}
     variables: dict[Path, str] = {}
     for variable, kind in DISTRIBUTED_TYPES.items():
-        if truth(environment.get(variable, "").replace("1", "true")) is True and not values:
+        if parse_truth(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
             variables[("distributed_type",)] = variable
     # FSDP1 and FSDP2 have different keys for the sharding.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
-from portable.importing.foreign_file import Difference, NoCounterpart, is_off
+from portable.config.origins import format_short_value
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
 from portable.importing.foreign_keys import (
-    Companion,
-    Ignored,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    Switch,
-    Words,
+    CompanionKey,
+    IgnoredKey,
+    MultiSettingKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    SwitchKey,
+    WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
     AUTOMATIC,
@@ -39,7 +39,7 @@ from portable.importing.trainer_conversions import (
     read_push_time,
 )
 from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
-from portable.importing.words import word_of
+from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,8 +88,8 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
     }
     if others:
         raise NoCounterpart(
-            f"{shown(others)} has no counterpart: the roles in the records are user, assistant, system and "
-            "tool, or human and gpt with from and value; rename them in the records"
+            f"{format_short_value(others)} has no counterpart: the roles in the records are user, assistant, "
+            "system and tool, or human and gpt with from and value; rename them in the records"
         )
 
 
@@ -99,7 +99,7 @@ def note_plugins(value: Any, file: ForeignFile) -> None:
         if "CutCrossEntropy" in name or "Liger" in name:
             file.note(file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory")
         else:
-            file.refuse(file.path, f"{shown(name)} has no counterpart: {USE_CUSTOM_CODE}")
+            file.refuse(file.path, f"{format_short_value(name)} has no counterpart: {USE_CUSTOM_CODE}")
 
 
 def read_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def read_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
 def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read ``rl``, the name of a loss of pairs."""
     if value not in PAIR_LOSSES:
-        raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
     return {"train.loss": format_pair_loss(value, file.get("rl_beta", file.get("dpo_beta")))}
 
 
@@ -120,7 +120,7 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
         if not isinstance(entry, dict) or not entry.get("path"):
             raise NoCounterpart(
-                f"{shown(entry)} has no counterpart: name a file or hub dataset in data.source"
+                f"{format_short_value(entry)} has no counterpart: name a file or hub dataset in data.source"
             )
         sources.append(_read_dataset(entry, number, file))
     return combine_sources(sources)
@@ -174,7 +174,7 @@ def read_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str
         return _read_message_format(entry, is_sharegpt=base == "sharegpt")
     if kind not in FORMATS:
         reason = "records of this kind are not read; write them as messages, alpaca or text"
-        raise NoCounterpart(f"{entry['path']}: type {shown(kind)} has no counterpart: {reason}")
+        raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} has no counterpart: {reason}")
     return FORMATS[kind], {}
 
 
@@ -185,10 +185,10 @@ def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> tupl
     content = content or ("value" if role == "from" else "content")
     others = {key: name for key, name in mapping.items() if key not in ("role", "content") and key != name}
     if (role, content) not in MESSAGE_FIELDS or others:
-        named = shown({"role": role, "content": content, **others})
+        field_names = format_short_value({"role": role, "content": content, **others})
         raise NoCounterpart(
-            f"{entry['path']}: messages with the keys {named} have no counterpart: write them with role "
-            "and content, or with from and value"
+            f"{entry['path']}: messages with the keys {field_names} have no counterpart: write them with "
+            "role and content, or with from and value"
         )
     field = MESSAGE_FIELDS[role, content]
     theirs = entry.get("field_messages") or ("conversations" if is_sharegpt else "messages")
@@ -198,49 +198,55 @@ def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> tupl
 
 
 ENTRY_KEYS: ForeignKeys = {
-    **dict.fromkeys(("path", "data_files"), Companion("data.source")),
-    "name": Setting("data.config_name"),
-    "split": Setting("data.split"),
-    **dict.fromkeys(("field", "text_column"), Setting("data.text_field")),
-    "type": Companion("data.format"),
+    **dict.fromkeys(("path", "data_files"), CompanionKey("data.source")),
+    "name": SettingKey("data.config_name"),
+    "split": SettingKey("data.split"),
+    **dict.fromkeys(("field", "text_column"), SettingKey("data.text_field")),
+    "type": CompanionKey("data.format"),
     **dict.fromkeys(
         ("field_messages", "message_property_mappings", "message_field_role", "message_field_content"),
-        Companion("data.format and data.columns"),
+        CompanionKey("data.format and data.columns"),
     ),
-    **dict.fromkeys(("field_instruction", "field_output", "field_input"), Companion("data.columns")),
-    **dict.fromkeys(("field_system", "field_human", "field_model", "field_tools"), Companion("data.columns")),
-    **dict.fromkeys(("field_prompt", "field_chosen", "field_rejected"), Companion("data.columns")),
-    "roles_to_train": Setting("data.roles_to_train", read_trained_roles),
-    "roles": Several((), check_role_names, hint="data.format: each format has its own words for roles"),
-    "chat_template": Setting("data.chat_template", read_chat_template),
-    **dict.fromkeys(("train_on_eos", "train_on_eot"), Refused(TURN_END, unless=("turn",))),
-    "message_field_training": Refused(
+    **dict.fromkeys(("field_instruction", "field_output", "field_input"), CompanionKey("data.columns")),
+    **dict.fromkeys(
+        ("field_system", "field_human", "field_model", "field_tools"), CompanionKey("data.columns")
+    ),
+    **dict.fromkeys(("field_prompt", "field_chosen", "field_rejected"), CompanionKey("data.columns")),
+    "roles_to_train": SettingKey("data.roles_to_train", read_trained_roles),
+    "roles": MultiSettingKey(
+        (), check_role_names, hint="data.format: each format has its own words for roles"
+    ),
+    "chat_template": SettingKey("data.chat_template", read_chat_template),
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), RefusedKey(TURN_END, unless=("turn",))),
+    "message_field_training": RefusedKey(
         "the keys train, training, weight and loss of a message are read; rename it in the records",
         unless=("train", "training"),
     ),
-    "message_field_training_detail": Refused(
+    "message_field_training_detail": RefusedKey(
         "parts of a message cannot be left out; set weight: 0 in complete messages"
     ),
     **dict.fromkeys(
         ("field_thinking", "template_thinking_key"),
-        Refused(
+        RefusedKey(
             "the keys reasoning_content, thinking and reasoning of a message are read; rename it in the "
             "records",
             unless=("reasoning_content", "thinking", "reasoning"),
         ),
     ),
-    "split_thinking": Refused("write the reasoning into reasoning_content of each message"),
-    "drop_system_message": Refused("remove the system messages from the records"),
-    "chat_template_jinja": Refused("write it into a .jinja file, and name it in data.chat_template"),
+    "split_thinking": RefusedKey("write the reasoning into reasoning_content of each message"),
+    "drop_system_message": RefusedKey("remove the system messages from the records"),
+    "chat_template_jinja": RefusedKey("write it into a .jinja file, and name it in data.chat_template"),
     **dict.fromkeys(
         ("shards", "shards_idx"),
-        Refused("set data.split to a part, such as train[:10%], or data.max_samples"),
+        RefusedKey("set data.split to a part, such as train[:10%], or data.max_samples"),
     ),
-    "skip": Refused("set data.split to a part, such as train[10%:]"),
-    "conversation": Refused("name a template in data.chat_template"),
-    **dict.fromkeys(("system_prompt", "system_format", "format", "no_input_format"), Refused(SET_TEMPLATE)),
+    "skip": RefusedKey("set data.split to a part, such as train[10%:]"),
+    "conversation": RefusedKey("name a template in data.chat_template"),
     **dict.fromkeys(
-        ("prompt_format", "chosen_format", "rejected_format", "completion_format"), Refused(SET_TEMPLATE)
+        ("system_prompt", "system_format", "format", "no_input_format"), RefusedKey(SET_TEMPLATE)
+    ),
+    **dict.fromkeys(
+        ("prompt_format", "chosen_format", "rejected_format", "completion_format"), RefusedKey(SET_TEMPLATE)
     ),
     **dict.fromkeys(
         (
@@ -251,108 +257,115 @@ ENTRY_KEYS: ForeignKeys = {
             "logprobs_field",
             "temperature",
         ),
-        Refused("write the records as messages, alpaca or text"),
+        RefusedKey("write the records as messages, alpaca or text"),
     ),
-    "revision": Refused(
+    "revision": RefusedKey(
         "the newest revision is taken; name a local folder in data.source for another", unless=("main",)
     ),
-    "trust_remote_code": Refused("no code of a dataset is run; name its files in data.source"),
-    "ds_type": Ignored(
+    "trust_remote_code": RefusedKey("no code of a dataset is run; name its files in data.source"),
+    "ds_type": IgnoredKey(
         "the ending of a file's name decides; rename it", unless=("json", "parquet", "csv", "text")
     ),
-    "preprocess_shards": Ignored(),
+    "preprocess_shards": IgnoredKey(),
 }
 """Keys of an entry of ``datasets`` and of ``pretraining_dataset``."""
 
 KEYS: ForeignKeys = {
     # Model and adapter
-    "base_model": Setting("model.name_or_path"),
-    "flash_attention": Switch({"model.attention": "flash_attention_2"}),
-    "use_flash_attn": Switch({"model.attention": "flash_attention_2"}),
-    **dict.fromkeys(("sdp_attention", "xformers_attention"), Switch({"model.attention": "sdpa"})),
-    "adapter": Presets(
+    "base_model": SettingKey("model.name_or_path"),
+    "flash_attention": SwitchKey({"model.attention": "flash_attention_2"}),
+    "use_flash_attn": SwitchKey({"model.attention": "flash_attention_2"}),
+    **dict.fromkeys(("sdp_attention", "xformers_attention"), SwitchKey({"model.attention": "sdpa"})),
+    "adapter": PresetKey(
         {"lora": {"adapter.type": "lora"}, "qlora": {"adapter.type": "lora", "adapter.base": "nf4"}},
         hint=SET_ADAPTER,
     ),
-    "lora_model_dir": Setting("adapter.name_or_path"),
-    "lora_target_linear": Switch({"adapter.target_modules": "all-linear"}),
-    "peft_use_dora": Setting("adapter.use_dora"),
-    "peft_use_rslora": Setting("adapter.use_rslora"),
-    **dict.fromkeys(("processor_type", "image_size"), Refused(ONLY_TEXT)),
-    **dict.fromkeys(("qat", "quantize_moe_experts"), Refused(ONLY_16_OR_32_BITS)),
-    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored(NO_LIGER)),
-    **dict.fromkeys(("base_model_config", "lora_fan_in_fan_out"), Ignored()),
+    "lora_model_dir": SettingKey("adapter.name_or_path"),
+    "lora_target_linear": SwitchKey({"adapter.target_modules": "all-linear"}),
+    "peft_use_dora": SettingKey("adapter.use_dora"),
+    "peft_use_rslora": SettingKey("adapter.use_rslora"),
+    **dict.fromkeys(("processor_type", "image_size"), RefusedKey(ONLY_TEXT)),
+    **dict.fromkeys(("qat", "quantize_moe_experts"), RefusedKey(ONLY_16_OR_32_BITS)),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), IgnoredKey(NO_LIGER)),
+    **dict.fromkeys(("base_model_config", "lora_fan_in_fan_out"), IgnoredKey()),
     # Data
     **dict.fromkeys(
-        ("datasets", "pretraining_dataset"), Several(SOURCE_SETTINGS, read_datasets, hint="data.source")
+        ("datasets", "pretraining_dataset"),
+        MultiSettingKey(SOURCE_SETTINGS, read_datasets, hint="data.source"),
     ),
-    "test_datasets": Refused(SET_EVAL),
-    "val_set_size": Setting("data.eval_fraction", read_eval_fraction),
-    "sequence_len": Setting("data.seq_len"),
-    "excess_length_strategy": Words("data.truncation", {"drop": "drop", "truncate": "end"}),
-    "sample_packing": Switch({"data.packing": "documents"}),
-    "eval_sample_packing": Ignored("evaluation samples are packed like training samples; set data.packing"),
-    "pad_to_sequence_len": Ignored("set data.packing; if it is false, sequences are padded to data.seq_len"),
+    "test_datasets": RefusedKey(SET_EVAL),
+    "val_set_size": SettingKey("data.eval_fraction", read_eval_fraction),
+    "sequence_len": SettingKey("data.seq_len"),
+    "excess_length_strategy": WordSettingKey("data.truncation", {"drop": "drop", "truncate": "end"}),
+    "sample_packing": SwitchKey({"data.packing": "documents"}),
+    "eval_sample_packing": IgnoredKey(
+        "evaluation samples are packed like training samples; set data.packing"
+    ),
+    "pad_to_sequence_len": IgnoredKey(
+        "set data.packing; if it is false, sequences are padded to data.seq_len"
+    ),
     **dict.fromkeys(
         ("group_by_length", "max_packed_sequence_len"),
-        Ignored("sequences have one length; set data.packing so that none is padding"),
+        IgnoredKey("sequences have one length; set data.packing so that none is padding"),
     ),
-    "train_on_inputs": Words(
+    "train_on_inputs": WordSettingKey(
         "data.train_on",
         {"true": "all", "false": None},
         hint="set data.train_on to all if it is true; false is the default for conversations",
     ),
-    "roles_to_train": Setting("data.roles_to_train"),
-    "chat_template": Setting("data.chat_template", read_chat_template),
-    "chat_template_jinja": Setting("data.chat_template"),
-    "tokenizer_config": Setting("data.tokenizer"),
-    "tokenizer_type": Companion("data.tokenizer"),
-    "special_tokens": Ignored("those of the tokenizer are used; set data.added_tokens for more"),
-    "eot_tokens": Ignored("the token that ends an answer is found in the data; leave it out"),
-    "dataset_prepared_path": Companion("data.cache_dir"),
-    **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), Ignored(TOKENIZED_ONCE)),
-    "push_dataset_to_hub": Ignored(),
+    "roles_to_train": SettingKey("data.roles_to_train"),
+    "chat_template": SettingKey("data.chat_template", read_chat_template),
+    "chat_template_jinja": SettingKey("data.chat_template"),
+    "tokenizer_config": SettingKey("data.tokenizer"),
+    "tokenizer_type": CompanionKey("data.tokenizer"),
+    "special_tokens": IgnoredKey("those of the tokenizer are used; set data.added_tokens for more"),
+    "eot_tokens": IgnoredKey("the token that ends an answer is found in the data; leave it out"),
+    "dataset_prepared_path": CompanionKey("data.cache_dir"),
+    **dict.fromkeys(("dataset_processes", "skip_prepare_dataset"), IgnoredKey(TOKENIZED_ONCE)),
+    "push_dataset_to_hub": IgnoredKey(),
     # Training
-    "num_epochs": Setting("train.epochs"),
-    "micro_batch_size": Setting("train.micro_batch_size"),
-    "batch_size": Setting("train.global_batch_size"),
-    "eval_batch_size": Ignored("evaluation takes train.micro_batch_size; leave it out"),
-    "optimizer": Setting("train.optimizer", word_of("train.optimizer")),
-    "lr_scheduler": Setting("train.schedule", word_of("train.schedule")),
-    "cosine_min_lr_ratio": Setting("train.min_learning_rate_ratio"),
-    "unfrozen_parameters": Setting("train.trainable"),
-    "rl": Several(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
-    **dict.fromkeys(("rl_beta", "dpo_beta"), Companion(BETA_OF_LOSS)),
-    "rpo_alpha": Companion(SFT_OF_LOSS),
-    "early_stop": Setting("train.stop_after"),
-    "evals_per_epoch": Setting(
+    "num_epochs": SettingKey("train.epochs"),
+    "micro_batch_size": SettingKey("train.micro_batch_size"),
+    "batch_size": SettingKey("train.global_batch_size"),
+    "eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; leave it out"),
+    "optimizer": SettingKey("train.optimizer", build_word_converter("train.optimizer")),
+    "lr_scheduler": SettingKey("train.schedule", build_word_converter("train.schedule")),
+    "cosine_min_lr_ratio": SettingKey("train.min_learning_rate_ratio"),
+    "unfrozen_parameters": SettingKey("train.trainable"),
+    "rl": MultiSettingKey(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    **dict.fromkeys(("rl_beta", "dpo_beta"), CompanionKey(BETA_OF_LOSS)),
+    "rpo_alpha": CompanionKey(SFT_OF_LOSS),
+    "early_stop": SettingKey("train.stop_after"),
+    "evals_per_epoch": SettingKey(
         "train.eval_every_epochs",
         read_events_per_epoch,
         hint="set train.eval_every_epochs to one divided by it",
     ),
-    "evaluation_strategy": Presets(
+    "evaluation_strategy": PresetKey(
         {"no": {"train.eval_every": None}, "epoch": {"train.eval_every_epochs": 1}, "steps": {}},
         hint=SET_EVAL_EVERY,
     ),
     **dict.fromkeys(
         ("loss_watchdog_threshold", "loss_watchdog_patience"),
-        Ignored("the run stops at a loss that is not finite; leave it out"),
+        IgnoredKey("the run stops at a loss that is not finite; leave it out"),
     ),
-    "plugins": Several((), note_plugins, hint=USE_CUSTOM_CODE),
+    "plugins": MultiSettingKey((), note_plugins, hint=USE_CUSTOM_CODE),
     # Output and launch
-    "saves_per_epoch": Setting(
+    "saves_per_epoch": SettingKey(
         "checkpoint.every_epochs",
         read_events_per_epoch,
         hint="set checkpoint.every_epochs to one divided by it",
     ),
-    "save_first_step": Ignored(),
-    "wandb_project": Several(("log.project", "log.trackers"), read_wandb_project, hint="log.project"),
-    **dict.fromkeys(("wandb_name", "wandb_run_id"), Setting("log.name")),
-    "wandb_*": Ignored("set log.trackers; a tracker's other settings are its environment variables"),
-    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), Setting("context_parallel_size")),
-    "tensor_parallel_size": Setting("tensor_parallel_size"),
-    **dict.fromkeys(("strict", "gpu_memory_limit"), Ignored(AUTOMATIC)),
-    **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), Ignored()),
+    "save_first_step": IgnoredKey(),
+    "wandb_project": MultiSettingKey(("log.project", "log.trackers"), read_wandb_project, hint="log.project"),
+    **dict.fromkeys(("wandb_name", "wandb_run_id"), SettingKey("log.name")),
+    "wandb_*": IgnoredKey("set log.trackers; a tracker's other settings are its environment variables"),
+    **dict.fromkeys(
+        ("context_parallel_size", "sequence_parallel_degree"), SettingKey("context_parallel_size")
+    ),
+    "tensor_parallel_size": SettingKey("tensor_parallel_size"),
+    **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(AUTOMATIC)),
+    **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), IgnoredKey()),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
@@ -374,7 +387,7 @@ DIFFERENCES = (
     OTHER_ORDER,
     CUT_LATER,
     PACKED_APART,
-    Difference(
+    ProgramDifference(
         "Without train_on_inputs, only answers are trained, to the end of their turn.", "data.train_on"
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from portable.config.yaml_text import parse_value
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 PROCESS_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
 """Options of launchers for the number of processes on a machine."""
@@ -65,5 +65,5 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
             else:
                 values[name] = [*(earlier if isinstance(earlier, list) else [earlier]), value]
     if not values:
-        raise UserError(one_line(f"import: no arguments in {' '.join(words)!r}; give --name value"))
+        raise UserError(to_one_line(f"import: no arguments in {' '.join(words)!r}; give --name value"))
     return values

@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.converters.similar_names import suggest_name
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.importing.foreign_file import ForeignKey, NoCounterpart, NoEffect, Settings
-from portable.importing.foreign_keys import Ignored, NeverFalse, Refused, Setting, Several, Words, choose
+from portable.importing.foreign_keys import (
+    IgnoredKey,
+    MultiSettingKey,
+    NeverFalseKey,
+    RefusedKey,
+    SettingKey,
+    WordSettingKey,
+    choose,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,27 +76,27 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         if parsed is None and find_spec(package) is not None:
             try:
                 load = import_module(package).loads
-                parsed = load(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, name))
+                parsed = load(text, object_pairs_hook=lambda pairs: _build_unique_dict(pairs, name))
             except (ValueError, RecursionError) as error:
                 problem = problem or str(error)
     if problem and not isinstance(parsed, dict):  # a single word is valid Hjson, too
-        raise UserError(one_line(f"{name}: invalid JSON: {problem}"))
+        raise UserError(to_one_line(f"{name}: invalid JSON: {problem}"))
     require(isinstance(parsed, dict), f"{name}: a DeepSpeed JSON must be a mapping")
     values: dict[str, Any] = parsed
     return values
 
 
-def _without_repeats(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     keys = [key for key, _ in pairs if not _is_comment(key)]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     require(twice is None, f"{name}: duplicate key {twice}; remove one")
     return dict(pairs)
 
 
-def _without_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
+def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """Copy ``values`` without the keys that serve as comments, and without keys whose value is null."""
     return {
-        key: _without_comments_and_nulls(value) if isinstance(value, dict) else value
+        key: _remove_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
         if value is not None and not _is_comment(key)
     }
@@ -104,7 +112,7 @@ def prepare(file: ForeignFile) -> None:
     Args:
         file: A file whose keys have not been converted.
     """
-    file.values = values = _without_comments_and_nulls(file.values)
+    file.values = values = _remove_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):  # the form before stages existed
         zero = values["zero_optimization"] = {"stage": int(zero)}
@@ -153,7 +161,7 @@ def pass_on(file: ForeignFile, value: Any) -> None:
         NoCounterpart: For a param of the optimizer or the scheduler, which DeepSpeed does not build here.
     """
     if file.path[0] in ("optimizer", "scheduler"):
-        raise NoCounterpart(f"{shown(value)} is not supported; remove it")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported; remove it")
     is_first = "deepspeed.config" not in file.result.values
     section = file.result.values.setdefault("deepspeed.config", {})
     if is_first:
@@ -164,7 +172,7 @@ def pass_on(file: ForeignFile, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class PassedOn(ForeignKey):
+class PassedOnKey(ForeignKey):
     """A key of DeepSpeed that is passed on, except for some values.
 
     Attributes:
@@ -176,7 +184,7 @@ class PassedOn(ForeignKey):
     text: str
     reads_every_value: bool = field(default=True, kw_only=True)
 
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+    def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return False, because DeepSpeed interprets the value."""
         return False
 
@@ -291,7 +299,8 @@ def read_optimizer(value: Any, _: ForeignFile) -> str:
     if kind not in OPTIMIZERS:
         reason = "it scales updates by norms of whole tensors, which ZeRO's flat partitions do not have; "
         raise NoCounterpart(
-            f"{shown(value)} has no counterpart: {reason if kind == 'lamb' else ''}use AdamW, Adam or SGD"
+            f"{format_short_value(value)} has no counterpart: {reason if kind == 'lamb' else ''}use AdamW, "
+            "Adam or SGD"
         )
     return "sgd" if kind == "sgd" else "adamw"
 
@@ -324,14 +333,14 @@ def read_momentum(value: Any, _: ForeignFile) -> list[Any]:
 def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
     """Refuse Adam with L2 regularization. The switch does not change AdamW."""
     if read_switch(value) is False and str(file.get("optimizer.type")).lower() != "adamw":
-        raise NoCounterpart(f"{shown(value)}: {OTHER_UPDATE}")
+        raise NoCounterpart(f"{format_short_value(value)}: {OTHER_UPDATE}")
 
 
 def read_scheduler(value: Any, _: ForeignFile) -> Any:
     """Read the type of the scheduler."""
     if value not in SCHEDULERS:
         remedy = suggest_name(str(value), SCHEDULERS) or "; remove it and set train.schedule"
-        raise NoCounterpart(f"{shown(value)} is not supported{remedy}")
+        raise NoCounterpart(f"{format_short_value(value)} is not supported{remedy}")
     return value
 
 
@@ -382,7 +391,7 @@ def note_full_weights(value: Any, file: ForeignFile) -> None:
 def check_accumulation_steps(value: Any, _: ForeignFile) -> None:
     """Refuse a number of accumulation steps that is not a count. The batch is computed from it later."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise NoCounterpart(f"must be a whole number from 1, or auto, not {shown(value)}")
+        raise NoCounterpart(f"must be a whole number from 1, or auto, not {format_short_value(value)}")
 
 
 def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
@@ -390,8 +399,8 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
     scatters = read_stage(file) != 0 and file.get("zero_optimization.reduce_scatter") is not False
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
-            f"{shown(value)} needs zero_optimization.reduce_scatter false under ZeRO; remove it, or set "
-            "reduce_scatter to false"
+            f"{format_short_value(value)} needs zero_optimization.reduce_scatter false under ZeRO; remove "
+            "it, or set reduce_scatter to false"
         )
 
 
@@ -405,60 +414,62 @@ def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
 
 KEYS: ForeignKeys = {
     # The batch and gradients
-    "train_batch_size": Setting("train.global_batch_size", read_shared, reads_every_value=True),
-    "train_micro_batch_size_per_gpu": Setting("train.micro_batch_size", read_shared, reads_every_value=True),
-    "gradient_accumulation_steps": Several(
+    "train_batch_size": SettingKey("train.global_batch_size", read_shared, reads_every_value=True),
+    "train_micro_batch_size_per_gpu": SettingKey(
+        "train.micro_batch_size", read_shared, reads_every_value=True
+    ),
+    "gradient_accumulation_steps": MultiSettingKey(
         (), check_accumulation_steps, reads_every_value=True, hint="train.global_batch_size"
     ),
-    "managed_gradient_accumulation": NeverFalse("DeepSpeed must know where a step ends; remove it"),
-    "gradient_clipping": Several(("train.max_grad_norm",), read_clipping, reads_every_value=True),
-    "gradient_allreduce_op": Refused("leave it out", unless=("mean",)),
+    "managed_gradient_accumulation": NeverFalseKey("DeepSpeed must know where a step ends; remove it"),
+    "gradient_clipping": MultiSettingKey(("train.max_grad_norm",), read_clipping, reads_every_value=True),
+    "gradient_allreduce_op": RefusedKey("leave it out", unless=("mean",)),
     **dict.fromkeys(
         ("prescale_gradients", "gradient_predivide_factor"),
-        PassedOn(check_gradient_scaling, "passed on, with reduce_scatter false"),
+        PassedOnKey(check_gradient_scaling, "passed on, with reduce_scatter false"),
     ),
-    "data_types.grad_accum_dtype": PassedOn(check_accumulation_dtype, "passed on; fp32 at stages 2 and 3"),
+    "data_types.grad_accum_dtype": PassedOnKey(check_accumulation_dtype, "passed on; fp32 at stages 2 and 3"),
     # Precision
     **dict.fromkeys(
-        ("bf16.enabled", "fp16.enabled"), Setting("precision", read_precision, reads_every_value=True)
+        ("bf16.enabled", "fp16.enabled"), SettingKey("precision", read_precision, reads_every_value=True)
     ),
-    "bf16.check_grad_overflow": NeverFalse("non-finite updates would go unnoticed; remove it"),
-    "fp16.initial_scale_power": Setting(
+    "bf16.check_grad_overflow": NeverFalseKey("non-finite updates would go unnoticed; remove it"),
+    "fp16.initial_scale_power": SettingKey(
         "fp16.initial_scale_power", read_loss_scaling, reads_every_value=True
     ),
-    "fp16.loss_scale_window": Setting("fp16.loss_scale_window", read_loss_scaling, reads_every_value=True),
-    "fp16.hysteresis": Setting("fp16.hysteresis", read_loss_scaling, reads_every_value=True),
-    "fp16.min_loss_scale": Setting("fp16.min_loss_scale", read_loss_scaling, reads_every_value=True),
-    "fp16.loss_scale": PassedOn(check_loss_scale, "passed on; dynamic without ZeRO"),
+    "fp16.loss_scale_window": SettingKey("fp16.loss_scale_window", read_loss_scaling, reads_every_value=True),
+    "fp16.hysteresis": SettingKey("fp16.hysteresis", read_loss_scaling, reads_every_value=True),
+    "fp16.min_loss_scale": SettingKey("fp16.min_loss_scale", read_loss_scaling, reads_every_value=True),
+    "fp16.loss_scale": PassedOnKey(check_loss_scale, "passed on; dynamic without ZeRO"),
     **dict.fromkeys(
         (
             "fp16.fp16_master_weights_and_grads",
             "bf16.bf16_master_weights_and_grads",
             "torch_autocast.enabled",
         ),
-        Refused("leave it out"),
+        RefusedKey("leave it out"),
     ),
     # ZeRO
-    "zero_optimization.stage": Words(
+    "zero_optimization.stage": WordSettingKey(
         "strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3", "auto": None}
     ),
-    "zero_optimization.offload_optimizer.device": Setting(
+    "zero_optimization.offload_optimizer.device": SettingKey(
         "memory.offload_optimizer", read_offload_device("optimizer", read_stage)
     ),
-    "zero_optimization.cpu_offload": Setting("memory.offload_optimizer", read_cpu_offload("optimizer")),
-    "zero_optimization.offload_optimizer.nvme_path": Several(
+    "zero_optimization.cpu_offload": SettingKey("memory.offload_optimizer", read_cpu_offload("optimizer")),
+    "zero_optimization.offload_optimizer.nvme_path": MultiSettingKey(
         ("memory.nvme_path",), read_nvme_path("zero_optimization.offload_optimizer.device", read_stage)
     ),
-    "zero_optimization.offload_optimizer.ratio": Refused("leave it out", unless=(1.0,)),
-    "zero_optimization.offload_param.device": Setting(
+    "zero_optimization.offload_optimizer.ratio": RefusedKey("leave it out", unless=(1.0,)),
+    "zero_optimization.offload_param.device": SettingKey(
         "memory.offload_params", read_offload_device("params", read_stage)
     ),
-    "zero_optimization.cpu_offload_param": Setting("memory.offload_params", read_cpu_offload("params")),
-    "zero_optimization.offload_param.nvme_path": Several(
+    "zero_optimization.cpu_offload_param": SettingKey("memory.offload_params", read_cpu_offload("params")),
+    "zero_optimization.offload_param.nvme_path": MultiSettingKey(
         ("memory.nvme_path",), read_nvme_path("zero_optimization.offload_param.device", read_stage)
     ),
-    "zero_optimization.cpu_offload_use_pin_memory": Ignored("DeepSpeed has removed it"),
-    "zero_optimization.compute_grad_norm": NeverFalse(
+    "zero_optimization.cpu_offload_use_pin_memory": IgnoredKey("DeepSpeed has removed it"),
+    "zero_optimization.compute_grad_norm": NeverFalseKey(
         "the gradient norm is needed for clipping and metrics; remove it"
     ),
     **dict.fromkeys(
@@ -467,20 +478,20 @@ KEYS: ForeignKeys = {
             "zero_optimization.gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ),
-        PassedOn(note_full_weights, "no effect at stage 3: final/ always has the full weights"),
+        PassedOnKey(note_full_weights, "no effect at stage 3: final/ always has the full weights"),
     ),
     **dict.fromkeys(
         ("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-        Refused("leave it out"),
+        RefusedKey("leave it out"),
     ),
     # The optimizer
-    "optimizer.type": Setting("train.optimizer", read_optimizer),
-    "optimizer.params.lr": Setting("train.learning_rate", read_rate_of_optimizer),
-    "optimizer.params.betas": Setting("train.betas", read_shared),
-    "optimizer.params.momentum": Setting("train.betas", read_momentum, hint="the first of train.betas"),
-    "optimizer.params.eps": Setting("train.eps", read_shared),
-    "optimizer.params.weight_decay": Setting("train.weight_decay", read_shared),
-    "optimizer.params.adam_w_mode": Several(
+    "optimizer.type": SettingKey("train.optimizer", read_optimizer),
+    "optimizer.params.lr": SettingKey("train.learning_rate", read_rate_of_optimizer),
+    "optimizer.params.betas": SettingKey("train.betas", read_shared),
+    "optimizer.params.momentum": SettingKey("train.betas", read_momentum, hint="the first of train.betas"),
+    "optimizer.params.eps": SettingKey("train.eps", read_shared),
+    "optimizer.params.weight_decay": SettingKey("train.weight_decay", read_shared),
+    "optimizer.params.adam_w_mode": MultiSettingKey(
         (),
         check_adam_w_mode,
         reads_every_value=True,
@@ -492,16 +503,16 @@ KEYS: ForeignKeys = {
             "optimizer.params.adamw_mode",
             "optimizer.params.fp32_optimizer_states",
         ),
-        NeverFalse(OTHER_UPDATE),
+        NeverFalseKey(OTHER_UPDATE),
     ),
     **dict.fromkeys(
         ("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.nesterov"),
-        Refused("leave it out"),
+        RefusedKey("leave it out"),
     ),
-    "optimizer.params.dampening": Refused("leave it out", unless=(0,)),
-    "optimizer.legacy_fusion": Ignored(),
+    "optimizer.params.dampening": RefusedKey("leave it out", unless=(0,)),
+    "optimizer.legacy_fusion": IgnoredKey(),
     **dict.fromkeys(
-        ("optimizer.params.torch_adam", "optimizer.params.fused", "optimizer.params.foreach"), Ignored()
+        ("optimizer.params.torch_adam", "optimizer.params.fused", "optimizer.params.foreach"), IgnoredKey()
     ),
     **dict.fromkeys(
         (
@@ -509,58 +520,60 @@ KEYS: ForeignKeys = {
             "optimizer.params.capturable",
             "optimizer.params.differentiable",
         ),
-        Ignored(),
+        IgnoredKey(),
     ),
     # The scheduler
-    "scheduler.type": Setting("train.schedule", read_scheduler),
+    "scheduler.type": SettingKey("train.schedule", read_scheduler),
     **dict.fromkeys(
         (
             "scheduler.params.warmup_max_lr",
             "scheduler.params.cycle_max_lr",
             "scheduler.params.lr_range_test_min_lr",
         ),
-        Setting("train.learning_rate", read_scheduler_param),
+        SettingKey("train.learning_rate", read_scheduler_param),
     ),
-    "scheduler.params.warmup_num_steps": Setting("train.warmup_steps", read_scheduler_param),
-    "scheduler.params.total_num_steps": Setting("train.steps", read_scheduler_param),
-    "scheduler.params.cos_min_ratio": Setting("train.min_learning_rate_ratio", read_scheduler_param),
-    "scheduler.params.last_batch_iteration": Refused(
+    "scheduler.params.warmup_num_steps": SettingKey("train.warmup_steps", read_scheduler_param),
+    "scheduler.params.total_num_steps": SettingKey("train.steps", read_scheduler_param),
+    "scheduler.params.cos_min_ratio": SettingKey("train.min_learning_rate_ratio", read_scheduler_param),
+    "scheduler.params.last_batch_iteration": RefusedKey(
         "a run starts at its first step, and resumes at its checkpoint's; remove it", unless=(-1,)
     ),
-    "scheduler.params.*": Several(("train.schedule_params",), add_schedule_param, reads_every_value=True),
+    "scheduler.params.*": MultiSettingKey(
+        ("train.schedule_params",), add_schedule_param, reads_every_value=True
+    ),
     # Recomputation
-    "activation_checkpointing.cpu_checkpointing": Setting(
+    "activation_checkpointing.cpu_checkpointing": SettingKey(
         "memory.activation_checkpointing", read_recomputation
     ),
-    "activation_checkpointing.partition_activations": Setting(
+    "activation_checkpointing.partition_activations": SettingKey(
         "memory.activation_checkpointing",
         read_recomputation_without("it shards activations over model-parallel ranks, and there is only one"),
     ),
-    "activation_checkpointing.contiguous_memory_optimization": Setting(
+    "activation_checkpointing.contiguous_memory_optimization": SettingKey(
         "memory.activation_checkpointing",
         read_recomputation_without("it arranges what partition_activations shards"),
     ),
-    "activation_checkpointing.number_checkpoints": Ignored(
+    "activation_checkpointing.number_checkpoints": IgnoredKey(
         "it sizes the buffer of contiguous_memory_optimization"
     ),
-    "activation_checkpointing.synchronize_checkpoint_boundary": Ignored(
+    "activation_checkpointing.synchronize_checkpoint_boundary": IgnoredKey(
         "layers are recomputed without a host sync"
     ),
-    "activation_checkpointing.profile": Ignored(
+    "activation_checkpointing.profile": IgnoredKey(
         "use portable-train --profile, which records the time of each layer"
     ),
     # Other sections
-    "sequence_parallel_size": Refused("set context_parallel_size", unless=(1,)),
+    "sequence_parallel_size": RefusedKey("set context_parallel_size", unless=(1,)),
     **dict.fromkeys(
         ("tensor_parallel", "expert_parallel", "weight_quantization", "datastates_ckpt"),
-        Refused("leave it out"),
+        RefusedKey("leave it out"),
     ),
     **dict.fromkeys(
         ("hybrid_engine.enabled", "compile.deepcompile", "checkpoint.writer", "data_efficiency.enabled"),
-        Refused("leave it out"),
+        RefusedKey("leave it out"),
     ),
 }
-REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, Refused)}
+REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey)}
 """Keys and sections of DeepSpeed that cannot be used."""
 
 
@@ -594,7 +607,7 @@ def finish(file: ForeignFile, devices: int) -> None:
     if passed_on:
         file.result.differences.append(JUDGED_LATER)
     never_idle = ("fp16", "bf16", "zero_allow_untested_optimizer", "steps_per_print")
-    idle = [key for key, value in passed_on.items() if key not in never_idle and _enables(value)]
+    idle = [key for key, value in passed_on.items() if key not in never_idle and _is_on(value)]
     if read_stage(file) == 0:
         file.note(
             ("zero_optimization",),
@@ -604,8 +617,8 @@ def finish(file: ForeignFile, devices: int) -> None:
     file.put_global_batch(devices)
 
 
-def _enables(value: Any) -> bool:
+def _is_on(value: Any) -> bool:
     """Return whether a value turns something on."""
     if isinstance(value, dict):
-        return _enables(value["enabled"]) if "enabled" in value else any(map(_enables, value.values()))
+        return _is_on(value["enabled"]) if "enabled" in value else any(map(_is_on, value.values()))
     return value not in (None, False, 0, AUTO)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import Origin, shown
-from portable.config.types import truth
+from portable.config.origins import Origin, format_short_value
+from portable.config.types import parse_truth
 from portable.converters.similar_names import find_similar
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,10 +50,10 @@ class ForeignKey:
     reads_every_value: bool = False
     hint: str = ""
 
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+    def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is."""
         silent = (*self.unless, *file.program.unset)
-        if value in silent or truth(value) in silent or str(value) in map(str, silent):
+        if value in silent or parse_truth(value) in silent or str(value) in map(str, silent):
             return True
         return not self.reads_every_value and is_off(value)
 
@@ -121,7 +121,7 @@ class ImportedRun:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ProgramDifference:
     """A difference that remains between a run and the program that its file is from.
 
     Attributes:
@@ -146,11 +146,11 @@ def refuse_unknown(file: ForeignFile, value: Any) -> None:
     inside = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
     names = dict.fromkeys([*inside, *(name.partition(".")[0] for name in inside)])
     similar = find_similar(file.path[-1], names)
-    if value is None or (is_off(truth(value)) and not similar):
+    if value is None or (is_off(parse_truth(value)) and not similar):
         return
     similar = similar or find_similar(file.path[-1], names, compare_last_parts=True)
     hint = f"; did you mean {similar[0]}?" if similar else ""
-    raise NoCounterpart(file.program.unknown.format(value=shown(value)) + hint)
+    raise NoCounterpart(file.program.unknown.format(value=format_short_value(value)) + hint)
 
 
 def _do_nothing(file: ForeignFile) -> None:
@@ -162,7 +162,7 @@ def _finish_nothing(file: ForeignFile, devices: int) -> None:
 
 
 @dataclass(frozen=True)
-class Program:
+class ForeignProgram:
     """Another program, with the table of its keys.
 
     Attributes:
@@ -187,7 +187,7 @@ class Program:
     usual_keys: tuple[str, ...] = ()
     title: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[ProgramDifference, ...] = ()
     unset: tuple[Any, ...] = ()
     unknown: str = "{value} is not known here"
     convert_unknown: Callable[[ForeignFile, Any], None] = refuse_unknown
@@ -230,7 +230,7 @@ class ForeignFile:
         path: Path of the key that is being converted.
     """
 
-    program: Program
+    program: ForeignProgram
     values: dict[str, Any]
     origin: Callable[[Path], Origin]
     result: ImportedRun = field(default_factory=ImportedRun)
@@ -274,11 +274,11 @@ class ForeignFile:
 
     def note(self, path: Path, message: str) -> None:
         """Add a note about the key at ``path``."""
-        self.result.notes.append(one_line(f"{self.origin(path).text}: {message}"))
+        self.result.notes.append(to_one_line(f"{self.origin(path).text}: {message}"))
 
     def refuse(self, path: Path, message: str) -> None:
         """Refuse the key at ``path``. The message ends with advice."""
-        self.result.refused.append(one_line(f"{self.origin(path).text}: {message}"))
+        self.result.refused.append(to_one_line(f"{self.origin(path).text}: {message}"))
 
     def convert(self) -> None:
         """Convert every key."""
@@ -291,7 +291,9 @@ class ForeignFile:
             except NoCounterpart as reason:
                 self.refuse(path, str(reason))
             except (TypeError, ValueError, AttributeError, LookupError):  # of a conversion
-                self.refuse(path, f"{shown(value)} has no counterpart: it is not of the expected kind")
+                self.refuse(
+                    path, f"{format_short_value(value)} has no counterpart: it is not of the expected kind"
+                )
 
     def _iter_leaves(self, values: Mapping[str, Any], section: Path) -> Iterator[tuple[Path, Any]]:
         """Yield the path and the value of each key that is in the table or in none of its sections."""
@@ -302,7 +304,7 @@ class ForeignFile:
             if is_section and isinstance(value, Mapping):
                 yield from self._iter_leaves(value, path)
             elif is_section and dotted not in self.program.keys and not is_off(value):
-                self.refuse(path, f"must be a mapping, not {shown(value)}")
+                self.refuse(path, f"must be a mapping, not {format_short_value(value)}")
             elif not is_section or dotted in self.program.keys:
                 yield path, value
 
@@ -310,6 +312,6 @@ class ForeignFile:
         key = self.program.find_key(".".join(path))
         if key is None:
             self.program.convert_unknown(self, value)
-        elif not key.means_nothing(value, self):
+        elif not key.has_no_effect(value, self):
             for setting, converted in key.convert(value, self).items():
                 self.put(path, setting, converted)

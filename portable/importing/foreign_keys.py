@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from portable.config.origins import shown
-from portable.config.types import truth
+from portable.config.origins import format_short_value
+from portable.config.types import parse_truth
 from portable.importing.foreign_file import (
     ForeignFile,
     ForeignKey,
@@ -44,9 +44,9 @@ def read_flag(value: Any) -> bool:
     Raises:
         NoCounterpart: If ``value`` is not a boolean.
     """
-    flag = truth(value)
+    flag = parse_truth(value)
     if not isinstance(flag, bool):
-        raise NoCounterpart(f"must be true or false, not {shown(value)}")
+        raise NoCounterpart(f"must be true or false, not {format_short_value(value)}")
     return flag
 
 
@@ -64,22 +64,22 @@ def choose(value: Any, words: Mapping[str, Any]) -> Any:
     """
     word = find_word(value, words)
     if word is None and value is not None:
-        raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(words)}")
+        raise NoCounterpart(f"{format_short_value(value)} has no counterpart; use one of {', '.join(words)}")
     return None if word is None else words[word]
 
 
 def find_word(value: Any, words: Mapping[str, Any]) -> str | None:
     """Return the key of ``words`` that is written like ``value``, ignoring case, or None."""
     by_upper_case = {word.upper(): word for word in words}
-    for item in (value, truth(value)):
-        text = (item if isinstance(item, str) else shown(item)).upper()
+    for item in (value, parse_truth(value)):
+        text = (item if isinstance(item, str) else format_short_value(item)).upper()
         if text in by_upper_case:
             return by_upper_case[text]
     return None
 
 
 @dataclass(frozen=True)
-class SingleTarget(ForeignKey):
+class SingleTargetKey(ForeignKey):
     """A key whose values become one setting.
 
     Attributes:
@@ -109,13 +109,13 @@ class WordKey(ForeignKey):
 
     words: Mapping[str, Any]
 
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+    def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is. A word for it comes first."""
-        return find_word(value, self.words) is None and super().means_nothing(value, file)
+        return find_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
-class Setting(SingleTarget):
+class SettingKey(SingleTargetKey):
     """A key that becomes one setting.
 
     Attributes:
@@ -131,7 +131,7 @@ class Setting(SingleTarget):
 
 
 @dataclass(frozen=True)
-class Words(WordKey, SingleTarget):
+class WordSettingKey(WordKey, SingleTargetKey):
     """A key whose words are translated to values of one setting; a word for None leaves the setting out."""
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
@@ -141,7 +141,7 @@ class Words(WordKey, SingleTarget):
 
 
 @dataclass(frozen=True)
-class Presets(WordKey):
+class PresetKey(WordKey):
     """A key with words that each become several settings."""
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
@@ -161,7 +161,7 @@ class Presets(WordKey):
 
 
 @dataclass(frozen=True)
-class Switch(ForeignKey):
+class SwitchKey(ForeignKey):
     """A key that sets something if it is true. ``auto`` and ``full`` count as true.
 
     Attributes:
@@ -193,7 +193,7 @@ class Switch(ForeignKey):
 
 
 @dataclass(frozen=True)
-class Several(ForeignKey):
+class MultiSettingKey(ForeignKey):
     """A key that becomes settings which depend on its value.
 
     Attributes:
@@ -215,7 +215,7 @@ class Several(ForeignKey):
 
 
 @dataclass(frozen=True)
-class Companion(ForeignKey):
+class CompanionKey(ForeignKey):
     """A key that is only read by the conversion of another key.
 
     Attributes:
@@ -235,16 +235,16 @@ class Companion(ForeignKey):
 
 
 @dataclass(frozen=True)
-class WithoutCounterpart(ForeignKey):
+class UnmatchedKey(ForeignKey):
     """A key that cannot be expressed here."""
 
-    def means_nothing(self, value: Any, file: ForeignFile) -> bool:
+    def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is, as zero and ``no`` do."""
-        return value == 0 or is_off(truth(value)) or super().means_nothing(value, file)
+        return value == 0 or is_off(parse_truth(value)) or super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
-class Ignored(WithoutCounterpart):
+class IgnoredKey(UnmatchedKey):
     """A key without an effect.
 
     Attributes:
@@ -256,7 +256,7 @@ class Ignored(WithoutCounterpart):
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Return nothing, with a note if there is a reason."""
         if self.reason:
-            raise NoEffect(f"{shown(value)} has no effect: {self.reason}")
+            raise NoEffect(f"{format_short_value(value)} has no effect: {self.reason}")
         return {}
 
     @property
@@ -271,7 +271,7 @@ class Ignored(WithoutCounterpart):
 
 
 @dataclass(frozen=True)
-class Refused(WithoutCounterpart):
+class RefusedKey(UnmatchedKey):
     """A key that has no counterpart, unless its value means nothing.
 
     Attributes:
@@ -282,7 +282,7 @@ class Refused(WithoutCounterpart):
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Refuse the value."""
-        raise NoCounterpart(f"{shown(value)} has no counterpart: {self.instead}")
+        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.instead}")
 
     @property
     def remedy(self) -> str:
@@ -296,7 +296,7 @@ class Refused(WithoutCounterpart):
 
 
 @dataclass(frozen=True)
-class NeverFalse(ForeignKey):
+class NeverFalseKey(ForeignKey):
     """A switch that cannot be turned off.
 
     Attributes:
@@ -308,7 +308,7 @@ class NeverFalse(ForeignKey):
 
     def convert(self, value: Any, file: ForeignFile) -> Settings:
         """Refuse false and zero."""
-        if value == 0 or truth(value) is False:
+        if value == 0 or parse_truth(value) is False:
             raise NoCounterpart(f"false has no counterpart: {self.reason}")
         return {}
 

@@ -25,7 +25,7 @@ def _find_program(values: Mapping[str, object]) -> str:
 
 
 def _describe(key: ForeignKey) -> ForeignName:
-    is_setting = key.remedy in keys.settings(RunConfig)
+    is_setting = key.remedy in keys.get_settings(RunConfig)
     return ForeignName(setting=key.remedy) if is_setting else ForeignName(advice=key.remedy)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.importing.foreign_file import NoCounterpart
 from portable.importing.foreign_keys import (
-    Companion,
-    Ignored,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    Switch,
-    Words,
+    CompanionKey,
+    IgnoredKey,
+    MultiSettingKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    SwitchKey,
+    WordSettingKey,
     split_names,
 )
 from portable.importing.trainer_conversions import (
@@ -37,7 +37,7 @@ from portable.importing.trainer_conversions import (
     read_names,
 )
 from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
-from portable.importing.words import word_of
+from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
@@ -49,8 +49,8 @@ def read_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
     if file.get("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
         return combine_sources([{"source": name} for name in names])
     raise NoCounterpart(
-        f"{shown(value)} has no counterpart: these are names of LLaMA-Factory's dataset_info.json; set "
-        "data.source to their files or hub datasets"
+        f"{format_short_value(value)} has no counterpart: these are names of LLaMA-Factory's "
+        "dataset_info.json; set data.source to their files or hub datasets"
     )
 
 
@@ -63,63 +63,63 @@ def read_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
     if value == "dpo":
         loss = format_pair_loss(file.get("pref_loss"), file.get("pref_beta", 0.1), file.get("pref_ftx"))
         return {"train.loss": loss}
-    raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+    raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
 
 
 KEYS: ForeignKeys = {
     # Model and adapter
-    "flash_attn": Setting("model.attention", word_of("model.attention")),
-    "pure_bf16": Switch({"precision": "bf16"}),
-    "finetuning_type": Presets({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
-    "quantization_bit": Presets(
+    "flash_attn": SettingKey("model.attention", build_word_converter("model.attention")),
+    "pure_bf16": SwitchKey({"precision": "bf16"}),
+    "finetuning_type": PresetKey({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
+    "quantization_bit": PresetKey(
         {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
         hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
     ),
-    "double_quantization": Ignored(),
-    "adapter_name_or_path": Setting("adapter.name_or_path"),
-    "lora_rank": Setting("adapter.r"),
-    "lora_target": Setting("adapter.target_modules", read_names),
+    "double_quantization": IgnoredKey(),
+    "adapter_name_or_path": SettingKey("adapter.name_or_path"),
+    "lora_rank": SettingKey("adapter.r"),
+    "lora_target": SettingKey("adapter.target_modules", read_names),
     **dict.fromkeys(
-        ("freeze_vision_tower", "freeze_multi_modal_projector"), Refused(ONLY_TEXT, unless=(True,))
+        ("freeze_vision_tower", "freeze_multi_modal_projector"), RefusedKey(ONLY_TEXT, unless=(True,))
     ),
-    "freeze_trainable_layers": Refused(
+    "freeze_trainable_layers": RefusedKey(
         "set train.trainable to a pattern of the layers that it means", unless=(2,)
     ),
-    "fp8_backend": Refused(ONLY_16_OR_32_BITS, unless=("auto",)),
-    **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), Ignored(NO_LIGER)),
+    "fp8_backend": RefusedKey(ONLY_16_OR_32_BITS, unless=("auto",)),
+    **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
-    "dataset": Several(SOURCE_SETTINGS, read_dataset_names, hint="data.source"),
-    "dataset_dir": Companion("data.source"),
-    "eval_dataset": Refused(SET_EVAL),
-    "val_size": Setting("data.eval_fraction", read_eval_fraction),
-    "max_samples": Setting("data.max_samples"),
-    **dict.fromkeys(("cutoff_len", "model_max_length"), Setting("data.seq_len")),
-    "neat_packing": Switch({"data.packing": "documents"}),
-    "template": Setting("data.chat_template", read_chat_template),
-    "default_system": Refused("put a system message into each record"),
-    "mask_history": Switch({"data.train_on": "last_assistant"}),
-    "train_on_prompt": Switch({"data.train_on": "all"}),
-    "use_fast_tokenizer": Ignored(AUTOMATIC),
-    "preprocessing_num_workers": Ignored(TOKENIZED_ONCE),
-    "tokenized_path": Companion("data.cache_dir"),
+    "dataset": MultiSettingKey(SOURCE_SETTINGS, read_dataset_names, hint="data.source"),
+    "dataset_dir": CompanionKey("data.source"),
+    "eval_dataset": RefusedKey(SET_EVAL),
+    "val_size": SettingKey("data.eval_fraction", read_eval_fraction),
+    "max_samples": SettingKey("data.max_samples"),
+    **dict.fromkeys(("cutoff_len", "model_max_length"), SettingKey("data.seq_len")),
+    "neat_packing": SwitchKey({"data.packing": "documents"}),
+    "template": SettingKey("data.chat_template", read_chat_template),
+    "default_system": RefusedKey("put a system message into each record"),
+    "mask_history": SwitchKey({"data.train_on": "last_assistant"}),
+    "train_on_prompt": SwitchKey({"data.train_on": "all"}),
+    "use_fast_tokenizer": IgnoredKey(AUTOMATIC),
+    "preprocessing_num_workers": IgnoredKey(TOKENIZED_ONCE),
+    "tokenized_path": CompanionKey("data.cache_dir"),
     # Training
-    "stage": Several(
+    "stage": MultiSettingKey(
         ("data.format", "data.packing", "train.loss"),
         read_stage,
         hint="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
     ),
-    "pref_loss": Companion(SET_PAIR_LOSS),
-    "pref_beta": Companion(BETA_OF_LOSS),
-    "pref_ftx": Companion(SFT_OF_LOSS),
-    "use_muon": Switch({"train.optimizer": "muon"}),
+    "pref_loss": CompanionKey(SET_PAIR_LOSS),
+    "pref_beta": CompanionKey(BETA_OF_LOSS),
+    "pref_ftx": CompanionKey(SFT_OF_LOSS),
+    "use_muon": SwitchKey({"train.optimizer": "muon"}),
     **dict.fromkeys(
         ("use_galore", "use_apollo", "use_badam", "use_adam_mini"),
-        Refused("train.optimizer takes any by its import path, package.module:name; leave it out"),
+        RefusedKey("train.optimizer takes any by its import path, package.module:name; leave it out"),
     ),
-    "disable_gradient_checkpointing": Words(
+    "disable_gradient_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "none", "false": "full"}
     ),
-    "plot_loss": Ignored("report.html always has it; leave it out", unless=(True,)),
+    "plot_loss": IgnoredKey("report.html always has it; leave it out", unless=(True,)),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,

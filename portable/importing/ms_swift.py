@@ -6,17 +6,17 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.importing import trl
-from portable.importing.foreign_file import Difference, NoCounterpart
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference
 from portable.importing.foreign_keys import (
-    Companion,
-    Ignored,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    Words,
+    CompanionKey,
+    IgnoredKey,
+    MultiSettingKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
     BETA_OF_LOSS,
@@ -36,7 +36,7 @@ from portable.importing.trainer_conversions import (
     read_eval_fraction,
     read_names,
 )
-from portable.importing.words import word_of
+from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
@@ -55,10 +55,12 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
         match = _DATASET.fullmatch(text.strip())
         if match is None:
             raise NoCounterpart(
-                f"{shown(text)} has no counterpart: name a file or hub dataset in data.source"
+                f"{format_short_value(text)} has no counterpart: name a file or hub dataset in data.source"
             )
         if match["count"]:
-            file.note(file.path, f"{shown(text)}: the first samples are taken, not random samples")
+            file.note(
+                file.path, f"{format_short_value(text)}: the first samples are taken, not random samples"
+            )
         for subset in (match["subsets"] or "").split("/"):
             sources.append(
                 {
@@ -73,12 +75,12 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read ``rlhf_type``, the name of a loss of pairs."""
     if value not in ("dpo", "orpo", "simpo"):
-        raise NoCounterpart(f"{shown(value)} has no counterpart: {SET_PAIR_LOSS}")
+        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
     kinds = file.get("loss_type")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     if isinstance(kind, list):
         raise NoCounterpart(
-            f"{shown(kind)} has no counterpart: one formula is trained; set train.loss to dpo"
+            f"{format_short_value(kind)} has no counterpart: one formula is trained; set train.loss to dpo"
         )
     beta = file.get("beta", 2.0 if value == "simpo" else 0.1)
     return {"train.loss": format_pair_loss(kind if value == "dpo" else value, beta, file.get("rpo_alpha"))}
@@ -99,92 +101,96 @@ def read_deepspeed(value: Any, _: ForeignFile) -> dict[str, Any]:
 
 KEYS: ForeignKeys = {
     # Model and adapter
-    "model": Setting("model.name_or_path"),
-    "use_hf": Ignored("names that are not folders are looked up on the Hugging Face Hub", unless=(True,)),
-    "task_type": Words("model.task", {"causal_lm": "causal-lm", "seq_cls": "sequence-classification"}),
-    "attn_impl": Setting("model.attention", word_of("model.attention")),
+    "model": SettingKey("model.name_or_path"),
+    "use_hf": IgnoredKey("names that are not folders are looked up on the Hugging Face Hub", unless=(True,)),
+    "task_type": WordSettingKey(
+        "model.task", {"causal_lm": "causal-lm", "seq_cls": "sequence-classification"}
+    ),
+    "attn_impl": SettingKey("model.attention", build_word_converter("model.attention")),
     **dict.fromkeys(
         ("tuner_type", "train_type"),
-        Presets({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
+        PresetKey({"full": {}, "lora": {"adapter.type": "lora"}}, hint=SET_ADAPTER),
     ),
-    "tuner_backend": Refused(SET_ADAPTER, unless=("peft",)),
-    "adapters": Refused("set adapter.name_or_path to the adapter"),
-    "lora_rank": Setting("adapter.r"),
-    "lora_bias": Refused(SET_ADAPTER, unless=("none",)),
-    "init_weights": Refused(SET_ADAPTER, unless=("true", True)),
-    "target_modules": Setting("adapter.target_modules", read_names),
-    "target_regex": Setting("adapter.target_modules"),
-    "target_parameters": Setting("adapter.target_parameters", read_names),
-    "modules_to_save": Setting("adapter.modules_to_save", read_names),
-    "quant_bits": Presets(
+    "tuner_backend": RefusedKey(SET_ADAPTER, unless=("peft",)),
+    "adapters": RefusedKey("set adapter.name_or_path to the adapter"),
+    "lora_rank": SettingKey("adapter.r"),
+    "lora_bias": RefusedKey(SET_ADAPTER, unless=("none",)),
+    "init_weights": RefusedKey(SET_ADAPTER, unless=("true", True)),
+    "target_modules": SettingKey("adapter.target_modules", read_names),
+    "target_regex": SettingKey("adapter.target_modules"),
+    "target_parameters": SettingKey("adapter.target_parameters", read_names),
+    "modules_to_save": SettingKey("adapter.modules_to_save", read_names),
+    "quant_bits": PresetKey(
         {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
         hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
     ),
-    "quant_method": Refused(ONLY_16_OR_32_BITS, unless=("bnb",)),
-    **dict.fromkeys(("freeze_parameters", "trainable_parameters"), Refused(SET_PATTERN)),
-    "freeze_parameters_regex": Setting("train.frozen"),
-    "trainable_parameters_regex": Refused("set train.trainable to the pattern, without train.frozen"),
-    "freeze_parameters_ratio": Refused("set train.frozen to a pattern of the layers that it means"),
-    **dict.fromkeys(("freeze_vit", "freeze_aligner"), Refused(ONLY_TEXT, unless=(True,))),
-    **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), Refused(ONLY_TEXT)),
-    "new_special_tokens": Refused("add the tokens to the tokenizer in the folder of data.tokenizer"),
+    "quant_method": RefusedKey(ONLY_16_OR_32_BITS, unless=("bnb",)),
+    **dict.fromkeys(("freeze_parameters", "trainable_parameters"), RefusedKey(SET_PATTERN)),
+    "freeze_parameters_regex": SettingKey("train.frozen"),
+    "trainable_parameters_regex": RefusedKey("set train.trainable to the pattern, without train.frozen"),
+    "freeze_parameters_ratio": RefusedKey("set train.frozen to a pattern of the layers that it means"),
+    **dict.fromkeys(("freeze_vit", "freeze_aligner"), RefusedKey(ONLY_TEXT, unless=(True,))),
+    **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), RefusedKey(ONLY_TEXT)),
+    "new_special_tokens": RefusedKey("add the tokens to the tokenizer in the folder of data.tokenizer"),
     # Data
-    "dataset": Several((*SOURCE_SETTINGS, "data.max_samples"), read_datasets, hint="data.source"),
-    **dict.fromkeys(("val_dataset", "eval_dataset"), Refused(SET_EVAL)),
-    **dict.fromkeys(("cached_dataset", "cached_val_dataset"), Refused("name the records in data.source")),
-    "split_dataset_ratio": Setting("data.eval_fraction", read_eval_fraction),
-    "columns": Refused("set data.format and data.columns"),
-    "interleave_prob": Refused("set data.sources with weights"),
-    "truncation_strategy": Words("data.truncation", {"delete": "drop", "left": "start", "right": "end"}),
-    "loss_scale": Words(
+    "dataset": MultiSettingKey((*SOURCE_SETTINGS, "data.max_samples"), read_datasets, hint="data.source"),
+    **dict.fromkeys(("val_dataset", "eval_dataset"), RefusedKey(SET_EVAL)),
+    **dict.fromkeys(("cached_dataset", "cached_val_dataset"), RefusedKey("name the records in data.source")),
+    "split_dataset_ratio": SettingKey("data.eval_fraction", read_eval_fraction),
+    "columns": RefusedKey("set data.format and data.columns"),
+    "interleave_prob": RefusedKey("set data.sources with weights"),
+    "truncation_strategy": WordSettingKey(
+        "data.truncation", {"delete": "drop", "left": "start", "right": "end"}
+    ),
+    "loss_scale": WordSettingKey(
         "data.train_on", {"default": "assistant", "last_round": "last_assistant", "all": "all"}
     ),
-    "template": Setting("data.chat_template", read_chat_template),
-    "system": Refused("put a system message into each record"),
-    **dict.fromkeys(("model_name", "model_author"), Ignored("only swift/self-cognition has their places")),
+    "template": SettingKey("data.chat_template", read_chat_template),
+    "system": RefusedKey("put a system message into each record"),
+    **dict.fromkeys(("model_name", "model_author"), IgnoredKey("only swift/self-cognition has their places")),
     **dict.fromkeys(
         ("dataset_num_proc", "packing_num_proc", "lazy_tokenize", "load_from_cache_file"),
-        Ignored(TOKENIZED_ONCE),
+        IgnoredKey(TOKENIZED_ONCE),
     ),
     **dict.fromkeys(
         ("dataset_shuffle", "train_dataloader_shuffle"),
-        Refused("samples are always shuffled; leave it out", unless=(True,)),
+        RefusedKey("samples are always shuffled; leave it out", unless=(True,)),
     ),
     # Training
-    "max_epochs": Setting("train.epochs"),
+    "max_epochs": SettingKey("train.epochs"),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2"),
-        Setting(
+        SettingKey(
             "train.betas",
             trl.read_betas(0.95),
             reads_every_value=True,
             hint="set train.betas, a list of both",
         ),
     ),
-    **dict.fromkeys(("optimizer", "callbacks", "external_plugins"), Refused(CUSTOM_CODE)),
-    "custom_register_path": Refused(CUSTOM_CODE),
-    **dict.fromkeys(("use_galore", "lisa_activated_layers"), Refused("set train.optimizer; leave it out")),
-    "early_stop_interval": Setting("train.early_stopping_patience"),
-    "rlhf_type": Several(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
-    "beta": Companion(BETA_OF_LOSS),
-    "rpo_alpha": Companion(SFT_OF_LOSS),
-    **dict.fromkeys(("reward_model", "reward_funcs", "teacher_model", "use_vllm"), Refused(NO_REWARDS)),
+    **dict.fromkeys(("optimizer", "callbacks", "external_plugins"), RefusedKey(CUSTOM_CODE)),
+    "custom_register_path": RefusedKey(CUSTOM_CODE),
+    **dict.fromkeys(("use_galore", "lisa_activated_layers"), RefusedKey("set train.optimizer; leave it out")),
+    "early_stop_interval": SettingKey("train.early_stopping_patience"),
+    "rlhf_type": MultiSettingKey(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    "beta": CompanionKey(BETA_OF_LOSS),
+    "rpo_alpha": CompanionKey(SFT_OF_LOSS),
+    **dict.fromkeys(("reward_model", "reward_funcs", "teacher_model", "use_vllm"), RefusedKey(NO_REWARDS)),
     # Ranks
-    "sequence_parallel_size": Setting("context_parallel_size"),
-    "deepspeed": Several(
+    "sequence_parallel_size": SettingKey("context_parallel_size"),
+    "deepspeed": MultiSettingKey(
         ("strategy", "memory.offload_optimizer", "memory.offload_params", "deepspeed.config"),
         read_deepspeed,
         hint="set strategy to zero1, zero2 or zero3, or deepspeed.config to a file",
     ),
-    "fsdp": Words("strategy", {"fsdp2": "full_shard"}, hint="set strategy to full_shard"),
-    "zero_hpz_partition_size": Refused("write zero_hpz_partition_size into the file of deepspeed.config"),
-    "deepspeed_autotp_size": Refused("set tensor_parallel_size, and strategy to full_shard"),
-    **dict.fromkeys(("use_ray", "device_groups"), Refused("start the ranks with torchrun or --nproc")),
-    "ENV": Refused("export the variables before the start"),
+    "fsdp": WordSettingKey("strategy", {"fsdp2": "full_shard"}, hint="set strategy to full_shard"),
+    "zero_hpz_partition_size": RefusedKey("write zero_hpz_partition_size into the file of deepspeed.config"),
+    "deepspeed_autotp_size": RefusedKey("set tensor_parallel_size, and strategy to full_shard"),
+    **dict.fromkeys(("use_ray", "device_groups"), RefusedKey("start the ranks with torchrun or --nproc")),
+    "ENV": RefusedKey("export the variables before the start"),
     # Output
-    **dict.fromkeys(("add_version", "create_checkpoint_symlink", "check_model"), Ignored()),
-    "resume_only_model": Refused("set model.name_or_path to the checkpoint"),
-    "swanlab_*": Refused("set log.trackers, log.project and log.name"),
+    **dict.fromkeys(("add_version", "create_checkpoint_symlink", "check_model"), IgnoredKey()),
+    "resume_only_model": RefusedKey("set model.name_or_path to the checkpoint"),
+    "swanlab_*": RefusedKey("set log.trackers, log.project and log.name"),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
@@ -206,10 +212,10 @@ DEFAULTS: dict[str, Any] = {
 }
 DIFFERENCES = (
     trl.OTHER_ORDER,
-    Difference(
+    ProgramDifference(
         "ms-swift renders conversations with its own templates. Here, the template of the tokenizer is used."
     ),
-    Difference(
+    ProgramDifference(
         "Names of models and datasets are looked up on the Hugging Face Hub, as ms-swift does with use_hf."
     ),
     trl.PACKED_APART,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from portable.config.origins import Origin
 from portable.errors import UserError
 from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms_swift, torchtune, trl
-from portable.importing.foreign_file import ForeignFile, ImportedRun, Program
+from portable.importing.foreign_file import ForeignFile, ForeignProgram, ImportedRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.config.yaml_text import Document
+    from portable.config.yaml_text import YamlDocument
     from portable.importing.foreign_file import ForeignKeys, Path
 
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
@@ -22,7 +22,7 @@ TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, *
 They share one table, because their files mix the names: axolotl and LLaMA-Factory read the arguments of the
 Trainer, and recipes for TRL bring names of axolotl along.
 """
-TORCHTUNE = Program(
+TORCHTUNE = ForeignProgram(
     name="torchtune",
     keys=torchtune.KEYS,
     own_keys=("checkpointer",),
@@ -31,7 +31,7 @@ TORCHTUNE = Program(
     differences=torchtune.DIFFERENCES,
     finish=torchtune.finish,
 )
-AXOLOTL = Program(
+AXOLOTL = ForeignProgram(
     name="axolotl",
     keys={**TRAINER_KEYS, **axolotl.KEYS},
     own_keys=("base_model",),
@@ -40,7 +40,7 @@ AXOLOTL = Program(
     differences=axolotl.DIFFERENCES,
     finish=axolotl.finish,
 )
-LLAMA_FACTORY = Program(
+LLAMA_FACTORY = ForeignProgram(
     name="LLaMA-Factory",
     keys=TRAINER_KEYS,
     own_keys=("finetuning_type", "cutoff_len"),
@@ -49,7 +49,7 @@ LLAMA_FACTORY = Program(
     differences=llama_factory.DIFFERENCES,
     finish=llama_factory.finish,
 )
-ACCELERATE = Program(
+ACCELERATE = ForeignProgram(
     name="Accelerate",
     keys=accelerate.KEYS,
     own_keys=("compute_environment", "distributed_type"),
@@ -61,7 +61,7 @@ ACCELERATE = Program(
     prepare=accelerate.prepare,
     finish=accelerate.finish,
 )
-MS_SWIFT = Program(
+MS_SWIFT = ForeignProgram(
     name="ms-swift",
     keys={**trl.KEYS, **trl.FSDP_KEYS, **ms_swift.KEYS},
     own_keys=("tuner_type", "train_type", "split_dataset_ratio", "rlhf_type"),
@@ -70,7 +70,7 @@ MS_SWIFT = Program(
     differences=ms_swift.DIFFERENCES,
     finish=ms_swift.finish,
 )
-TRL = Program(
+TRL = ForeignProgram(
     name="TRL",
     title="the Trainer or TRL",
     keys=TRAINER_KEYS,
@@ -83,7 +83,7 @@ TRL = Program(
     differences=trl.DIFFERENCES,
     finish=trl.finish,
 )
-DEEPSPEED = Program(
+DEEPSPEED = ForeignProgram(
     name="DeepSpeed",
     keys=deepspeed.KEYS,
     own_keys=("zero_optimization", "train_micro_batch_size_per_gpu"),
@@ -100,7 +100,7 @@ PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSP
 """In the order in which a file is compared with them."""
 
 
-def find_program(values: Mapping[str, object], *, likely: bool = False) -> Program | None:
+def find_program(values: Mapping[str, object], *, likely: bool = False) -> ForeignProgram | None:
     """Return the program that a file with the top-level keys ``values`` is from, or None.
 
     Args:
@@ -115,7 +115,7 @@ def list_programs() -> str:
     return ", ".join(program.title or program.name for program in PROGRAMS)
 
 
-def read_file(document: Document, name: str, *, devices: int = 1) -> ImportedRun:
+def read_file(document: YamlDocument, name: str, *, devices: int = 1) -> ImportedRun:
     """Convert a file of any of the programs.
 
     Args:
@@ -133,7 +133,7 @@ def read_file(document: Document, name: str, *, devices: int = 1) -> ImportedRun
     return _convert(file, devices=devices)
 
 
-def read_accelerate(document: Document, name: str) -> ImportedRun:
+def read_accelerate(document: YamlDocument, name: str) -> ImportedRun:
     """Convert a file of ``accelerate config``.
 
     Args:
@@ -159,10 +159,10 @@ def read_environment(environment: Mapping[str, str]) -> ImportedRun:
     """
     values, variables = accelerate.read_variables(environment)
 
-    def origin(path: Path) -> Origin:
+    def build_origin(path: Path) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
 
-    file = _open(ACCELERATE, values, origin)
+    file = _open(ACCELERATE, values, build_origin)
     file.convert()
     return file.result.require_all()
 
@@ -182,15 +182,17 @@ def convert_deepspeed(file: ForeignFile) -> ImportedRun:
     return _convert(file, devices=0)
 
 
-def _find_origins(document: Document, name: str) -> Callable[[Path], Origin]:
-    def origin(path: Path) -> Origin:
+def _find_origins(document: YamlDocument, name: str) -> Callable[[Path], Origin]:
+    def build_origin(path: Path) -> Origin:
         line = document.lines.get(path) or document.lines.get((*path[:-1], path[-1].removeprefix("fsdp_")), 0)
         return Origin(f"{name}:{line}: {path[-1]}" if line else f"{name}: {path[-1]}", line)
 
-    return origin
+    return build_origin
 
 
-def _open(program: Program, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> ForeignFile:
+def _open(
+    program: ForeignProgram, values: Mapping[str, Any], origin: Callable[[Path], Origin]
+) -> ForeignFile:
     file = ForeignFile(program, dict(values), origin)
     program.prepare(file)
     return file

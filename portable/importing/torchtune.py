@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.importing import axolotl, llama_factory, trl
-from portable.importing.foreign_file import Difference, NoCounterpart
-from portable.importing.foreign_keys import Companion, Ignored, Presets, Refused, Setting, Several, Words
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference
+from portable.importing.foreign_keys import (
+    CompanionKey,
+    IgnoredKey,
+    MultiSettingKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    WordSettingKey,
+)
 from portable.importing.trainer_conversions import (
     NO_REWARDS,
     SET_EVAL,
@@ -41,7 +49,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Settings of the adapter, by how the name of a builder of models begins."""
 
 
-def last_part(component: Any) -> str:
+def get_last_part(component: Any) -> str:
     """Return the name in the dotted path of a component."""
     return str(component).rpartition(".")[2]
 
@@ -54,7 +62,7 @@ def check_checkpointer(value: Any, _: ForeignFile) -> None:
 
 def read_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the adapter from the builder of the model, such as ``lora_llama3_8b``."""
-    kind, _underscore, model = last_part(value).partition("_")
+    kind, _underscore, model = get_last_part(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
 
@@ -67,9 +75,9 @@ def read_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
 
 def read_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the source from the builder of the dataset and its arguments."""
-    name, arguments = last_part(value), file.get("dataset")
+    name, arguments = get_last_part(value), file.get("dataset")
     if name not in DATASETS:
-        raise NoCounterpart(f"{shown(name)} has no counterpart: set data.source and data.format")
+        raise NoCounterpart(f"{format_short_value(name)} has no counterpart: set data.source and data.format")
     settings = {**DATASETS[name], "split": arguments.get("split"), "config_name": arguments.get("name")}
     if source := arguments.get("data_files") or arguments.get("source"):
         settings["source"] = source
@@ -93,18 +101,18 @@ def read_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 def read_optimizer(value: Any, file: ForeignFile) -> Any:
     """Read the class of the optimizer."""
-    return read_word("train.optimizer", last_part(value).lower(), file)
+    return read_word("train.optimizer", get_last_part(value).lower(), file)
 
 
 def read_schedule(value: Any, _: ForeignFile) -> str:
     """Read the function that builds the schedule."""
-    name = last_part(value)
+    name = get_last_part(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
 def read_loss(value: Any, _: ForeignFile) -> str | None:
     """Read the class of the loss, which is a loss of pairs or the default."""
-    return LOSSES.get(last_part(value))
+    return LOSSES.get(get_last_part(value))
 
 
 def read_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
@@ -131,108 +139,116 @@ KEYS: ForeignKeys = {
         if name.endswith("*")
     },
     # Model and adapter
-    "checkpointer.checkpoint_dir": Setting("model.name_or_path"),
-    "checkpointer._component_": Several((), check_checkpointer, hint="model.name_or_path"),
-    "model._component_": Several(
+    "checkpointer.checkpoint_dir": SettingKey("model.name_or_path"),
+    "checkpointer._component_": MultiSettingKey((), check_checkpointer, hint="model.name_or_path"),
+    "model._component_": MultiSettingKey(
         ("adapter.type", "adapter.use_dora", "adapter.base"), read_model_builder, hint="adapter.type"
     ),
-    "model.lora_rank": Setting("adapter.r"),
-    "model.lora_alpha": Setting("adapter.alpha"),
-    "model.lora_dropout": Setting("adapter.dropout"),
-    "model.use_dora": Setting("adapter.use_dora"),
-    "model.lora_attn_modules": Setting(
+    "model.lora_rank": SettingKey("adapter.r"),
+    "model.lora_alpha": SettingKey("adapter.alpha"),
+    "model.lora_dropout": SettingKey("adapter.dropout"),
+    "model.use_dora": SettingKey("adapter.use_dora"),
+    "model.lora_attn_modules": SettingKey(
         "adapter.target_modules", read_adapted_modules, reads_every_value=True
     ),
-    "model.apply_lora_to_mlp": Ignored(),
-    "model.apply_lora_to_output": Refused("the head gets no adapter; name it in adapter.target_modules"),
-    "model.quantize_base": Presets({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
+    "model.apply_lora_to_mlp": IgnoredKey(),
+    "model.apply_lora_to_output": RefusedKey("the head gets no adapter; name it in adapter.target_modules"),
+    "model.quantize_base": PresetKey({"true": {"adapter.base": "nf4"}, "false": {}}, hint="adapter.base"),
     **dict.fromkeys(
         ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", "model.image_size"),
-        Refused("only text models are supported"),
+        RefusedKey("only text models are supported"),
     ),
-    "tokenizer.image_size": Refused("only text models are supported"),
-    "device": Words("backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None}),
-    "dtype": Words("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}),
-    "compile": Setting("compile", read_compile, reads_every_value=True),
+    "tokenizer.image_size": RefusedKey("only text models are supported"),
+    "device": WordSettingKey(
+        "backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None}
+    ),
+    "dtype": WordSettingKey("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}),
+    "compile": SettingKey("compile", read_compile, reads_every_value=True),
     **dict.fromkeys(
         ("quantizer", "fp8_recipe_name", "enable_fp8_training"),
-        Refused("weights are trained in 16 or 32 bits only"),
+        RefusedKey("weights are trained in 16 or 32 bits only"),
     ),
     # Data
-    "dataset._component_": Several(SOURCE_SETTINGS, read_dataset_builder, hint="data.source, data.format"),
-    **dict.fromkeys(("dataset.source", "dataset.data_files", "dataset.split", "dataset.name"), Ignored()),
-    **dict.fromkeys(("dataset.column", "dataset.conversation_style", "dataset.train_on_input"), Ignored()),
-    **dict.fromkeys(("dataset.column_map", "dataset.conversation_column"), Companion("data.columns")),
-    "dataset.packed": Words("data.packing", {"true": "documents", "false": False}),
-    "dataset.split_across_pack": Refused("set data.packing to true, which splits texts"),
-    "dataset.new_system_prompt": Refused("put a system message, or a field system, into each record"),
+    "dataset._component_": MultiSettingKey(
+        SOURCE_SETTINGS, read_dataset_builder, hint="data.source, data.format"
+    ),
+    **dict.fromkeys(("dataset.source", "dataset.data_files", "dataset.split", "dataset.name"), IgnoredKey()),
+    **dict.fromkeys(("dataset.column", "dataset.conversation_style", "dataset.train_on_input"), IgnoredKey()),
+    **dict.fromkeys(("dataset.column_map", "dataset.conversation_column"), CompanionKey("data.columns")),
+    "dataset.packed": WordSettingKey("data.packing", {"true": "documents", "false": False}),
+    "dataset.split_across_pack": RefusedKey("set data.packing to true, which splits texts"),
+    "dataset.new_system_prompt": RefusedKey("put a system message, or a field system, into each record"),
     **dict.fromkeys(
         ("dataset.filter_fn", "dataset.image_dir", "dataset.image_tag"),
-        Refused("prepare the records with custom code in data.source"),
+        RefusedKey("prepare the records with custom code in data.source"),
     ),
-    "dataset_val": Refused(SET_EVAL),
-    "shuffle": Ignored("samples are always shuffled", unless=(True,)),
-    "tokenizer.max_seq_len": Setting("data.seq_len"),
-    **dict.fromkeys(("tokenizer._component_", "tokenizer.path", "tokenizer.prompt_template"), Ignored()),
-    **dict.fromkeys(("tokenizer.merges_file", "tokenizer.merges_path", "tokenizer.vocab_path"), Ignored()),
-    "collate_fn": Ignored(),
+    "dataset_val": RefusedKey(SET_EVAL),
+    "shuffle": IgnoredKey("samples are always shuffled", unless=(True,)),
+    "tokenizer.max_seq_len": SettingKey("data.seq_len"),
+    **dict.fromkeys(("tokenizer._component_", "tokenizer.path", "tokenizer.prompt_template"), IgnoredKey()),
+    **dict.fromkeys(("tokenizer.merges_file", "tokenizer.merges_path", "tokenizer.vocab_path"), IgnoredKey()),
+    "collate_fn": IgnoredKey(),
     # Training
-    "seed": Setting("seed"),
-    "epochs": Setting("train.epochs"),
-    "max_steps_per_epoch": Refused("set train.steps, or train.stop_after"),
-    "batch_size": Setting("train.micro_batch_size"),
-    **dict.fromkeys(("gradient_accumulation_steps", "batch_size_val"), Ignored()),
-    "optimizer._component_": Setting("train.optimizer", read_optimizer),
-    "optimizer.lr": Setting("train.learning_rate"),
-    "optimizer.weight_decay": Setting("train.weight_decay"),
-    "optimizer.betas": Setting("train.betas"),
-    "optimizer.eps": Setting("train.eps"),
-    "optimizer.fused": Ignored(),
-    "optimizer_in_bwd": Ignored("memory.offload_optimizer saves memory, too"),
-    "lr_scheduler._component_": Setting("train.schedule", read_schedule),
-    "lr_scheduler.num_warmup_steps": Setting("train.warmup_steps"),
-    "clip_grad_norm": Setting("train.max_grad_norm"),
-    "loss._component_": Setting("train.loss", read_loss),
-    **dict.fromkeys(("loss.num_output_chunks", "loss.beta"), Ignored()),
-    "enable_activation_checkpointing": Words(
+    "seed": SettingKey("seed"),
+    "epochs": SettingKey("train.epochs"),
+    "max_steps_per_epoch": RefusedKey("set train.steps, or train.stop_after"),
+    "batch_size": SettingKey("train.micro_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "batch_size_val"), IgnoredKey()),
+    "optimizer._component_": SettingKey("train.optimizer", read_optimizer),
+    "optimizer.lr": SettingKey("train.learning_rate"),
+    "optimizer.weight_decay": SettingKey("train.weight_decay"),
+    "optimizer.betas": SettingKey("train.betas"),
+    "optimizer.eps": SettingKey("train.eps"),
+    "optimizer.fused": IgnoredKey(),
+    "optimizer_in_bwd": IgnoredKey("memory.offload_optimizer saves memory, too"),
+    "lr_scheduler._component_": SettingKey("train.schedule", read_schedule),
+    "lr_scheduler.num_warmup_steps": SettingKey("train.warmup_steps"),
+    "clip_grad_norm": SettingKey("train.max_grad_norm"),
+    "loss._component_": SettingKey("train.loss", read_loss),
+    **dict.fromkeys(("loss.num_output_chunks", "loss.beta"), IgnoredKey()),
+    "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
     ),
-    "enable_activation_offloading": Refused("stored activations stay on the device; leave it out"),
-    "run_val_every_n_steps": Setting("train.eval_every"),
+    "enable_activation_offloading": RefusedKey("stored activations stay on the device; leave it out"),
+    "run_val_every_n_steps": SettingKey("train.eval_every"),
     **dict.fromkeys(
         ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"),
-        Refused("distillation needs a train.loss of your own"),
+        RefusedKey("distillation needs a train.loss of your own"),
     ),
     **dict.fromkeys(
         ("tasks", "prompt", "max_new_tokens", "top_k", "limit", "enable_kv_cache"),
-        Refused("the file trains nothing; name another"),
+        RefusedKey("the file trains nothing; name another"),
     ),
     **dict.fromkeys(
         ("grpo_samples", "reward_and_value_model", "ppo_epochs", "temperature", "orchestration"),
-        Refused(NO_REWARDS),
+        RefusedKey(NO_REWARDS),
     ),
     # Output and launch
-    "output_dir": Setting("output_dir"),
-    "resume_from_checkpoint": Ignored("a run resumes by default (checkpoint.resume)"),
-    **dict.fromkeys(("checkpointer.checkpoint_files", "checkpointer.recipe_checkpoint"), Ignored()),
-    **dict.fromkeys(("checkpointer.output_dir", "checkpointer.model_type"), Ignored()),
-    **dict.fromkeys(("checkpointer.safe_serialization", "checkpointer.adapter_checkpoint"), Ignored()),
-    **dict.fromkeys(("keep_last_n_checkpoints", "save_adapter_weights_only"), Ignored()),
-    "enable_async_checkpointing": Ignored(),
-    "log_every_n_steps": Setting("log.every_steps"),
-    "log_level": Ignored(),
-    "log_peak_memory_stats": Ignored(),
-    "metric_logger._component_": Several(("log.trackers",), read_metric_logger),
-    "metric_logger.project": Setting("log.project"),
-    **dict.fromkeys(("metric_logger.log_dir", "metric_logger.output_dir", "metric_logger.name"), Ignored()),
-    **dict.fromkeys(("profiler", "name"), Ignored()),
-    "context_parallel_dim": Setting("context_parallel_size"),
-    "tensor_parallel_dim": Setting("tensor_parallel_size"),
-    "tensor_parallel_plan": Refused("the plan of transformers for the model is taken; leave it out"),
-    "fsdp_sharding_strategy": Setting("strategy", read_lower),
-    "fsdp_reshard_after_forward": Words("strategy", {"true": "full_shard", "false": "shard_grad_op"}),
-    "fsdp_cpu_offload": Words("memory.offload_params", {"true": "cpu", "false": None}),
-    **dict.fromkeys(("custom_sharded_layers", "low_cpu_ram"), Ignored()),
+    "output_dir": SettingKey("output_dir"),
+    "resume_from_checkpoint": IgnoredKey("a run resumes by default (checkpoint.resume)"),
+    **dict.fromkeys(("checkpointer.checkpoint_files", "checkpointer.recipe_checkpoint"), IgnoredKey()),
+    **dict.fromkeys(("checkpointer.output_dir", "checkpointer.model_type"), IgnoredKey()),
+    **dict.fromkeys(("checkpointer.safe_serialization", "checkpointer.adapter_checkpoint"), IgnoredKey()),
+    **dict.fromkeys(("keep_last_n_checkpoints", "save_adapter_weights_only"), IgnoredKey()),
+    "enable_async_checkpointing": IgnoredKey(),
+    "log_every_n_steps": SettingKey("log.every_steps"),
+    "log_level": IgnoredKey(),
+    "log_peak_memory_stats": IgnoredKey(),
+    "metric_logger._component_": MultiSettingKey(("log.trackers",), read_metric_logger),
+    "metric_logger.project": SettingKey("log.project"),
+    **dict.fromkeys(
+        ("metric_logger.log_dir", "metric_logger.output_dir", "metric_logger.name"), IgnoredKey()
+    ),
+    **dict.fromkeys(("profiler", "name"), IgnoredKey()),
+    "context_parallel_dim": SettingKey("context_parallel_size"),
+    "tensor_parallel_dim": SettingKey("tensor_parallel_size"),
+    "tensor_parallel_plan": RefusedKey("the plan of transformers for the model is taken; leave it out"),
+    "fsdp_sharding_strategy": SettingKey("strategy", read_lower),
+    "fsdp_reshard_after_forward": WordSettingKey(
+        "strategy", {"true": "full_shard", "false": "shard_grad_op"}
+    ),
+    "fsdp_cpu_offload": WordSettingKey("memory.offload_params", {"true": "cpu", "false": None}),
+    **dict.fromkeys(("custom_sharded_layers", "low_cpu_ram"), IgnoredKey()),
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
@@ -254,8 +270,8 @@ DIFFERENCES = (
     trl.OTHER_ORDER,
     trl.CUT_LATER,
     trl.PACKED_APART,
-    Difference("torchtune cuts no text without tokenizer.max_seq_len.", "data.seq_len"),
-    Difference(
+    ProgramDifference("torchtune cuts no text without tokenizer.max_seq_len.", "data.seq_len"),
+    ProgramDifference(
         "torchtune stores the weights in its dtype. Here they are in 32 bits, and precision is the dtype of "
         "the computation.",
         "precision",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import Origin, shown
-from portable.config.types import truth
-from portable.importing.foreign_file import ForeignFile, NoCounterpart, NoEffect, Program
+from portable.config.origins import Origin, format_short_value
+from portable.config.types import parse_truth
+from portable.importing.foreign_file import ForeignFile, ForeignProgram, NoCounterpart, NoEffect
 from portable.importing.foreign_keys import split_names
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def read_names(value: Any, _: ForeignFile) -> Any:
 def read_eval_fraction(value: Any, _: ForeignFile) -> Any:
     """Read the share of the records that is held out. A number of records is refused."""
     if value and value >= 1:
-        raise NoCounterpart(f"{shown(value)} is a number of records; set data.eval_fraction to a share of 1")
+        raise NoCounterpart(
+            f"{format_short_value(value)} is a number of records; set data.eval_fraction to a share of 1"
+        )
     return value or 0.0
 
 
@@ -65,7 +67,7 @@ def read_steps_between(steps: str, epochs: str, switch: str) -> Callable[[Any, F
     """
 
     def read(value: Any, file: ForeignFile) -> dict[str, Any]:
-        unit = truth(file.get(switch, file.get("evaluation_strategy", "steps")))
+        unit = parse_truth(file.get(switch, file.get("evaluation_strategy", "steps")))
         if unit not in ("steps", True):
             return {}
         if value >= 1:
@@ -85,7 +87,7 @@ def read_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
 
 def read_push_time(value: Any, file: ForeignFile) -> str | None:
     """Return when to push to the hub if ``push_to_hub`` is true, according to ``hub_strategy``."""
-    if truth(value) is not True:
+    if parse_truth(value) is not True:
         return None
     return "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
 
@@ -123,10 +125,10 @@ def convert_entry(
     """
     outer = file.origin(file.path)
 
-    def origin(path: tuple[str, ...]) -> Origin:
+    def build_origin(path: tuple[str, ...]) -> Origin:
         return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.order)
 
-    inner = ForeignFile(Program(file.program.name, keys), dict(entry), origin)
+    inner = ForeignFile(ForeignProgram(file.program.name, keys), dict(entry), build_origin)
     inner.convert()
     file.result.notes += inner.result.notes
     file.result.refused += inner.result.refused
@@ -143,8 +145,8 @@ def combine_sources(entries: list[dict[str, Any]]) -> dict[str, Any]:
         last = str(entry.get("source")).rpartition("/")[2]
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-_") or "source"
         names.append(name if name not in names else f"{name}-{len(names)}")
-    named = [{"name": name, **entry} for name, entry in zip(names, entries, strict=True)]
-    return {"data.sources": named} if named else {}
+    named_entries = [{"name": name, **entry} for name, entry in zip(names, entries, strict=True)]
+    return {"data.sources": named_entries} if named_entries else {}
 
 
 SOURCE_SETTINGS = (

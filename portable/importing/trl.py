@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
-from portable.config.types import truth
+from portable.config.origins import format_short_value
+from portable.config.types import parse_truth
 from portable.importing import accelerate
-from portable.importing.foreign_file import Difference, NoCounterpart, is_off
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
 from portable.importing.foreign_keys import (
-    Companion,
-    Ignored,
-    Presets,
-    Refused,
-    Setting,
-    Several,
-    Switch,
-    Words,
+    CompanionKey,
+    IgnoredKey,
+    MultiSettingKey,
+    PresetKey,
+    RefusedKey,
+    SettingKey,
+    SwitchKey,
+    WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
     AUTOMATIC,
@@ -43,7 +43,7 @@ from portable.importing.trainer_conversions import (
     read_push_time,
     read_steps_between,
 )
-from portable.importing.words import word_of
+from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKey, ForeignKeys
@@ -74,7 +74,7 @@ def read_logging_steps(value: Any, _: ForeignFile) -> int:
 
 def read_tf32(value: Any, file: ForeignFile) -> str | None:
     """Return TF32 as the precision if it is on, unless bf16 is on, too."""
-    return "tf32" if truth(value) is True and not file.get("bf16") else None
+    return "tf32" if parse_truth(value) is True and not file.get("bf16") else None
 
 
 def read_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def read_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
     ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
     ratio = lowest / file.get("learning_rate", 5e-5) if lowest else ratio
     if arguments:
-        raise NoCounterpart(f"{shown(arguments)} has no counterpart: set train.schedule_params")
+        raise NoCounterpart(f"{format_short_value(arguments)} has no counterpart: set train.schedule_params")
     return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
 
 
@@ -100,11 +100,11 @@ def read_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 def read_trained_part(_: Any, file: ForeignFile) -> dict[str, Any]:
     """Read TRL's two switches for the tokens that are trained. The more specific one wins if both are on."""
-    if truth(file.get("assistant_only_loss")) is True:
+    if parse_truth(file.get("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
-    if truth(file.get("completion_only_loss")) is True:
+    if parse_truth(file.get("completion_only_loss")) is True:
         return {"data.train_on": "completion"}
-    return {"data.train_on": "all"} if truth(file.get("completion_only_loss")) is False else {}
+    return {"data.train_on": "all"} if parse_truth(file.get("completion_only_loss")) is False else {}
 
 
 def read_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -132,161 +132,171 @@ def read_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 MIXTURE_ENTRY_KEYS: ForeignKeys = {
-    **dict.fromkeys(("id", "path", "data_files"), Companion("data.source")),
-    **dict.fromkeys(("config", "name"), Companion("data.config_name")),
-    **dict.fromkeys(("split", "weight", "fraction"), Companion("data.split")),
-    "columns": Ignored("the columns of data.format are read"),
-    "data_dir": Refused("name the files in data.source"),
+    **dict.fromkeys(("id", "path", "data_files"), CompanionKey("data.source")),
+    **dict.fromkeys(("config", "name"), CompanionKey("data.config_name")),
+    **dict.fromkeys(("split", "weight", "fraction"), CompanionKey("data.split")),
+    "columns": IgnoredKey("the columns of data.format are read"),
+    "data_dir": RefusedKey("name the files in data.source"),
 }
 """Keys of an entry of TRL's ``dataset_mixture``."""
 
 _MODEL: ForeignKeys = {
-    **dict.fromkeys(("model_name_or_path", "model_name"), Setting("model.name_or_path")),
-    "config_overrides": Setting("model.config"),
-    "trust_remote_code": Setting("model.trust_remote_code"),
-    "attn_implementation": Setting("model.attention", word_of("model.attention")),
-    **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision"), Setting("precision", word_of("precision"))),
-    "bf16": Switch({"precision": "bf16"}),
-    "fp16": Switch({"precision": "fp16"}),
-    "tf32": Setting(
+    **dict.fromkeys(("model_name_or_path", "model_name"), SettingKey("model.name_or_path")),
+    "config_overrides": SettingKey("model.config"),
+    "trust_remote_code": SettingKey("model.trust_remote_code"),
+    "attn_implementation": SettingKey("model.attention", build_word_converter("model.attention")),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype", "mixed_precision"),
+        SettingKey("precision", build_word_converter("precision")),
+    ),
+    "bf16": SwitchKey({"precision": "bf16"}),
+    "fp16": SwitchKey({"precision": "fp16"}),
+    "tf32": SettingKey(
         "precision", read_tf32, hint="set precision to tf32; bf16 is faster if its precision suffices"
     ),
-    **dict.fromkeys(("use_cpu", "no_cuda"), Switch({"backend": "cpu"})),
-    "torch_compile": Setting("compile"),
-    "torch_compile_backend": Setting("compile_backend"),
-    "torch_compile_mode": Setting("compile_mode"),
-    "model_revision": Refused(
+    **dict.fromkeys(("use_cpu", "no_cuda"), SwitchKey({"backend": "cpu"})),
+    "torch_compile": SettingKey("compile"),
+    "torch_compile_backend": SettingKey("compile_backend"),
+    "torch_compile_mode": SettingKey("compile_mode"),
+    "model_revision": RefusedKey(
         "the newest revision is taken; name a local folder in model.name_or_path for another",
         unless=("main",),
     ),
-    "model_type": Ignored(
+    "model_type": IgnoredKey(
         "the model's config defines its class; leave it out, or set model.config for a new model",
         unless=("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
     ),
-    "router_aux_loss_coef": Refused("set router_aux_loss_coef and output_router_logits in model.config"),
-    "fp8": Refused(ONLY_16_OR_32_BITS),
-    **dict.fromkeys(("video_max_pixels", "image_max_pixels"), Refused(ONLY_TEXT)),
+    "router_aux_loss_coef": RefusedKey("set router_aux_loss_coef and output_router_logits in model.config"),
+    "fp8": RefusedKey(ONLY_16_OR_32_BITS),
+    **dict.fromkeys(("video_max_pixels", "image_max_pixels"), RefusedKey(ONLY_TEXT)),
     **dict.fromkeys(
         ("expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-        Refused("ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out", unless=(1,)),
+        RefusedKey("ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out", unless=(1,)),
     ),
-    "low_cpu_mem_usage": Ignored(AUTOMATIC),
-    **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), Ignored()),
+    "low_cpu_mem_usage": IgnoredKey(AUTOMATIC),
+    **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), IgnoredKey()),
 }
 _ADAPTER: ForeignKeys = {
-    "use_peft": Presets({"true": {"adapter.type": "lora"}, "false": {}}, hint=SET_ADAPTER),
-    "peft_config": Refused("set adapter.config to a file, or the section adapter"),
-    "lora_r": Setting("adapter.r"),
-    "lora_alpha": Setting("adapter.alpha"),
-    "lora_dropout": Setting("adapter.dropout"),
-    "use_dora": Setting("adapter.use_dora"),
-    "use_rslora": Setting("adapter.use_rslora"),
-    "lora_target_modules": Setting("adapter.target_modules", read_names),
-    "lora_target_parameters": Setting("adapter.target_parameters", read_names),
-    "lora_modules_to_save": Setting("adapter.modules_to_save", read_names),
-    "load_in_4bit": Switch({"adapter.base": "nf4", "adapter.type": "lora"}),
-    "load_in_8bit": Switch({"adapter.base": "int8", "adapter.type": "lora"}),
-    "bnb_4bit_*": Ignored("set adapter.base to nf4, and adapter.type to lora"),
-    "lora_task_type": Refused("set model.task", unless=("CAUSAL_LM",)),
-    "loraplus_lr_ratio": Refused("set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]"),
-    "lora_*": Refused(SET_ADAPTER),
+    "use_peft": PresetKey({"true": {"adapter.type": "lora"}, "false": {}}, hint=SET_ADAPTER),
+    "peft_config": RefusedKey("set adapter.config to a file, or the section adapter"),
+    "lora_r": SettingKey("adapter.r"),
+    "lora_alpha": SettingKey("adapter.alpha"),
+    "lora_dropout": SettingKey("adapter.dropout"),
+    "use_dora": SettingKey("adapter.use_dora"),
+    "use_rslora": SettingKey("adapter.use_rslora"),
+    "lora_target_modules": SettingKey("adapter.target_modules", read_names),
+    "lora_target_parameters": SettingKey("adapter.target_parameters", read_names),
+    "lora_modules_to_save": SettingKey("adapter.modules_to_save", read_names),
+    "load_in_4bit": SwitchKey({"adapter.base": "nf4", "adapter.type": "lora"}),
+    "load_in_8bit": SwitchKey({"adapter.base": "int8", "adapter.type": "lora"}),
+    "bnb_4bit_*": IgnoredKey("set adapter.base to nf4, and adapter.type to lora"),
+    "lora_task_type": RefusedKey("set model.task", unless=("CAUSAL_LM",)),
+    "loraplus_lr_ratio": RefusedKey(
+        "set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]"
+    ),
+    "lora_*": RefusedKey(SET_ADAPTER),
     **dict.fromkeys(
         ("task_type", "peft_type", "inference_mode"),
-        Ignored("model.task and adapter.type decide it; leave it out"),
+        IgnoredKey("model.task and adapter.type decide it; leave it out"),
     ),
 }
 _DATA: ForeignKeys = {
-    **dict.fromkeys(("dataset_name", "train_file", "train_dataset"), Setting("data.source")),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), Setting("data.config_name")),
-    "dataset_train_split": Setting("data.split"),
+    **dict.fromkeys(("dataset_name", "train_file", "train_dataset"), SettingKey("data.source")),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), SettingKey("data.config_name")),
+    "dataset_train_split": SettingKey("data.split"),
     **dict.fromkeys(
-        ("dataset_mixture", "dataset_mixer"), Several(SOURCE_SETTINGS, read_mixture, hint="data.source")
+        ("dataset_mixture", "dataset_mixer"),
+        MultiSettingKey(SOURCE_SETTINGS, read_mixture, hint="data.source"),
     ),
-    "datasets": Several(SOURCE_SETTINGS, read_mixture_entries, hint="data.source"),
-    "max_train_samples": Setting("data.max_samples"),
+    "datasets": MultiSettingKey(SOURCE_SETTINGS, read_mixture_entries, hint="data.source"),
+    "max_train_samples": SettingKey("data.max_samples"),
     **dict.fromkeys(
         ("max_length", "max_seq_length", "max_seq_len", "max_source_length", "block_size"),
-        Setting("data.seq_len"),
+        SettingKey("data.seq_len"),
     ),
-    "max_target_length": Setting("data.target_seq_len"),
-    "max_prompt_length": Companion("data.seq_len and data.truncation"),
-    "truncation_mode": Words("data.truncation", {"keep_start": "end", "keep_end": "start"}),
-    "source_prefix": Setting("data.source_prefix"),
-    **dict.fromkeys(("dataset_text_field", "text_column", "text_column_name"), Setting("data.text_field")),
-    "summary_column": Setting("data.target_field"),
-    "source_lang": Setting("data.source_language"),
-    "target_lang": Setting("data.target_language"),
-    "tokenizer_name": Setting("data.tokenizer"),
-    "chat_template_path": Setting("data.chat_template"),
-    "dataset_streaming": Setting("data.stream"),
-    "streaming": Words("data.stream", {"true": True, "false": None}),
-    "dataloader_num_workers": Setting("data.num_workers"),
-    "packing": Words("data.packing", {"true": "documents", "false": False}),
-    "packing_strategy": Ignored("set data.packing to documents, as bfd does, or to true, as wrapped does"),
-    "padding_free": Ignored("set data.packing to documents, which leaves hardly any padding"),
-    "eval_packing": Ignored("set data.packing to documents"),
-    "pad_to_max_length": Ignored("set data.packing; if it is false, sequences are padded to data.seq_len"),
+    "max_target_length": SettingKey("data.target_seq_len"),
+    "max_prompt_length": CompanionKey("data.seq_len and data.truncation"),
+    "truncation_mode": WordSettingKey("data.truncation", {"keep_start": "end", "keep_end": "start"}),
+    "source_prefix": SettingKey("data.source_prefix"),
+    **dict.fromkeys(("dataset_text_field", "text_column", "text_column_name"), SettingKey("data.text_field")),
+    "summary_column": SettingKey("data.target_field"),
+    "source_lang": SettingKey("data.source_language"),
+    "target_lang": SettingKey("data.target_language"),
+    "tokenizer_name": SettingKey("data.tokenizer"),
+    "chat_template_path": SettingKey("data.chat_template"),
+    "dataset_streaming": SettingKey("data.stream"),
+    "streaming": WordSettingKey("data.stream", {"true": True, "false": None}),
+    "dataloader_num_workers": SettingKey("data.num_workers"),
+    "packing": WordSettingKey("data.packing", {"true": "documents", "false": False}),
+    "packing_strategy": IgnoredKey("set data.packing to documents, as bfd does, or to true, as wrapped does"),
+    "padding_free": IgnoredKey("set data.packing to documents, which leaves hardly any padding"),
+    "eval_packing": IgnoredKey("set data.packing to documents"),
+    "pad_to_max_length": IgnoredKey("set data.packing; if it is false, sequences are padded to data.seq_len"),
     **dict.fromkeys(
         ("assistant_only_loss", "completion_only_loss"),
-        Several(("data.train_on",), read_trained_part, reads_every_value=True),
+        MultiSettingKey(("data.train_on",), read_trained_part, reads_every_value=True),
     ),
     **dict.fromkeys(
         ("formatting_func", "field_messages", "message_field_role", "roles"),
-        Refused("set data.format to messages or sharegpt, whose keys are recognized; write other records so"),
+        RefusedKey(
+            "set data.format to messages or sharegpt, whose keys are recognized; write other records so"
+        ),
     ),
-    "eos_token": Refused("that of the tokenizer is used; change it in the folder of data.tokenizer"),
-    "validation_file": Refused(SET_EVAL),
-    "dataset_test_split": Refused(SET_EVAL, unless=("test",)),
-    "validation_split_percentage": Refused("set data.eval_fraction, a share of 1"),
-    "test_split_size": Ignored(SET_EVAL),
-    **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "overwrite_cache"), Ignored(TOKENIZED_ONCE)),
-    "remove_unused_columns": Ignored(
+    "eos_token": RefusedKey("that of the tokenizer is used; change it in the folder of data.tokenizer"),
+    "validation_file": RefusedKey(SET_EVAL),
+    "dataset_test_split": RefusedKey(SET_EVAL, unless=("test",)),
+    "validation_split_percentage": RefusedKey("set data.eval_fraction, a share of 1"),
+    "test_split_size": IgnoredKey(SET_EVAL),
+    **dict.fromkeys(("dataset_kwargs", "dataset_num_proc", "overwrite_cache"), IgnoredKey(TOKENIZED_ONCE)),
+    "remove_unused_columns": IgnoredKey(
         "only the fields in data.text_field etc. are read; leave it out", unless=(True,)
     ),
-    **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), Ignored(AUTOMATIC)),
+    **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), IgnoredKey(AUTOMATIC)),
     **dict.fromkeys(
-        ("dataloader_persistent_workers", "dataloader_prefetch_factor", "pad_to_multiple_of"), Ignored()
+        ("dataloader_persistent_workers", "dataloader_prefetch_factor", "pad_to_multiple_of"), IgnoredKey()
     ),
 }
 _TRAINING: ForeignKeys = {
-    **dict.fromkeys(("seed", "data_seed"), Setting("seed")),
-    "num_train_epochs": Setting("train.epochs"),
+    **dict.fromkeys(("seed", "data_seed"), SettingKey("seed")),
+    "num_train_epochs": SettingKey("train.epochs"),
     # 0 is as good as none in axolotl; -1 is in the others.
-    "max_steps": Setting("train.steps", unless=(0, -1)),
-    "per_device_train_batch_size": Setting("train.micro_batch_size"),
-    "train_batch_size": Setting("train.global_batch_size"),
-    "auto_find_batch_size": Switch({"train.micro_batch_size": "auto"}),
-    "gradient_accumulation_steps": Companion(
+    "max_steps": SettingKey("train.steps", unless=(0, -1)),
+    "per_device_train_batch_size": SettingKey("train.micro_batch_size"),
+    "train_batch_size": SettingKey("train.global_batch_size"),
+    "auto_find_batch_size": SwitchKey({"train.micro_batch_size": "auto"}),
+    "gradient_accumulation_steps": CompanionKey(
         "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how "
         "often to accumulate follows from it"
     ),
-    **dict.fromkeys(("learning_rate", "lr"), Setting("train.learning_rate")),
-    **dict.fromkeys(("optim", "optim_args"), Setting("train.optimizer", word_of("train.optimizer"))),
-    "weight_decay": Setting("train.weight_decay"),
+    **dict.fromkeys(("learning_rate", "lr"), SettingKey("train.learning_rate")),
+    **dict.fromkeys(
+        ("optim", "optim_args"), SettingKey("train.optimizer", build_word_converter("train.optimizer"))
+    ),
+    "weight_decay": SettingKey("train.weight_decay"),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2"),
-        Setting(
+        SettingKey(
             "train.betas", read_betas(0.999), reads_every_value=True, hint="set train.betas, a list of both"
         ),
     ),
-    "adam_epsilon": Setting("train.eps"),
-    "lr_scheduler_type": Setting("train.schedule", word_of("train.schedule")),
-    "lr_scheduler_kwargs": Several(
+    "adam_epsilon": SettingKey("train.eps"),
+    "lr_scheduler_type": SettingKey("train.schedule", build_word_converter("train.schedule")),
+    "lr_scheduler_kwargs": MultiSettingKey(
         ("train.min_learning_rate_ratio",),
         read_scheduler_arguments,
         hint="set train.min_learning_rate_ratio or train.schedule_params",
     ),
-    "warmup_ratio": Setting("train.warmup_ratio"),
-    "warmup_steps": Several(
+    "warmup_ratio": SettingKey("train.warmup_ratio"),
+    "warmup_steps": MultiSettingKey(
         ("train.warmup_steps", "train.warmup_ratio"), read_warmup, hint="train.warmup_steps"
     ),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), Setting("train.max_grad_norm")),
-    "label_smoothing_factor": Setting("train.label_smoothing"),
-    "neftune_noise_alpha": Setting("train.neftune_noise_alpha"),
-    "ema_decay": Setting("train.ema"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), SettingKey("train.max_grad_norm")),
+    "label_smoothing_factor": SettingKey("train.label_smoothing"),
+    "neftune_noise_alpha": SettingKey("train.neftune_noise_alpha"),
+    "ema_decay": SettingKey("train.ema"),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing"),
-        Words(
+        WordSettingKey(
             "memory.activation_checkpointing",
             {"true": "full", "unsloth": "full", "offload": "full", "false": "none"},
             hint="set memory.activation_checkpointing to full or selective",
@@ -294,121 +304,123 @@ _TRAINING: ForeignKeys = {
     ),
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-        Companion("memory.activation_checkpointing"),
+        CompanionKey("memory.activation_checkpointing"),
     ),
-    "disable_dropout": Ignored(
+    "disable_dropout": IgnoredKey(
         "dropout is off with losses of pairs; train.dropout: true switches it on", unless=(True,)
     ),
-    "do_train": Ignored("training is the default; leave it out", unless=(True,)),
+    "do_train": IgnoredKey("training is the default; leave it out", unless=(True,)),
     **dict.fromkeys(
         ("cut_cross_entropy", "unsloth_cross_entropy_loss"),
-        Ignored("memory.loss_chunk_tokens computes the loss in parts, without all logits"),
+        IgnoredKey("memory.loss_chunk_tokens computes the loss in parts, without all logits"),
     ),
-    "use_kernels": Ignored(NO_LIGER),
+    "use_kernels": IgnoredKey(NO_LIGER),
     **dict.fromkeys(
         ("liger_*", "use_liger_*"),
-        Ignored(
+        IgnoredKey(
             "Liger kernels are not used; memory.loss_chunk_tokens saves the logits' memory, as Liger's "
             "fused loss does"
         ),
     ),
-    "torch_empty_cache_steps": Ignored(),
+    "torch_empty_cache_steps": IgnoredKey(),
 }
 _PAIRS: ForeignKeys = {
-    "beta": Companion(BETA_OF_LOSS),
-    "loss_type": Companion(
+    "beta": CompanionKey(BETA_OF_LOSS),
+    "loss_type": CompanionKey(
         "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo"
     ),
-    "loss_weights": Companion(SFT_OF_LOSS),
-    "ld_alpha": Refused(
+    "loss_weights": CompanionKey(SFT_OF_LOSS),
+    "ld_alpha": RefusedKey(
         "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your own"
     ),
-    "ref_model": Refused("an argument of the loss: train.loss: dpo(reference='folder')"),
-    "precompute_ref_log_probs": Ignored(AUTOMATIC),
+    "ref_model": RefusedKey("an argument of the loss: train.loss: dpo(reference='folder')"),
+    "precompute_ref_log_probs": IgnoredKey(AUTOMATIC),
     **dict.fromkeys(
         ("max_completion_length", "missing_eos_penalty", "num_generations", "reward_funcs"),
-        Refused(NO_REWARDS),
+        RefusedKey(NO_REWARDS),
     ),
-    **dict.fromkeys(("reward_model_path", "temperature", "vllm_*"), Refused(NO_REWARDS)),
+    **dict.fromkeys(("reward_model_path", "temperature", "vllm_*"), RefusedKey(NO_REWARDS)),
 }
 _EVALUATION: ForeignKeys = {
-    "eval_steps": Several(
+    "eval_steps": MultiSettingKey(
         ("train.eval_every", "train.eval_every_epochs"),
         read_steps_between("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
         hint="train.eval_every",
     ),
-    "eval_strategy": Presets(
+    "eval_strategy": PresetKey(
         {"no": {"train.eval_every": None}, "epoch": {"train.eval_every_epochs": 1}, "steps": {}},
         hint=SET_EVAL_EVERY,
     ),
-    "eval_delay": Refused(SET_EVAL_EVERY),
-    "max_eval_samples": Setting("train.eval_batches"),
-    "early_stopping": Refused("set train.early_stopping_patience, and train.early_stopping_threshold"),
-    "early_stopping_patience": Setting("train.early_stopping_patience"),
-    "early_stopping_threshold": Setting("train.early_stopping_threshold"),
-    "metric_for_best_model": Setting("checkpoint.best_metric"),
-    "greater_is_better": Words(
+    "eval_delay": RefusedKey(SET_EVAL_EVERY),
+    "max_eval_samples": SettingKey("train.eval_batches"),
+    "early_stopping": RefusedKey("set train.early_stopping_patience, and train.early_stopping_threshold"),
+    "early_stopping_patience": SettingKey("train.early_stopping_patience"),
+    "early_stopping_threshold": SettingKey("train.early_stopping_threshold"),
+    "metric_for_best_model": SettingKey("checkpoint.best_metric"),
+    "greater_is_better": WordSettingKey(
         "checkpoint.best_mode",
         {"true": "max", "false": "min"},
         hint="set checkpoint.best_mode: max where greater is better, min where not",
     ),
-    "load_best_model_at_end": Setting("checkpoint.export_best"),
-    "do_eval": Ignored(
+    "load_best_model_at_end": SettingKey("checkpoint.export_best"),
+    "do_eval": IgnoredKey(
         "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
         unless=(True,),
     ),
-    "do_predict": Ignored(
+    "do_predict": IgnoredKey(
         "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing"
     ),
-    "per_device_eval_batch_size": Ignored("evaluation takes train.micro_batch_size; leave it out"),
-    **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), Ignored()),
+    "per_device_eval_batch_size": IgnoredKey("evaluation takes train.micro_batch_size; leave it out"),
+    **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches"), IgnoredKey()),
 }
 _OUTPUT: ForeignKeys = {
-    "output_dir": Setting("output_dir"),
-    "overwrite_output_dir": Ignored(
+    "output_dir": SettingKey("output_dir"),
+    "overwrite_output_dir": IgnoredKey(
         "a run resumes by default (checkpoint.resume); choose another output_dir", unless=(True,)
     ),
-    "save_steps": Several(
+    "save_steps": MultiSettingKey(
         ("checkpoint.every_steps", "checkpoint.every_epochs"),
         read_steps_between("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
         hint="checkpoint.every_steps",
     ),
-    "save_strategy": Presets(
+    "save_strategy": PresetKey(
         {"no": {"checkpoint.every_steps": None}, "epoch": {"checkpoint.every_epochs": 1}, "steps": {}},
         hint="set checkpoint.every_steps or checkpoint.every_epochs",
     ),
-    "save_total_limit": Setting("checkpoint.keep"),
-    "save_only_model": Ignored("set checkpoint.export; checkpoints always contain the optimizer"),
-    "save_safetensors": Ignored(AUTOMATIC),
-    "resume_from_checkpoint": Setting("checkpoint.resume"),
-    "ignore_data_skip": Setting("checkpoint.resume_samples"),
-    "push_to_hub": Setting("hub.push", read_push_time, hint=SET_HUB),
-    "hub_model_id": Setting("hub.repo", hint=SET_HUB),
-    "hub_private_repo": Words("hub.private", {"true": True, "false": False}, hint=SET_HUB),
-    "hub_strategy": Companion(SET_HUB),
-    **dict.fromkeys(("hub_*", "push_to_hub*"), Refused(SET_HUB)),
-    "logging_steps": Setting("log.every_steps", read_logging_steps),
-    **dict.fromkeys(("logging_first_step", "logging_strategy"), Companion("log.every_steps")),
-    "logging_dir": Ignored("logs are written to output_dir; leave it out"),
-    "report_to": Setting("log.trackers", read_trackers, reads_every_value=True),
-    "run_name": Setting("log.name"),
-    "project": Setting("log.project"),
-    "include_num_input_tokens_seen": Ignored("report.html always has it; leave it out"),
-    "disable_tqdm": Ignored(AUTOMATIC),
-    "log_level": Ignored(AUTOMATIC, unless=("info",)),
-    **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), Ignored()),
+    "save_total_limit": SettingKey("checkpoint.keep"),
+    "save_only_model": IgnoredKey("set checkpoint.export; checkpoints always contain the optimizer"),
+    "save_safetensors": IgnoredKey(AUTOMATIC),
+    "resume_from_checkpoint": SettingKey("checkpoint.resume"),
+    "ignore_data_skip": SettingKey("checkpoint.resume_samples"),
+    "push_to_hub": SettingKey("hub.push", read_push_time, hint=SET_HUB),
+    "hub_model_id": SettingKey("hub.repo", hint=SET_HUB),
+    "hub_private_repo": WordSettingKey("hub.private", {"true": True, "false": False}, hint=SET_HUB),
+    "hub_strategy": CompanionKey(SET_HUB),
+    **dict.fromkeys(("hub_*", "push_to_hub*"), RefusedKey(SET_HUB)),
+    "logging_steps": SettingKey("log.every_steps", read_logging_steps),
+    **dict.fromkeys(("logging_first_step", "logging_strategy"), CompanionKey("log.every_steps")),
+    "logging_dir": IgnoredKey("logs are written to output_dir; leave it out"),
+    "report_to": SettingKey("log.trackers", read_trackers, reads_every_value=True),
+    "run_name": SettingKey("log.name"),
+    "project": SettingKey("log.project"),
+    "include_num_input_tokens_seen": IgnoredKey("report.html always has it; leave it out"),
+    "disable_tqdm": IgnoredKey(AUTOMATIC),
+    "log_level": IgnoredKey(AUTOMATIC, unless=("info",)),
+    **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), IgnoredKey()),
 }
 _LAUNCH: ForeignKeys = {
-    "sharding_strategy": Setting("strategy"),
-    "fsdp": Refused(SET_FSDP, unless=(["full_shard", "auto_wrap"], ["auto_wrap", "full_shard"])),
-    "fsdp_config": Refused(SET_FSDP),
-    "fsdp_transformer_layer_cls_to_wrap": Setting("fsdp.transformer_layer_cls_to_wrap"),
-    "deepspeed": Setting("deepspeed.config"),
-    "num_processes": Ignored("start the run with this number of ranks"),
-    "local_rank": Ignored("the launcher sets each process's rank; leave it out", unless=(-1,)),
-    "ddp_timeout": Companion("log.hang_timeout"),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), Ignored()),
-    **dict.fromkeys(("fsdp_config.fsdp_limit_all_gathers", "fsdp_config.limit_all_gathers"), Ignored()),
+    "sharding_strategy": SettingKey("strategy"),
+    "fsdp": RefusedKey(SET_FSDP, unless=(["full_shard", "auto_wrap"], ["auto_wrap", "full_shard"])),
+    "fsdp_config": RefusedKey(SET_FSDP),
+    "fsdp_transformer_layer_cls_to_wrap": SettingKey("fsdp.transformer_layer_cls_to_wrap"),
+    "deepspeed": SettingKey("deepspeed.config"),
+    "num_processes": IgnoredKey("start the run with this number of ranks"),
+    "local_rank": IgnoredKey("the launcher sets each process's rank; leave it out", unless=(-1,)),
+    "ddp_timeout": CompanionKey("log.hang_timeout"),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), IgnoredKey()
+    ),
+    **dict.fromkeys(("fsdp_config.fsdp_limit_all_gathers", "fsdp_config.limit_all_gathers"), IgnoredKey()),
 }
 
 
@@ -452,13 +464,15 @@ DEFAULTS: dict[str, Any] = {
     "adapter.dropout": 0.05,
     "memory.activation_checkpointing": "full",
 }
-OTHER_ORDER = Difference("Samples come in another random order: losses agree in the mean, not step by step.")
-CUT_LATER = Difference(
+OTHER_ORDER = ProgramDifference(
+    "Samples come in another random order: losses agree in the mean, not step by step."
+)
+CUT_LATER = ProgramDifference(
     "A text longer than data.seq_len is cut one token later: its last token is a label here, and not an "
     "input.",
     "data.seq_len",
 )
-PACKED_APART = Difference(
+PACKED_APART = ProgramDifference(
     "Packed texts never attend to each other, and are packed in another order: an epoch may have a few more "
     "or fewer steps.",
     "data.packing",
@@ -466,7 +480,7 @@ PACKED_APART = Difference(
 DIFFERENCES = (
     OTHER_ORDER,
     CUT_LATER,
-    Difference(
+    ProgramDifference(
         "TRL trains all tokens of a conversation without assistant_only_loss, and only the completion of a "
         "record with a prompt. For such records, remove data.train_on.",
         "data.train_on",
@@ -507,8 +521,8 @@ def _add_pair_loss(file: ForeignFile) -> None:
     else:
         file.refuse(
             ("loss_type",),
-            f"{shown(kinds)} has no counterpart: one formula with the weight 1 is trained, and sft beside "
-            "it; set train.loss to dpo",
+            f"{format_short_value(kinds)} has no counterpart: one formula with the weight 1 is trained, and "
+            "sft beside it; set train.loss to dpo",
         )
     file.put_default("train.learning_rate", 1e-6, "default of TRL's DPO")
     file.note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.config.types import truth
+from portable.config.types import parse_truth
 from portable.importing.foreign_file import is_off
 
 if TYPE_CHECKING:
@@ -97,12 +97,12 @@ def read_word(setting: str, value: Any, file: ForeignFile) -> Any:
     """Translate a word for a value of ``setting``, which is one of :data:`READ`."""
     if value == "adafactor":
         file.put(file.path, "train.adafactor_rule", "transformers")
-    if is_off(value) or isinstance(truth(value), bool) or value == "auto":
+    if is_off(value) or isinstance(parse_truth(value), bool) or value == "auto":
         return None
     word = WORDS[setting].get(str(value).lower(), str(value))
     return word.value if isinstance(word, Word) else word
 
 
-def word_of(setting: str) -> Convert:
+def build_word_converter(setting: str) -> Convert:
     """Return the conversion that translates words for values of ``setting``."""
     return lambda value, file: read_word(setting, value, file)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REFERENCE = "reference_log_probs"
 
 
-def _pairs(batch: Batch) -> Tensor:
+def _find_pairs(batch: Batch) -> Tensor:
     """Which samples are pairs, bool ``[batch]``; others fill up a batch."""
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
@@ -43,11 +43,11 @@ class _Preference:
 
     def weight(self, batch: Batch) -> float:
         """The number of pairs."""
-        return float(_pairs(batch).sum())
+        return float(_find_pairs(batch).sum())
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
         assert outputs.log_probs is not None
-        pairs = _pairs(batch)
+        pairs = _find_pairs(batch)
         lengths = (batch["labels"] != IGNORED).sum(dim=-1).clamp(min=1)
         log_probs = outputs.log_probs.sum(dim=-1)
         losses, rewards = self.losses(log_probs, lengths, batch)
@@ -103,8 +103,8 @@ class DPO(_Preference):
                 f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
             )
         # A loss has either of the two.
-        self.once = _reference_log_probs if self.reference is None else None
-        self.before = None if self.reference is None else self._of_reference
+        self.once = _compute_reference_log_probs if self.reference is None else None
+        self.before = None if self.reference is None else self._compute_reference
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         ratios = log_probs - batch[REFERENCE].to(log_probs.dtype)
@@ -116,12 +116,12 @@ class DPO(_Preference):
         """The loss of each pair, from the log-ratios to the reference."""
         return LOSS_TYPES[self.loss_type](self, self.beta * ratios, self.beta * ratios / lengths)
 
-    def _of_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
+    def _compute_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
         if self.reference == "adapter":
-            return _reference_log_probs(lambda: forward(adapter=False), batch)
+            return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
         if self._copy is None:
-            self._copy = _frozen(str(self.reference), batch["labels"].device)
-        return _reference_log_probs(lambda: forward(self._copy), batch)
+            self._copy = _load_frozen(str(self.reference), batch["labels"].device)
+        return _compute_reference_log_probs(lambda: forward(self._copy), batch)
 
 
 @dataclass
@@ -131,24 +131,31 @@ class IPO(DPO):
     loss_type: str = "ipo"
 
 
-def _margin(rewards: Tensor) -> Tensor:
+def _compute_margin(rewards: Tensor) -> Tensor:
     return rewards[:, 0] - rewards[:, 1]
 
 
-def _smoothed(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
+def _compute_smoothed_loss(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
     """Of a preference and, with the probability ``label_smoothing``, of its reverse."""
-    right, wrong = -functional.logsigmoid(_margin(rewards)), -functional.logsigmoid(-_margin(rewards))
+    right, wrong = (
+        -functional.logsigmoid(_compute_margin(rewards)),
+        -functional.logsigmoid(-_compute_margin(rewards)),
+    )
     return (1 - loss.label_smoothing) * right + sign * loss.label_smoothing * wrong
 
 
 LOSS_TYPES: dict[str, Callable[[DPO, Tensor, Tensor], Tensor]] = {
-    "sigmoid": lambda loss, rewards, _: _smoothed(loss, rewards),
-    "robust": lambda loss, rewards, _: _smoothed(loss, rewards, -1.0) / (1 - 2 * loss.label_smoothing),
-    "hinge": lambda _, rewards, __: torch.relu(1 - _margin(rewards)),
-    "ipo": lambda loss, _, means: ((_margin(means) - 0.5) / loss.beta).square(),
-    "sigmoid_norm": lambda _, __, means: -functional.logsigmoid(_margin(means)),
+    "sigmoid": lambda loss, rewards, _: _compute_smoothed_loss(loss, rewards),
+    "robust": lambda loss, rewards, _: (
+        _compute_smoothed_loss(loss, rewards, -1.0) / (1 - 2 * loss.label_smoothing)
+    ),
+    "hinge": lambda _, rewards, __: torch.relu(1 - _compute_margin(rewards)),
+    "ipo": lambda loss, _, means: ((_compute_margin(means) - 0.5) / loss.beta).square(),
+    "sigmoid_norm": lambda _, __, means: -functional.logsigmoid(_compute_margin(means)),
     "apo_zero": lambda _, rewards, __: torch.sigmoid(-rewards[:, 0]) + torch.sigmoid(rewards[:, 1]),
-    "apo_down": lambda _, rewards, __: torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_margin(rewards)),
+    "apo_down": lambda _, rewards, __: (
+        torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_compute_margin(rewards))
+    ),
 }
 """DPO's formulas by TRL's names: of the loss, the rewards ``[batch, 2]``, and the rewards a token."""
 
@@ -188,14 +195,14 @@ class ORPO(_Preference):
         return -means[:, 0] - self.beta * ratio, self.beta * means
 
 
-def _reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
+def _compute_reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
     log_probs = forward().log_probs
     assert log_probs is not None
     return {REFERENCE: log_probs.float().sum(dim=-1)}
 
 
-def _frozen(name: str, device: torch.device) -> nn.Module:
-    from portable.errors import UserError, one_line
+def _load_frozen(name: str, device: torch.device) -> nn.Module:
+    from portable.errors import UserError, to_one_line
     from portable.hub_requests import ask_hub
     from portable.model.build import find_pretrained_class
     from portable.model.document_attention import check_direction
@@ -207,7 +214,7 @@ def _frozen(name: str, device: torch.device) -> nn.Module:
             load = partial(find_pretrained_class(name).from_pretrained, name)
             model: Any = ask_hub(name, "model", load)
     except UserError as error:
-        raise UserError(f"{key}: {one_line(error).removeprefix('model.name_or_path: ')}") from error
+        raise UserError(f"{key}: {to_one_line(error).removeprefix('model.name_or_path: ')}") from error
     check_direction(model, key)
     model.eval().requires_grad_(False).to(device)
     if device.type == "xla":  # which unties them

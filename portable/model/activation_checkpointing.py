@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.private import of_torch, of_transformers
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
+def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
     """Enable the ``memory.activation_checkpointing`` mode ``full`` or ``selective``.
 
     Args:
@@ -32,20 +32,20 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         aten = torch.ops.aten
-        kept = [
+        saved_ops = [
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
-            *(of_torch.aten(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
+            *(of_torch.get_aten_operation(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
         ]
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(saved_ops)
     transformer: Any = model
     try:
         transformer.activation_checkpointing_enable(options)
     except ValueError as error:
-        raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error
+        raise UserError(f"memory.activation_checkpointing: {to_one_line(error)}") from error
     if inputs_on_host:
-        of_transformers.recompute_by(model, _with_inputs_on_host)
+        of_transformers.wrap_checkpointing(model, _with_inputs_on_host)
 
 
 _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -57,9 +57,9 @@ def _with_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     Only these: tensors that the layer itself saves are handled by checkpointing's own, inner hooks.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def checkpoint_with_inputs_on_host(*args: Any, **kwargs: Any) -> Any:
         on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
         with save_on_cpu(pin_memory=on_gpu):
             return checkpoint(*args, **kwargs)
 
-    return called
+    return checkpoint_with_inputs_on_host

@@ -72,14 +72,14 @@ class AuxiliaryLosses:
         self._zero = zero
         replaced = nullcontext() if self._calls_loss_function else _CrossEntropyIs(zero)
         try:
-            with replaced, self._excluding_padding(inputs):
+            with replaced, self._exclude_padding(inputs):
                 output = forward(**inputs, labels=labels, **self._arguments)
         finally:
             self._zero = None
         loss: Tensor | None = output.loss
         # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
         # step.
-        if loss is None or (loss is zero and of_torch.changes(loss) == 0):
+        if loss is None or (loss is zero and of_torch.get_version(loss) == 0):
             return output, None
         return output, loss.float()
 
@@ -87,14 +87,14 @@ class AuxiliaryLosses:
         """Compute the cross-entropy of the model: 0 during :meth:`compute`, otherwise as before."""
         return self._own_loss_function(*arguments, **keywords) if self._zero is None else self._zero
 
-    def _excluding_padding(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+    def _exclude_padding(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss excludes the padding of packed documents.
 
         transformers includes it.
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
-        functions = of_transformers.module_of(self._model)
+        functions = of_transformers.get_module_namespace(self._model)
         if ROUTER_LOSS not in functions:
             return nullcontext()
         compute_loss = functions[ROUTER_LOSS]
@@ -111,7 +111,7 @@ class AuxiliaryLosses:
             bound.arguments["attention_mask"] = is_token
             return compute_loss(*bound.args, **bound.kwargs)
 
-        return of_transformers.replaced_function(functions, ROUTER_LOSS, compute_without_padding)
+        return of_transformers.replace_function(functions, ROUTER_LOSS, compute_without_padding)
 
 
 _LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)

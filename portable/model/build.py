@@ -21,14 +21,14 @@ from portable import plugins
 from portable.config.derived import BY_TRAINING, classify_training
 from portable.converters.similar_names import suggest_name
 from portable.converters.storage.path_or_url import suggest_path
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.hub_requests import ask_hub
 from portable.model.auxiliary_losses import adds_router_loss
 from portable.model.config_values import check_config_values, iter_values
 from portable.model.freezing import COMPUTE, freeze_by_pattern
-from portable.model.layers import trial_forward
-from portable.model.on_meta import compute_buffers, parameters_on_meta
-from portable.model.parameters import state_tensors, tied_names, token_embedding
+from portable.model.layers import run_trial_forward
+from portable.model.on_meta import compute_buffers, register_parameters_on_meta
+from portable.model.parameters import find_tied_names, get_state_tensors, get_token_embedding
 from portable.model.reach import find_unreached, mark_unreached
 from portable.model.rotations import check_rotations
 from portable.private import of_transformers
@@ -57,35 +57,37 @@ AUTO_CLASSES = {
 }
 
 
-def _described(settings: ModelConfig) -> PretrainedConfig:
+def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
     """The config of ``model.config``."""
     from transformers import AutoConfig
 
-    given = dict(settings.config or {})
-    model_type = given.pop("model_type", None)
+    values = dict(settings.config or {})
+    model_type = values.pop("model_type", None)
     if not isinstance(model_type, str):
         raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
     try:
-        known = AutoConfig.for_model(model_type)
+        defaults = AutoConfig.for_model(model_type)
     except ValueError as error:
-        near = suggest_name(model_type, of_transformers.model_types())
+        near = suggest_name(model_type, of_transformers.list_model_types())
         raise UserError(
             f"model.config.model_type: transformers has no model type {model_type!r}{near or '; change it'}; "
             "for a custom type, set model.function to a function of the module that registers it"
         ) from error
     except Exception as error:  # the defaults of some config classes are invalid
-        raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
-    _check_keys(known, given)
-    check_config_values("model.config", given)
+        raise UserError(f"model.config: {model_type}: {to_one_line(error)}") from error
+    _check_keys(defaults, values)
+    check_config_values("model.config", values)
     try:
-        config = AutoConfig.for_model(model_type, **given)
-        _check_rope(config, given)
+        config = AutoConfig.for_model(model_type, **values)
+        _check_rope(config, values)
         return config
     except UserError:
         raise
     except ZeroDivisionError as error:
-        zeros = (key for key, value in given.items() if value == 0)
-        zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
+        zeros = (key for key, value in values.items() if value == 0)
+        zero = next(
+            (key for key in zeros if _avoids_zero_division(key, model_type, values)), "one of its numbers"
+        )
         raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
     except Exception as error:
         raise UserError(f"model.config: {_extract_reason(error)}") from error
@@ -93,10 +95,10 @@ def _described(settings: ModelConfig) -> PretrainedConfig:
 
 def _extract_reason(error: Exception) -> str:
     """Return the message of an exception without the name of the check in which transformers wraps it."""
-    return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
+    return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", to_one_line(error))
 
 
-def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
+def _load_pretrained_config(settings: ModelConfig, name: str) -> PretrainedConfig:
     """The config of a folder or a model on the hub, as ``model.config`` changes it."""
     from transformers import AutoConfig, PretrainedConfig
 
@@ -130,10 +132,10 @@ def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
         raise UserError(
             f"model.name_or_path: {name}: {_extract_reason(error)}; correct or restore its config.json"
         ) from error
-    return _changed(config, settings)
+    return _apply_config_changes(config, settings)
 
 
-def model_config(settings: ModelConfig) -> PretrainedConfig:
+def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     """Return the transformers config for ``model.config`` or ``model.name_or_path``.
 
     Raises:
@@ -143,12 +145,14 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
     if settings.function is not None:  # importing it may register a model type
         plugins.load("model.function", settings.function)
     config = (
-        _described(settings) if settings.name_or_path is None else _named(settings, settings.name_or_path)
+        _build_config_from_settings(settings)
+        if settings.name_or_path is None
+        else _load_pretrained_config(settings, settings.name_or_path)
     )
     try:
         text: object = config.get_text_config()
     except ValueError as error:  # the config contains several text models
-        raise UserError(f"{settings.key}: {one_line(error)}") from error
+        raise UserError(f"{settings.key}: {to_one_line(error)}") from error
     if isinstance(text, dict):  # a key of config.json that the class of the config does not have
         raise UserError(
             f"{settings.key}: config.json has a text model inside of a {config.model_type} model, which has "
@@ -160,11 +164,11 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             "causal-lm"
         )
     check_rotations(config, settings.task, settings.key)
-    without_quantization(config)  # weights are loaded and saved as floats
+    pop_quantization_config(config)  # weights are loaded and saved as floats
     return config
 
 
-def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
+def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
     """The config of a pretrained model with the keys that ``model.config`` changes.
 
     Raises:
@@ -188,11 +192,13 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
     except UserError:
         raise
     except Exception as error:  # whatever the checks of its class raise
-        raise UserError(f"model.config: {one_line(error)}") from error
+        raise UserError(f"model.config: {to_one_line(error)}") from error
     if not settings.from_scratch:
         before = build_model(copy.deepcopy(config), settings)
         after = build_model(copy.deepcopy(changed_config), settings)
-        if _shapes(before) != _shapes(after) or tied_names(before) != tied_names(after):
+        if _get_state_shapes(before) != _get_state_shapes(after) or find_tied_names(
+            before
+        ) != find_tied_names(after):
             raise UserError(
                 f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
                 f"{settings.name_or_path}; leave it out, or set model.init to scratch"
@@ -200,16 +206,16 @@ def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfi
     return changed_config
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state_tensors(model).items()}
+def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in get_state_tensors(model).items()}
 
 
-def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
+def _avoids_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
     """Whether nothing is divided by zero once ``key`` is 1."""
     from transformers import AutoConfig
 
     try:
-        AutoConfig.for_model(model_type, **{**given, key: 1})
+        AutoConfig.for_model(model_type, **{**values, key: 1})
     except Exception as error:  # or sizes that do not fit
         return not isinstance(error, ZeroDivisionError)
     return True
@@ -228,12 +234,12 @@ def _get_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def _check_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
+def _check_rope(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
     """Check that each rope setting has an effect.
 
     Args:
         config: The config that was built from the settings.
-        given: The settings of ``model.config``.
+        values: The settings of ``model.config``.
 
     Raises:
         UserError: If a setting has no effect, because each layer type has its own value.
@@ -241,21 +247,21 @@ def _check_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     scopes = (rope, *_get_rope_per_layer_type(rope))
     for key in _ROPE_KEYS:
-        if key in given and rope and not any(scope.get(key) == given[key] for scope in scopes):
+        if key in values and rope and not any(scope.get(key) == values[key] for scope in scopes):
             raise UserError(
                 f"model.config.{key}: has no effect on {type(config).__name__}; set it in "
                 "model.config.rope_parameters"
             )
 
 
-def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    for key in given:
+def _check_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+    for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        taken = _has_setting(known, key) or (key in _ROPE_KEYS and hasattr(known, "rope_parameters"))
-        taken = taken or _is_ignored(key, given[key]) or _is_generation_setting(key)
-        if not (taken or _is_read(known, key)):
-            near = suggest_name(key, known.to_dict())
-            raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
+        taken = _has_setting(config, key) or (key in _ROPE_KEYS and hasattr(config, "rope_parameters"))
+        taken = taken or _is_ignored(key, values[key]) or _is_generation_setting(key)
+        if not (taken or _is_read(config, key)):
+            near = suggest_name(key, config.to_dict())
+            raise UserError(f"model.config.{key}: {type(config).__name__} has no such setting{near}")
 
 
 def _has_setting(config: PretrainedConfig, key: str) -> bool:
@@ -284,15 +290,17 @@ def _is_generation_setting(key: str) -> bool:
     return not key.startswith("_") and key in vars(GenerationConfig())
 
 
-def without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
+def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
     """Remove the quantization config from ``config`` and return it, or None."""
     description: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
         if "quantization_config" in vars(part):
             description = description or part.quantization_config
             del part.quantization_config
-    given: dict[str, Any] | None = description.to_dict() if hasattr(description, "to_dict") else description
-    return given
+    quantization: dict[str, Any] | None = (
+        description.to_dict() if hasattr(description, "to_dict") else description
+    )
+    return quantization
 
 
 _PLAIN = ("sdpa", "eager")
@@ -314,20 +322,22 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         if isinstance(size, int) and size < 1:
             raise UserError(f"{key}: {name} is {size}; it must be at least 1")
     try:
-        model = _from_config(config, settings, settings.attention)
+        model = _build_from_config(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
         if settings.attention not in _PLAIN and re.search("attention|kernel|attn", str(error), re.IGNORECASE):
-            raise UserError(f"model.attention: {settings.attention}: {one_line(error)}; use sdpa") from error
+            raise UserError(
+                f"model.attention: {settings.attention}: {to_one_line(error)}; use sdpa"
+            ) from error
         lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
         if not lacks_sdpa:
-            raise UserError(_unbuildable(config, key, error)) from error
+            raise UserError(_explain_build_error(config, key, error)) from error
         if "attention" in settings.model_fields_set:
             architecture = str(error).split()[0]
             raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
         try:
-            model = _from_config(config, settings, "eager")
+            model = _build_from_config(config, settings, "eager")
         except Exception as second:
-            raise UserError(_unbuildable(config, key, second)) from second
+            raise UserError(_explain_build_error(config, key, second)) from second
     model.tie_weights()
     if settings.experts is not None:
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
@@ -339,7 +349,7 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     return model
 
 
-def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
+def build_base_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
     """Build the model of a run with :func:`build_model` and freeze the parameters that it does not train.
 
     Parameters that the loss does not depend on are recorded and frozen as well; see
@@ -380,7 +390,7 @@ def _prepare_for_training(model: PreTrainedModel) -> None:
             module.config.use_cache = False
             # The warning reads every batch for padding, which is a host sync. The data has a mask wherever it
             # is padded.
-            module.__dict__["warn_if_padding_and_no_attention_mask"] = _no_warning
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = _skip_warning
     if _TOKEN_TYPES in inspect.signature(model.forward).parameters and _requires_token_types(model):
         model.register_forward_pre_hook(_add_token_types, with_kwargs=True)
 
@@ -391,7 +401,7 @@ _TOKEN_TYPES = "mm_token_type_ids"
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
     try:
-        trial_forward(model, _set_training)
+        run_trial_forward(model, _set_training)
     except ValueError as error:
         return _TOKEN_TYPES in str(error)
     except Exception:  # `_check_forward` reports other errors
@@ -403,15 +413,15 @@ def _set_training(model: nn.Module) -> None:
     model.train()
 
 
-def _add_token_types(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _add_token_types(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Forward pre-hook that marks all tokens as text."""
-    ids = arguments[0] if arguments else named.get("input_ids")
-    if ids is not None and named.get(_TOKEN_TYPES) is None:
-        named = {**named, _TOKEN_TYPES: torch.zeros_like(ids)}
-    return arguments, named
+    ids = arguments[0] if arguments else keywords.get("input_ids")
+    if ids is not None and keywords.get(_TOKEN_TYPES) is None:
+        keywords = {**keywords, _TOKEN_TYPES: torch.zeros_like(ids)}
+    return arguments, keywords
 
 
-def _no_warning(*_: Any) -> None:
+def _skip_warning(*_: Any) -> None:
     pass
 
 
@@ -438,9 +448,9 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     remote = getattr(config, "auto_map", None) if settings.trust_remote_code else None
     if remote and auto_class.__name__ in remote:
         return auto_class
-    own = of_transformers.find_class(auto_class, config)
+    task_class = of_transformers.find_class(auto_class, config)
     if settings.task != "causal-lm":
-        if own is None:
+        if task_class is None:
             raise UserError(_explain_missing_class(config, settings))
         return auto_class
     composite = None
@@ -449,10 +459,10 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
         if remote_class is not None:
             return getattr(transformers, remote_class)
         composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
-        of_transformers.mend_llama4()
+        of_transformers.patch_llama4()
         if composite is not None and composite.__name__ in (config.architectures or ()):
             return composite
-    if own is not None:
+    if task_class is not None:
         return auto_class
     _check_generates(config, settings)
     model_class = _find_named_class(config) if composite is None else composite
@@ -466,10 +476,14 @@ def _check_generates(config: PretrainedConfig, settings: ModelConfig) -> None:
     import transformers
 
     name = (config.architectures or [""])[0]
-    named = getattr(transformers, name, None)
-    if name.endswith("Model") or not isinstance(named, type) or not hasattr(named, "can_generate"):
+    architecture = getattr(transformers, name, None)
+    if (
+        name.endswith("Model")
+        or not isinstance(architecture, type)
+        or not hasattr(architecture, "can_generate")
+    ):
         return
-    if not named.can_generate():
+    if not architecture.can_generate():
         raise UserError(f"{settings.key}: {name} does not generate text; choose another model")
 
 
@@ -477,12 +491,12 @@ def _find_named_class(config: PretrainedConfig) -> Any:
     """Return the class that ``architectures`` names, if it is a decoder of this type of config."""
     import transformers
 
-    named = getattr(transformers, (config.architectures or [""])[0], None)
-    if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
         return None
-    model_class: Any = named
+    model_class: Any = architecture
     fits = model_class.config_class is type(config) and model_class.can_generate()
-    return named if fits and not getattr(config, "is_encoder_decoder", False) else None
+    return architecture if fits and not getattr(config, "is_encoder_decoder", False) else None
 
 
 def find_pretrained_class(name: str) -> Any:
@@ -542,17 +556,22 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
     return f"{settings.key}: transformers cannot build {name} for model.task {settings.task}; {remedy}"
 
 
-def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
+def _build_from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
     built_class = _find_class(config, settings)
     saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
     if settings.name_or_path is not None and adds_router_loss(config, settings):
         text.output_router_logits = True  # not in the config that is saved
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
-    given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
-    if not given and isinstance(vocabulary, int) and isinstance(padding, int) and padding >= vocabulary:
+    sets_padding = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
+    if (
+        not sets_padding
+        and isinstance(vocabulary, int)
+        and isinstance(padding, int)
+        and padding >= vocabulary
+    ):
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with parameters_on_meta() as recording:
+    with register_parameters_on_meta() as recording:
         if hasattr(built_class, "from_config"):  # an Auto class
             model: PreTrainedModel = built_class.from_config(
                 config,
@@ -565,12 +584,14 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
                 built_class, config, attn_implementation=attention, dtype=torch.float32
             )
         if settings.function is not None:
-            model = changed(model, settings.function, saved)
+            model = apply_model_function(model, settings.function, saved)
     compute_buffers(model, recording)
     return model
 
 
-def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | None = None) -> PreTrainedModel:
+def apply_model_function(
+    model: PreTrainedModel, function: str, saved: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """``model`` as ``model.function`` changes it, or the model that it returns.
 
     Args:
@@ -581,31 +602,31 @@ def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | Non
     """
     from transformers import PreTrainedModel
 
-    told = f"model.function: {function}"
+    context = f"model.function: {function}"
     before, names = model.config.to_dict(), {name for name, _ in model.named_parameters()}
-    with plugins.user_code_errors(told):
-        found = plugins.load("model.function", function)(model)
-    found = model if found is None else found
-    if not isinstance(found, PreTrainedModel):
-        raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
-    scalars = [name for name, p in found.named_parameters() if p.dim() == 0 and name not in names]
+    with plugins.convert_user_errors(context):
+        result = plugins.load("model.function", function)(model)
+    result = model if result is None else result
+    if not isinstance(result, PreTrainedModel):
+        raise UserError(f"{context}: returns a {type(result).__name__}, not a transformers model or None")
+    scalars = [name for name, p in result.named_parameters() if p.dim() == 0 and name not in names]
     require(
         not scalars,
-        f"{told}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
+        f"{context}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
         "vector of one, as in torch.ones(1)",
     )
     if saved is not None:
-        for key, value in found.config.to_dict().items():
+        for key, value in result.config.to_dict().items():
             if value != before.get(key):
                 setattr(saved, key, value)
-    return found
+    return result
 
 
 _PIP_ADVICE = re.compile(r"`pip install ([\w.\[\]-]+)`")
 """Package in an error message of transformers, which may advise to install several packages."""
 
 
-def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
+def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -> str:
     """Explain why building the model raised ``error``."""
     if isinstance(error, UserError):
         return str(error)
@@ -613,9 +634,9 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
         package = error.name.partition(".")[0]
         return f"model: {config.model_type} needs the package {package}; run: pip install {package}"
     if isinstance(error, ImportError):
-        packages = _PIP_ADVICE.findall(one_line(error))
+        packages = _PIP_ADVICE.findall(to_one_line(error))
         if not packages:
-            return f"model: {one_line(error)}"
+            return f"model: {to_one_line(error)}"
         needed = f"the package {' and the package '.join(packages)}"
         return f"model: {config.model_type} needs {needed}; run: pip install {' '.join(packages)}"
     if isinstance(error, KeyError) and error.args:
@@ -624,7 +645,7 @@ def _unbuildable(config: PretrainedConfig, key: str, error: Exception) -> str:
                 name = ".".join(path)
                 return f"{key}: {name} is {value!r}, which transformers does not support; change {name}"
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{key}: building the model failed ({kind}{one_line(error)}); check its sizes and names"
+    return f"{key}: building the model failed ({kind}{to_one_line(error)}); check its sizes and names"
 
 
 # torch's messages for incompatible shapes. Other errors on the meta device, such as control flow that depends
@@ -637,24 +658,25 @@ _SHAPES_DISAGREE = re.compile(
 def _check_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
-        output = trial_forward(model)
+        output = run_trial_forward(model)
     except UserError:
         raise
     except Exception as error:
         name = type(model).__name__
         is_composite = type(model) is _find_composite_class(model.config)
-        if isinstance(error, TypeError | ValueError) and (is_composite or _names_argument(model, error)):
+        if isinstance(error, TypeError | ValueError) and (is_composite or _mentions_argument(model, error)):
             raise UserError(
-                f"{key}: {name} requires other inputs besides text ({one_line(error)}); choose another model"
+                f"{key}: {name} requires other inputs besides text ({to_one_line(error)}); choose another "
+                "model"
             ) from error
         if isinstance(error, RuntimeError) and is_composite and _SHAPES_DISAGREE.search(str(error)):
-            reason = textwrap.shorten(one_line(error), 100, placeholder=" ...")
+            reason = textwrap.shorten(to_one_line(error), 100, placeholder=" ...")
             raise UserError(
                 f"{key}: {name} does not run on text alone ({reason}); choose another model"
             ) from error
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
-                f"{key}: its sizes are inconsistent ({one_line(error)}); check the numbers of heads and "
+                f"{key}: its sizes are inconsistent ({to_one_line(error)}); check the numbers of heads and "
                 "the sizes that they must divide"
             ) from error
         return
@@ -666,7 +688,7 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         )
 
 
-def _names_argument(model: PreTrainedModel, error: Exception) -> bool:
+def _mentions_argument(model: PreTrainedModel, error: Exception) -> bool:
     """Return whether an error message names an argument of the forward pass besides the tokens."""
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
@@ -684,7 +706,7 @@ def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> in
 
 def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
     """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
-    table = token_embedding(model)
+    table = get_token_embedding(model)
     if table is not None and tokenizer_size > (rows := table.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # whose config cannot be changed
@@ -695,7 +717,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, run: RunConfig
         )
 
 
-def positions(config: PretrainedConfig) -> int | None:
+def get_max_positions(config: PretrainedConfig) -> int | None:
     """Return the number of positions of the model, or None if it has no bound."""
     bound = getattr(config.get_text_config(), "max_position_embeddings", None)
     return bound if isinstance(bound, int) and bound > 0 else None
@@ -718,7 +740,7 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
     if has_fixed_default or config.is_set_or_put("data.seq_len") or length == config.data.seq_len:
         return config
     try:
-        bound = positions(model_config(config.model))
+        bound = get_max_positions(load_model_config(config.model))
     except UserError:  # raised again when the model is built
         return config
     multiple = 8 * config.context_parallel_size
@@ -732,7 +754,7 @@ def limit_length(length: int, bound: int | None, multiple: int = 8) -> int:
 
     Args:
         length: Length without the limit.
-        bound: The result of :func:`positions`.
+        bound: The result of :func:`get_max_positions`.
         multiple: Number that the result should be a multiple of.
     """
     length = length if bound is None else min(length, bound)
@@ -742,10 +764,10 @@ def limit_length(length: int, bound: int | None, multiple: int = 8) -> int:
 def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
     """Raise UserError if sequences are longer than the positions of the model: with it, of those in use."""
     seq_len = run.data.longest
-    bound = positions(config)
+    bound = get_max_positions(config)
     if bound is None:
         return
-    bound -= 0 if model is None else _reserved_positions(model)
+    bound -= 0 if model is None else _count_reserved_positions(model)
     if bound < seq_len:
         key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
         if run.model.name_or_path is None:
@@ -755,7 +777,7 @@ def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | No
         raise UserError(f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower it, {remedy}")
 
 
-def _reserved_positions(model: nn.Module) -> int:
+def _count_reserved_positions(model: nn.Module) -> int:
     """Rows of the position table that no token uses: RoBERTa's positions start after its padding id."""
     reserved = 0
     for name, module in model.named_modules():

@@ -18,8 +18,8 @@ from torch.nn import functional
 from portable.batch import IGNORED
 from portable.errors import require
 from portable.model.auxiliary_losses import AuxiliaryLosses
-from portable.model.layers import trial_forward
-from portable.model.parameters import adapted
+from portable.model.layers import run_trial_forward
+from portable.model.parameters import has_peft_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ class ChunkedHead(nn.Linear):
             self.weight,
             self.bias,
             self._labels.reshape(-1),
-            self._chunk(dtype),
+            self._get_chunk_size(dtype),
             self.most_parts,
             dtype,
             self._names,
@@ -116,14 +116,14 @@ class ChunkedHead(nn.Linear):
         )
         return statistics.view(*self._labels.shape, len(self._names))
 
-    def _chunk(self, dtype: torch.dtype) -> int:
+    def _get_chunk_size(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
         if self._functions[0] is _measure or self._given is not None:
             return self._tokens
         return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
 
 
-def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
+def install_chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
     """Replace the head of ``model``, on the meta device, by one that computes losses in chunks.
 
     Args:
@@ -139,9 +139,9 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
     if wanted == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()
-    if adapted(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
+    if has_peft_adapter(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
         head = head.modules_to_save[head.active_adapters[0]]
-    fits = type(head) is nn.Linear and _returns_what_its_head_gives(model)
+    fits = type(head) is nn.Linear and _returns_head_logits(model)
     require(
         fits or wanted == "auto",
         f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits unchanged; set "
@@ -155,7 +155,7 @@ def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead
 
 
 def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
-    """Return the head that :func:`chunked_head` has put into ``model``, or None."""
+    """Return the head that :func:`install_chunked_head` has put into ``model``, or None."""
     return next((module for module in model.modules() if isinstance(module, ChunkedHead)), None)
 
 
@@ -166,17 +166,17 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 setattr(parent, name, new)
 
 
-def _returns_what_its_head_gives(model: nn.Module) -> bool:
+def _returns_head_logits(model: nn.Module) -> bool:
     """Whether the logits are returned as the head computes them: not scaled, capped or used in a loss."""
     for dtype in (None, torch.bfloat16):  # grouped products of experts run only in bf16 on the meta device
         try:
-            return _tried(model, dtype)
+            return _try_head_logits(model, dtype)
         except Exception:  # the model reads the shape of its logits, or cannot run on the meta device
             continue
     return False
 
 
-def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
+def _try_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
     head = _Recorder()
 
     def watch(trial: Any) -> None:
@@ -192,7 +192,7 @@ def _tried(model: nn.Module, dtype: torch.dtype | None) -> bool:
 
         trial.forward = forward_with_labels
 
-    output, auxiliary_loss = trial_forward(model, watch, gradients=True)
+    output, auxiliary_loss = run_trial_forward(model, watch, gradients=True)
     used = auxiliary_loss is not None and auxiliary_loss.requires_grad
     return len(head.given) == 1 and output.logits is head.given[0] and not used
 
@@ -225,15 +225,15 @@ class _TokenStatistics(torch.autograd.Function):
     ) -> Tensor:
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
+        ctx.parts = list(islice(_split_rows(len(labels), tokens), most_parts))
         measure, ctx.to_logits = functions
         ctx.dtype, ctx.wanted = dtype, wanted
-        found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
+        values = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, dtype)
             for part in ctx.parts:
-                found[part] = measure(hidden[part], head, offset, labels[part], wanted)
-        return found
+                values[part] = measure(hidden[part], head, offset, labels[part], wanted)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -253,12 +253,12 @@ class _TokenStatistics(torch.autograd.Function):
                     to_weight += to_logits.t() @ hidden[part].to(ctx.dtype)
                 if to_bias is not None:
                     to_bias += to_logits.sum(dim=0, dtype=torch.float32)
-        found = (
+        input_gradients = (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
         )
-        return (*found, *(None for _ in ctx.needs_input_grad[len(found) :]))
+        return (*input_gradients, *(None for _ in ctx.needs_input_grad[len(input_gradients) :]))
 
 
 def _to_logits(
@@ -269,7 +269,7 @@ def _to_logits(
     Args:
         target: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
     """
-    share = _logits(rows, head, offset).softmax(dim=-1)
+    share = _compute_logits(rows, head, offset).softmax(dim=-1)
     more = share * to["log_z"] if "log_z" in to else None
     if "log_probs" in to:
         if torch.compiler.is_compiling():  # compared in the same pass; a scatter would be one more
@@ -290,7 +290,7 @@ def _measure(
     rows: Tensor, head: Tensor, offset: Tensor | None, labels: Tensor, wanted: Sequence[str]
 ) -> Tensor:
     """What is wanted of each of the ``rows``, fp32 ``[tokens, wanted]``."""
-    logits = _logits(rows, head, offset)
+    logits = _compute_logits(rows, head, offset)
     columns = [
         -functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
         if name == "log_probs"
@@ -310,10 +310,10 @@ def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tens
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _logits(rows: Tensor, head: Tensor, offset: Tensor | None) -> Tensor:
+def _compute_logits(rows: Tensor, head: Tensor, offset: Tensor | None) -> Tensor:
     """Logits in fp32. The product runs in the head's dtype, as under autocast."""
     return functional.linear(rows.to(head.dtype), head, offset).float()
 
 
-def _parts(rows: int, size: int) -> Iterator[slice]:
+def _split_rows(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.untrusted_settings import MAX_MODEL_LAYERS
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class _Rule:
         return self.least <= value <= self.most and not (self.positive and value == self.least)
 
     @property
-    def range(self) -> str:
+    def range_text(self) -> str:
         start = f"above {self.least:g}, at most" if self.positive else f"from {self.least:g} to"
         most = str(self.most) if isinstance(self.most, int) else f"{self.most:g}"
         return f"{start} {most}"
@@ -95,11 +95,11 @@ RULES = (
 """Rules by the key of a number; the first match decides."""
 
 
-def check_config_values(where: str, values: Mapping[str, Any]) -> None:
+def check_config_values(location: str, values: Mapping[str, Any]) -> None:
     """Check the numbers, dtypes and RoPE settings in a model config and its nested configs.
 
     Args:
-        where: Begin of the message, such as "model.config".
+        location: Begin of the message, such as "model.config".
         values: Keys and values of the config.
 
     Raises:
@@ -109,24 +109,26 @@ def check_config_values(where: str, values: Mapping[str, Any]) -> None:
     for path, value in iter_values(values):
         key = path[-1]
         if key in _DTYPES and not isinstance(value, str | None):
-            raise _refusal(where, path, value, "the name of a dtype, such as bfloat16")
+            raise _build_error(location, path, value, "the name of a dtype, such as bfloat16")
         if _is_rope_type(path) and not isinstance(value, str):
-            raise _refusal(where, path, value, "the name of a RoPE type, such as default, linear or yarn")
+            raise _build_error(
+                location, path, value, "the name of a RoPE type, such as default, linear or yarn"
+            )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if _is_rope_number(path) and not is_number and value is not None:
-            raise _refusal(where, path, value, "a number")
+            raise _build_error(location, path, value, "a number")
         if not is_number:
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
             continue
         rule = next(rule for rule in RULES if rule.keys.search(key))
         if not rule.accepts(value):
-            raise _refusal(where, path, value, f"{rule.kind} {rule.range}")
+            raise _build_error(location, path, value, f"{rule.kind} {rule.range_text}")
 
 
-def _refusal(where: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
+def _build_error(location: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
     text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
-    return UserError(one_line(f"{where}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
+    return UserError(to_one_line(f"{location}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
 
 
 def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -140,7 +142,7 @@ def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], An
         path, value = pending.pop()
         if _is_rope_type(path) or _is_rope_number(path):
             yield path, value
-        elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _are_names(value)):
+        elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _has_only_names(value)):
             pending.extend(((*path, str(key)), inner) for key, inner in value.items())
         elif isinstance(value, list | tuple) and path[-1] not in _DTYPES:
             pending.extend((path, inner) for inner in value)
@@ -158,5 +160,5 @@ def _is_rope_number(path: tuple[str, ...]) -> bool:
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
-def _are_names(values: Mapping[str, Any]) -> bool:
+def _has_only_names(values: Mapping[str, Any]) -> bool:
     return all(isinstance(value, str) for value in values.values())

@@ -149,9 +149,12 @@ class Recording:
         return of_torch.fake_tensors(allow_non_fake_inputs=True)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Create large tensors without values, and record the operations on them, until the context ends."""
-        with of_torch.truncated_normals_by(self._truncate), of_torch.every_operation(self._run):
+        with (
+            of_torch.replace_trunc_normal(self._record_truncated_normal),
+            of_torch.intercept_operations(self._run),
+        ):
             yield
 
     def is_recorded(self, tensor: Tensor) -> bool:
@@ -164,8 +167,8 @@ class Recording:
         if storage is None:
             if tensor.is_meta:
                 raise RecordingError("a tensor was created on the meta device")
-            return ComputedTensor.of(tensor)
-        view = self._view(tensor, storage)
+            return ComputedTensor.from_tensor(tensor)
+        view = self._build_view(tensor, storage)
         return SlicedTensor(tensor.shape, partial(self._read, view))
 
     # -- recording ---------------------------------------------------------------------------------------
@@ -173,9 +176,9 @@ class Recording:
     def _find(self, tensor: Tensor) -> _Storage | None:
         if not self._storages or not of_torch.is_fake(tensor):
             return None
-        return self._storages.get(of_torch.storage_id(tensor.untyped_storage()))
+        return self._storages.get(of_torch.get_storage_id(tensor.untyped_storage()))
 
-    def _view(self, tensor: Tensor, storage: _Storage) -> _View:
+    def _build_view(self, tensor: Tensor, storage: _Storage) -> _View:
         if tensor.dtype != storage.dtype:
             raise RecordingError("a view of another type")
         return _View(
@@ -187,13 +190,13 @@ class Recording:
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
         added = _Storage(storage, tensor.shape[-1] if plain else max(size, 1), size, tensor.dtype)
-        self._storages[of_torch.storage_id(storage)] = added
+        self._storages[of_torch.get_storage_id(storage)] = added
         return added
 
     def _run(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         leaves, _ = of_torch.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = of_torch.schema(operation).name.removeprefix("aten::")
+        name = of_torch.get_schema(operation).name.removeprefix("aten::")
         recorded = [tensor for tensor in tensors if self._find(tensor) is not None]
         if not recorded:
             if tensors or name not in _FACTORIES or not self._is_large(arguments, keywords):
@@ -301,7 +304,7 @@ class Recording:
             kind = "in place" if is_in_place else "elementwise"
         elif is_plain and is_in_place and not values and torch.Tag.nondeterministic_seeded in operation.tags:
             kind = "random"
-        arguments, keywords = _replace_tensors((arguments, keywords), self._refer)
+        arguments, keywords = _replace_tensors((arguments, keywords), self._get_reference)
         if kind == "whole":
             for output in fresh:
                 self._add_storage(output)
@@ -317,7 +320,9 @@ class Recording:
         start = int(target.storage_offset())
         self._write(storage, start, start + target.numel(), operation, arguments, keywords, kind)
 
-    def _truncate(self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any) -> Tensor:
+    def _record_truncated_normal(
+        self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any
+    ) -> Tensor:
         """Record a truncated normal distribution, which torch draws by rejection, for each tile."""
         storage = self._find(tensor)
         *settings, generator = arguments
@@ -325,16 +330,16 @@ class Recording:
             return function(tensor, *arguments)
         start = int(tensor.storage_offset())
 
-        def draw(target: Tensor, *, generator: torch.Generator) -> None:
+        def draw_values(target: Tensor, *, generator: torch.Generator) -> None:
             function(target, *settings, generator)
 
-        self._write(storage, start, start + tensor.numel(), draw, (), {}, "random")
+        self._write(storage, start, start + tensor.numel(), draw_values, (), {}, "random")
         return tensor
 
-    def _refer(self, tensor: Tensor) -> Any:
+    def _get_reference(self, tensor: Tensor) -> Any:
         """Return a reference to a recorded tensor, or a copy of another one."""
         storage = self._find(tensor)
-        return tensor.detach().clone() if storage is None else self._view(tensor, storage)
+        return tensor.detach().clone() if storage is None else self._build_view(tensor, storage)
 
     def _run_now(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
@@ -346,7 +351,7 @@ class Recording:
 
         def compute(tensor: Tensor) -> Tensor:
             storage = self._find(tensor)
-            return tensor if storage is None else self._compute_view(self._view(tensor, storage), {})
+            return tensor if storage is None else self._compute_view(self._build_view(tensor, storage), {})
 
         real_arguments, real_keywords = _replace_tensors((arguments, keywords), compute)
         return operation(*real_arguments, **real_keywords)
@@ -384,8 +389,8 @@ class Recording:
             position = view.offset + position * math.prod(shape[dim:])
             first, last = (index[dim].start * row, index[dim].stop * row) if shape else (0, 1)
             runs.append(self._compute(view.storage, view.last, position + first, position + last, cache))
-        whole = torch.cat(runs) if len(runs) != 1 else runs[0]
-        return whole.reshape([part.stop - part.start for part in index])
+        values = torch.cat(runs) if len(runs) != 1 else runs[0]
+        return values.reshape([part.stop - part.start for part in index])
 
     def _compute_view(self, view: _View, cache: dict[Any, Any]) -> Tensor:
         values = self._compute(view.storage, view.last, 0, view.storage.size, cache)
@@ -510,7 +515,7 @@ def _find_written(operation: Any, arguments: tuple[Any, ...], tensors: list[Tens
     """Return the positions in ``tensors`` of the arguments that an operation changes."""
     changed = [
         value
-        for argument, value in zip(of_torch.schema(operation).arguments, arguments, strict=False)
+        for argument, value in zip(of_torch.get_schema(operation).arguments, arguments, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     leaves = of_torch.tree_leaves(changed)

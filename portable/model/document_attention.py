@@ -26,16 +26,16 @@ import torch
 from torch.nn import functional
 
 from portable.batch import PART_POSITIONS, TEXT_TOKENS
-from portable.config.derived import derived
+from portable.config.derived import compute_derived_defaults
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
-from portable.model.layers import trial_forward
+from portable.model.layers import run_trial_forward
 from portable.private import of_torch
 from portable.private.of_transformers import (
-    attention_kernel,
-    mask_functions,
-    masks_made_by,
-    no_packed_sequences,
+    get_attention_kernel,
+    get_mask_functions,
+    ignore_packed_sequences,
+    wrap_mask_function,
 )
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing", *, seq_le
         seq_len: Tokens of a sample.
     """
     config = model.config
-    kernel = attention_kernel(config)
+    kernel = get_attention_kernel(config)
     if kernel not in _MASKED and (
-        _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
+        _get_mask_function(kernel) is not _get_mask_function("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
     why = explain_mixing(config, seq_len)
@@ -175,10 +175,10 @@ def choose_packing(config: RunConfig) -> RunConfig:
     """
     if config.data.packing != "documents" or config.is_set("data.packing"):
         return config
-    from portable.model.build import model_config
+    from portable.model.build import load_model_config
 
     try:
-        reason = explain_mixing(model_config(config.model), config.data.seq_len)
+        reason = explain_mixing(load_model_config(config.model), config.data.seq_len)
     except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
@@ -194,7 +194,7 @@ def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     Returns:
         At most one note.
     """
-    default = derived(config).get("data.packing")  # missing if the user has set the value
+    default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
         return []
     reason = explain_mixing(model.config, config.data.seq_len)
@@ -206,8 +206,8 @@ def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _masks_of(kernel: str) -> Any:
-    return mask_functions().get(kernel, None)
+def _get_mask_function(kernel: str) -> Any:
+    return get_mask_functions().get(kernel, None)
 
 
 _DIRECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -251,16 +251,16 @@ def _is_causal(model: PreTrainedModel) -> bool:
     """Whether every mask that ``model``, on the meta device, makes in a forward pass is causal."""
     causal: list[bool] = []
 
-    def watched(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
-        def mask(**given: Any) -> Tensor:
+    def watch_mask(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        def make_watched_mask(**given: Any) -> Tensor:
             causal.append(BOTH_DIRECTIONS not in given)
             return make_mask(**given)
 
-        return mask
+        return make_watched_mask
 
     # Masks come first. Some layers cannot run on the meta device.
-    with masks_made_by(watched, attention_kernel(model.config)), suppress(Exception):
-        trial_forward(model)
+    with wrap_mask_function(watch_mask, get_attention_kernel(model.config)), suppress(Exception):
+        run_trial_forward(model)
     return bool(causal) and all(causal)
 
 
@@ -274,7 +274,7 @@ class DocumentForward(ForwardWrapper):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         config: Any = model.config
-        self._kernel = attention_kernel(config)
+        self._kernel = get_attention_kernel(config)
         types = (config.model_type, config.get_text_config().model_type)
         self._reads_mask = any(model_type in READ_THEIR_MASK for model_type in types)
         self._model = model
@@ -296,20 +296,22 @@ class DocumentForward(ForwardWrapper):
             return self.__wrapped__(*arguments, **inputs)
         # Otherwise transformers would read the positions on the host to find out whether documents are
         # packed.
-        with no_packed_sequences():
+        with ignore_packed_sequences():
             if "flash" in self._kernel and lengths is not None:
-                return self.__wrapped__(*arguments, **inputs, **_flash_arguments(lengths, positions.shape[1]))
+                return self.__wrapped__(
+                    *arguments, **inputs, **_build_flash_arguments(lengths, positions.shape[1])
+                )
             rows = None
             if lengths is not None and self._calls_per_document(lengths.device):
-                let_sdpa_take_documents()
+                register_document_sdpa()
                 rows = [[length for length in row if length] for row in lengths.tolist()]
-            with masks_made_by(_within_documents(positions, rows), self._kernel):
+            with wrap_mask_function(_separate_documents(positions, rows), self._kernel):
                 return self.__wrapped__(*arguments, **inputs)
 
     def _calls_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
-        return all(of_torch.compiled_call(module) is None for module in self._model.modules())
+        return all(of_torch.get_compiled_call(module) is None for module in self._model.modules())
 
 
 def keep_documents_apart(model: Model) -> Model:
@@ -347,7 +349,7 @@ class WithinDocuments:
         return within & (self.documents[batch, query] == self.documents[batch, key])
 
 
-def _within_documents(
+def _separate_documents(
     positions: Tensor, rows: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
     """Keep documents apart in causal masks.
@@ -358,8 +360,8 @@ def _within_documents(
     """
     documents = (positions == 0).cumsum(-1)
 
-    def wrap(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
-        def mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
+    def wrap_mask(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        def make_document_mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
             if BOTH_DIRECTIONS in given:  # of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **given)
             if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
@@ -367,12 +369,12 @@ def _within_documents(
             apart = WithinDocuments(mask_function, positions, documents)
             return make_mask(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
-        return mask
+        return make_document_mask
 
-    return wrap
+    return wrap_mask
 
 
-def _flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
+def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
     """The keywords with which transformers calls the kernel for sequences of different lengths.
 
     Their shapes and integers are the same for every batch, so nothing syncs or compiles again. A length of
@@ -419,11 +421,11 @@ class _Documents:
         # The gradients of split are concatenated; those of slices would each be padded and added.
         for lengths, *row in zip(self._rows, query.split(1), key.split(1), value.split(1), strict=True):
             parts = zip(*(tensor.split(lengths, dim=2) for tensor in row), strict=True)
-            results = [attention(module, *part, self._mask(part[0]), **keywords)[0] for part in parts]
+            results = [attention(module, *part, self._get_mask(part[0]), **keywords)[0] for part in parts]
             rows.append(torch.cat(results, dim=1))
         return torch.cat(rows)
 
-    def _mask(self, query: Tensor) -> Tensor | None:
+    def _get_mask(self, query: Tensor) -> Tensor | None:
         length = query.shape[2]
         if self._local_size is None or length <= self._local_size:
             return None
@@ -440,7 +442,7 @@ class _Documents:
 
 
 @cache  # once per process: layers that are recomputed run outside of any context
-def let_sdpa_take_documents() -> None:
+def register_document_sdpa() -> None:
     from transformers import AttentionInterface
 
     attention = AttentionInterface()["sdpa"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.model.layers import transformer_layers
-from portable.model.parameters import token_embedding
+from portable.model.layers import find_transformer_layers
+from portable.model.parameters import get_token_embedding
 from portable.model.quantized import QuantizedLinear
 from portable.model.reach import get_unreached_names
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def parameter_count(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Number of parameters. Tied parameters count once."""
-    stands_for = _quantized(model)
+    stands_for = _map_quantized_elements(model)
     return sum(stands_for.get(id(p), p.numel()) for p in model.parameters())
 
 
-def parameters_in_words(parameters: int, trained: int) -> str:
+def format_parameter_counts(parameters: int, trained: int) -> str:
     """Both counts, for the user."""
     part = "" if trained == parameters else f", of which {trained:,} are trained"
     return f"{parameters:,} parameters{part}"
 
 
-def trained_count(model: nn.Module) -> int:
+def count_trained_parameters(model: nn.Module) -> int:
     """Number of parameters that are trained. Tied parameters count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
+def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: float) -> float:
     """Floating-point operations per trained token, forward and backward.
 
     Follows the PaLM paper (appendix B): 6 for each weight in a matrix product, plus
@@ -45,18 +45,18 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     goes through it at all.
     """
     text = config.get_text_config()
-    embedding = token_embedding(model)
+    embedding = get_token_embedding(model)
     head: Any = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     unreached = get_unreached_names(model)  # such as the vision tower, which text does not reach
     layers = [
         {id(p) for p in layer.parameters()}
-        for prefix, layer in transformer_layers(model)
+        for prefix, layer in find_transformer_layers(model)
         if not all(f"{prefix}.{name}" in unreached for name, _ in layer.named_parameters())
     ]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
-    share = 1.0 - _idle_share(text)
-    passes, flops, reached, stands_for = 1, 0.0, set[int](), _quantized(model)
+    share = 1.0 - _compute_idle_share(text)
+    passes, flops, reached, stands_for = 1, 0.0, set[int](), _map_quantized_elements(model)
     for name, parameter in model.named_parameters():
         if name in unreached:
             continue
@@ -76,38 +76,40 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     return flops + 4.0 * (len(layers) + 2 * through) * hidden * seq_len
 
 
-def _quantized(model: nn.Module) -> dict[int, int]:
+def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
     """The elements that quantized parameters of ``model`` stand for, by ``id``."""
     return {id(m.bits): m.elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
-def _experts(text: PretrainedConfig) -> int:
+def _count_experts(text: PretrainedConfig) -> int:
     """The experts of a layer; 0 if it has none."""
     counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     return next((int(count) for count in counts if count), 0)
 
 
-def _idle_share(text: PretrainedConfig) -> float:
+def _compute_idle_share(text: PretrainedConfig) -> float:
     """The share of a layer's experts that a token does not use."""
-    chosen, experts = getattr(text, "num_experts_per_tok", None), _experts(text)
+    chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
 def _is_expert(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
     """Whether it holds experts: transformers stacks those of a layer along the first dim."""
-    return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _experts(text)
+    return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _count_experts(text)
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 
 
-def shape_hints(config: PretrainedConfig, *, tokens: int, multiple: int | None, precision: str) -> list[str]:
+def build_shape_hints(
+    config: PretrainedConfig, *, tokens: int, multiple: int | None, precision: str
+) -> list[str]:
     """Return a hint for each matrix dimension that is not a multiple of ``multiple``.
 
     Args:
         config: the model's config.
         tokens: per micro-batch; the third dimension of the products.
-        multiple: elements, from :meth:`portable.backend.Backend.shape_multiple`; None returns no hints.
+        multiple: elements, from :meth:`portable.backend.Backend.get_shape_multiple`; None returns no hints.
         precision: of the products, for the text.
     """
     if multiple is None:

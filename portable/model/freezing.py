@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.errors import UserError
-from portable.model.parameters import matching, tied_names
+from portable.model.parameters import find_matching_parameters, find_tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -43,7 +43,7 @@ def freeze(model: nn.Module, names: Collection[str], dtype: torch.dtype | Mappin
         parameter.data = parameter.data.to(dtype if isinstance(dtype, torch.dtype) else dtype[name])
 
 
-def frozen_names(model: nn.Module) -> list[str]:
+def find_frozen_names(model: nn.Module) -> list[str]:
     """The frozen parameters, tied ones by their first name."""
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
@@ -63,31 +63,33 @@ def freeze_by_pattern(
     Raises:
         UserError: if a pattern is not a regular expression or matches no parameter, or nothing is trained.
     """
-    names = {first: [first, *others] for first, others in tied_names(model).items()}
+    names = {first: [first, *others] for first, others in find_tied_names(model).items()}
     chosen = set(names).difference(unreached)
     if settings.trainable is not None:
-        found = [matching("train.trainable", pattern, names) for pattern in settings.trainable]
-        chosen = set().union(*found)
+        matches = [
+            find_matching_parameters("train.trainable", pattern, names) for pattern in settings.trainable
+        ]
+        chosen = set().union(*matches)
     for pattern in settings.frozen:
-        chosen -= matching("train.frozen", pattern, names)
+        chosen -= find_matching_parameters("train.frozen", pattern, names)
     if not chosen:
         key = "train.frozen" if settings.frozen else "train.trainable"
         raise UserError(f"{key}: nothing is left to train; let at least one parameter be trained")
     freeze(model, [name for name in names if name not in chosen], dtype)
 
 
-def tie_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
+def build_tie_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
     """Notes for the user on tied parameters of which the patterns name only one."""
 
-    def named(one: str) -> tuple[bool, ...]:
+    def match_patterns(parameter_name: str) -> tuple[bool, ...]:
         both = (settings.trainable or (), settings.frozen)
-        return tuple(any(re.search(pattern, one) for pattern in patterns) for patterns in both)
+        return tuple(any(re.search(pattern, parameter_name) for pattern in patterns) for patterns in both)
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return [
         f"{' and '.join([name, *others])} are tied, so both are {'trained' if name in trained else 'frozen'}"
-        for name, others in tied_names(model).items()
-        if len({named(one) for one in (name, *others)}) > 1
+        for name, others in find_tied_names(model).items()
+        if len({match_patterns(alias) for alias in (name, *others)}) > 1
     ]
 
 
@@ -102,10 +104,10 @@ def keep_as_stored(model: nn.Module, tensors: Mapping[str, Any], precision: str)
         precision: of the run.
     """
     compute = COMPUTE.get(precision, torch.float32)
-    tied = tied_names(model)
+    tied = find_tied_names(model)
     dtypes = {}
-    for name in frozen_names(model):
-        source = next((tensors[one] for one in (name, *tied[name]) if one in tensors), None)
+    for name in find_frozen_names(model):
+        source = next((tensors[alias] for alias in (name, *tied[name]) if alias in tensors), None)
         same = _STORED.get(getattr(source, "dtype", "")) == compute
         dtypes[name] = compute if same else torch.float32
     freeze(model, list(dtypes), dtypes)

@@ -45,13 +45,13 @@ class GrownTensor:
         if start < self._old:
             parts.append(self._source.read((slice(start, min(stop, self._old)), *others)))
         if stop > self._old:
-            where = (slice(max(start - self._old, 0), stop - self._old), *others)
-            new = self._new[where]
+            new_index = (slice(max(start - self._old, 0), stop - self._old), *others)
+            new = self._new_rows[new_index]
             parts.append(new.astype(parts[0].dtype) if parts else new)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @cached_property
-    def _new(self) -> NDArray[np.float32]:
+    def _new_rows(self) -> NDArray[np.float32]:
         count, total, square = self._old, None, None
         for start in range(0, count, _ROWS):
             rows = slice(start, min(start + _ROWS, count))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.errors import one_line
-from portable.model.build import changed
+from portable.errors import to_one_line
+from portable.model.build import apply_model_function
 from portable.model.deferred_init import SMALLEST_RECORDED, Recording
-from portable.model.parameters import state_tensors
+from portable.model.parameters import get_state_tensors
 from portable.model.tensors import ComputedTensor, ReadableTensor
 from portable.private.of_transformers import from_config
 
@@ -41,10 +41,10 @@ class InitialWeights:
     not_recorded: str | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, function: str | None = None) -> InitialWeights:
+    def from_model(cls, model: PreTrainedModel, function: str | None = None) -> InitialWeights:
         return cls(copy.deepcopy(model), function)
 
-    def initial_weights(
+    def build_weights(
         self, seed: int, *, largest: int = LARGEST_AT_ONCE, smallest: int = SMALLEST_RECORDED
     ) -> dict[str, ReadableTensor]:
         """Return the weights of ``from_config``, as tensors that are computed when they are read.
@@ -59,23 +59,28 @@ class InitialWeights:
             largest: Size in bytes of the largest model that is computed whole.
             smallest: Elements of the smallest tensor that is computed in slices in a larger model.
         """
-        size = sum(tensor.numel() * tensor.element_size() for tensor in state_tensors(self.model).values())
+        size = sum(
+            tensor.numel() * tensor.element_size() for tensor in get_state_tensors(self.model).values()
+        )
         if size > largest:
             recording = Recording(seed, smallest=smallest)
             try:
-                with recording.recording():
-                    model = self._built(seed, recording)
-                return {name: recording.read_later(t) for name, t in state_tensors(model).items()}
+                with recording.record():
+                    model = self._build_model(seed, recording)
+                return {name: recording.read_later(t) for name, t in get_state_tensors(model).items()}
             except Exception as error:  # an error of the model is raised again below
-                self.not_recorded = one_line(error)
-        return {name: ComputedTensor.of(t) for name, t in state_tensors(self._built(seed)).items()}
+                self.not_recorded = to_one_line(error)
+        return {
+            name: ComputedTensor.from_tensor(t)
+            for name, t in get_state_tensors(self._build_model(seed)).items()
+        }
 
-    def _built(self, seed: int, recording: Recording | None = None) -> PreTrainedModel:
-        with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
+    def _build_model(self, seed: int, recording: Recording | None = None) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)
             model = from_config(type(self.model), copy.deepcopy(self.model.config), dtype=torch.float32)
             if self.function is not None:
-                model = changed(model, self.function)
+                model = apply_model_function(model, self.function)
         for parameter in model.parameters():
             if recording is None or not recording.is_recorded(parameter):
                 parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize
@@ -83,7 +88,7 @@ class InitialWeights:
 
 
 @contextmanager
-def _nothing_left_to_chance() -> Iterator[None]:
+def _fill_uninitialized_with_nan() -> Iterator[None]:
     """Within this context, fill uninitialized memory with NaN."""
     enabled, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
@@ -96,7 +101,7 @@ def _nothing_left_to_chance() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def derived_seed(seed: int, name: str) -> int:
+def derive_named_seed(seed: int, name: str) -> int:
     """A seed that depends on ``seed`` and ``name`` only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.data.samples.classes import PROBLEMS, SINGLE, KnownClasses
 from portable.errors import UserError
-from portable.private.of_transformers import model_class
+from portable.private.of_transformers import get_model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from portable.data.samples.classes import Classes, Problem
 
 
-def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
+def find_known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:
     """Return the classes of a pretrained head or of ``model.config``, or None if neither has any.
 
     The outputs of a regression count as classes.
     """
-    names = _class_names(config)
+    names = _read_class_names(config)
     if settings.name_or_path is None:
-        known = any(key in (settings.config or {}) for key in ("num_labels", "id2label", "label2id"))
+        has_classes = any(key in (settings.config or {}) for key in ("num_labels", "id2label", "label2id"))
     elif settings.init == "scratch":
-        known = False
+        has_classes = False
     else:
         built = getattr(config, "architectures", None)
-        named = any(not name.startswith("LABEL_") for name in names)
-        known = any(n.endswith("ForSequenceClassification") for n in built) if built else named
-    return KnownClasses(settings.key, tuple(names)) if known else None
+        has_names = any(not name.startswith("LABEL_") for name in names)
+        has_classes = any(n.endswith("ForSequenceClassification") for n in built) if built else has_names
+    return KnownClasses(settings.key, tuple(names)) if has_classes else None
 
 
-def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
+def get_problem_type(config: PretrainedConfig, settings: ModelConfig) -> Problem | None:
     """Return the config's ``problem_type``, or None if the labels decide it.
 
     Raises:
@@ -48,7 +48,7 @@ def problem_of(config: PretrainedConfig, settings: ModelConfig) -> Problem | Non
     return problem
 
 
-def _class_names(config: PretrainedConfig) -> list[str]:
+def _read_class_names(config: PretrainedConfig) -> list[str]:
     """Class names in the order of their ids."""
     count = int(config.num_labels or 0)
     by_id = {int(index): str(name) for index, name in (config.id2label or {}).items()}
@@ -69,17 +69,17 @@ def classifies_end_token(config: PretrainedConfig) -> bool:
     from transformers import AutoModelForSequenceClassification
 
     try:
-        kind = model_class(AutoModelForSequenceClassification, config)
+        kind = get_model_class(AutoModelForSequenceClassification, config)
     except KeyError:  # code from the hub, or not a classifier
         return False
     return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
 
 
-def label_hints(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
+def build_label_hints(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
     """What a classifier's config says about its data, as arguments of ``build_data``."""
     return {
-        "known_classes": known_classes(config, settings),
-        "problem": problem_of(config, settings),
+        "known_classes": find_known_classes(config, settings),
+        "problem": get_problem_type(config, settings),
         "pad_left": classifies_last_position(config),
     }
 

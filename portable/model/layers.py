@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from portable.private import of_torch
-from portable.private.of_transformers import no_value_checks, repeated_layers
+from portable.private.of_transformers import disable_value_checks, list_no_split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def layers_without_hooks(model: nn.Module) -> set[str]:
+def find_layers_without_hooks(model: nn.Module) -> set[str]:
     """Names of layers whose forward hooks never run.
 
     Either their parent calls ``forward`` directly, which a pass on the meta device detects. Or, as in
     Reformer, an autograd function calls the layer and computes its gradients itself.
     """
-    kinds = list(layer_kinds(model).values())
+    kinds = list(group_layers_by_kind(model).values())
     silent = set(range(len(kinds)))
-    reversible = {name for name, layer in transformer_layers(model) if hasattr(layer, "backward_pass")}
+    reversible = {name for name, layer in find_transformer_layers(model) if hasattr(layer, "backward_pass")}
 
     def watch(trial: nn.Module) -> None:
-        for number, (_, layer) in enumerate(transformer_layers(trial)):
+        for number, (_, layer) in enumerate(find_transformer_layers(trial)):
             layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
 
     try:
-        trial_forward(model, watch)
+        run_trial_forward(model, watch)
     except Exception:
         return reversible
     return reversible | {name for number in silent for name in kinds[number]}
 
 
-def every_parameter_gets_gradient(model: nn.Module) -> bool:
+def trains_all_parameters(model: nn.Module) -> bool:
     """Whether every trainable parameter of ``model``, on the meta device, gets a gradient in each pass.
 
     False if this is unknown: when control flow depends on tensor values, which the meta device does not have.
@@ -55,14 +55,14 @@ def every_parameter_gets_gradient(model: nn.Module) -> bool:
         tried.append(trial.to(torch.bfloat16))  # the only dtype that every kernel supports
 
     try:
-        output = trial_forward(model, watch, gradients=True)
+        output = run_trial_forward(model, watch, gradients=True)
         output.logits.sum().backward()
     except Exception:
         return False
     return all(p.grad is not None for p in tried[0].parameters() if p.requires_grad)
 
 
-def trial_forward(
+def run_trial_forward(
     model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
 ) -> Any:
     """Run a copy of ``model``, one layer of each kind, on two tokens on the meta device; return its output.
@@ -72,14 +72,14 @@ def trial_forward(
         prepare: called with the copy before its forward pass.
         gradients: whether a backward pass may follow.
     """
-    trial = one_layer_per_kind(model)
+    trial = copy_one_layer_per_kind(model)
     trial.to("meta").eval()
     prepare(trial)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.set_grad_enabled(gradients), no_value_checks():
+    with torch.set_grad_enabled(gradients), disable_value_checks():
         return trial(**inputs)
 
 
@@ -103,30 +103,30 @@ def find_repeated_modules(model: nn.Module, modules: Collection[nn.Module]) -> l
     for name in calls:
         trial.get_submodule(name).register_forward_pre_hook(partial(count, name))
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    with suppress(Exception), torch.no_grad(), no_value_checks():  # control flow may depend on values
+    with suppress(Exception), torch.no_grad(), disable_value_checks():  # control flow may depend on values
         trial(input_ids=tokens, **({"decoder_input_ids": tokens} if trial.config.is_encoder_decoder else {}))
     return [name for name, number in calls.items() if number > 1]
 
 
-def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers by name: the units of sharding, recomputation and initialization."""
-    classes = repeated_layers(model)
+    classes = list_no_split_layers(model)
     # Only members of a list: some models also declare their embeddings, whose weights the head may share.
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
-    found = [(name, m) for name, m in members if type(m).__name__ in classes]
-    if not found and lists:
+    layers = [(name, m) for name, m in members if type(m).__name__ in classes]
+    if not layers and lists:
         name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-        found = list(_members(name, largest))
-    names = {name for name, _ in found}
-    return [(name, m) for name, m in found if not any(name.startswith(f"{n}.") for n in names)]
+        layers = list(_iter_members(name, largest))
+    names = {name for name, _ in layers}
+    return [(name, m) for name, m in layers if not any(name.startswith(f"{n}.") for n in names)]
 
 
-def _members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iter_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The entries of a module list, including nested lists. A list itself is never called."""
     for child, module in entries.named_children():
         if type(module) is nn.ModuleList:
-            yield from _members(f"{name}.{child}", module)
+            yield from _iter_members(f"{name}.{child}", module)
         else:
             yield f"{name}.{child}", module
 
@@ -136,10 +136,10 @@ LayerKinds = dict[tuple[Any, ...], list[str]]
 parameters."""
 
 
-def layer_kinds(model: nn.Module) -> LayerKinds:
+def group_layers_by_kind(model: nn.Module) -> LayerKinds:
     """Group the names of the layers by kind."""
     kinds: LayerKinds = defaultdict(list)
-    for name, layer in transformer_layers(model):
+    for name, layer in find_transformer_layers(model):
         parent, _, _ = name.rpartition(".")
         shapes = tuple((key, tuple(p.shape), p.requires_grad) for key, p in layer.named_parameters())
         plain = [
@@ -152,26 +152,26 @@ def layer_kinds(model: nn.Module) -> LayerKinds:
     return dict(kinds)
 
 
-def one_layer_per_kind(model: nn.Module) -> Any:
+def copy_one_layer_per_kind(model: nn.Module) -> Any:
     """A copy of ``model`` with only the first layer of each kind."""
-    return shortened(model, {names[0] for names in layer_kinds(model).values()})
+    return copy_with_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
 
 
-def shortened(model: nn.Module, kept: Collection[str]) -> Any:
-    """A copy of ``model`` with only the layers in ``kept``, renumbered."""
+def copy_with_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
+    """A copy of ``model`` with only the layers in ``layer_names``, renumbered."""
     memo: dict[int, Any] = {}
     lists: dict[str, list[str]] = defaultdict(list)
-    for name, layer in transformer_layers(model):
+    for name, layer in find_transformer_layers(model):
         parent, _, child = name.rpartition(".")
         lists[parent].append(child)
-        if name not in kept:
+        if name not in layer_names:
             memo[id(layer)] = None
     small = copy.deepcopy(model, memo)
     for parent, children in lists.items():
         holder = small.get_submodule(parent)
-        held = of_torch.children(holder)
-        remaining = [m for child in children if (m := held[child]) is not None]
-        held.clear()
+        members = of_torch.get_children(holder)
+        remaining = [m for child in children if (m := members[child]) is not None]
+        members.clear()
         for i, layer in enumerate(remaining):
             holder.add_module(str(i), layer)
     return small

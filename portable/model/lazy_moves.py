@@ -57,20 +57,20 @@ def trace_moves(
     Raises:
         NotTraceableError: If the conversion uses an operation that changes values or is not supported here.
     """
-    trace = _Trace()
+    trace = _MoveTrace()
     inputs = []
     for source in sources:
         tensor = torch.empty(source.shape, device="meta")
         trace.add(tensor, source.read)
         inputs.append(tensor)
-    with of_torch.every_operation(trace.run):
+    with of_torch.intercept_operations(trace.run):
         results = convert(inputs)
     return {
         name: LazyTensor(tuple(result.shape), trace.get_reader(result)) for name, result in results.items()
     }
 
 
-class _Trace:
+class _MoveTrace:
     """The readers of all tensors of a conversion."""
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ def _view(sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object) 
     def read(index: Index) -> Tensor:
         rest = tuple(slice(0, size) for size in source.shape[same:])
         part = source.read((*index[:same], *rest))
-        whole = part.reshape(*part.shape[:same], *shape[same:])
-        return whole[(..., *index[same:])] if index[same:] else whole  # type: ignore[index]
+        values = part.reshape(*part.shape[:same], *shape[same:])
+        return values[(..., *index[same:])] if index[same:] else values  # type: ignore[index]
 
     return [read]
 
@@ -203,7 +203,7 @@ def _unbind(sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int =
     return [_select(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
-def _same(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
+def _pass_through(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
     return [sources[0].read]
 
 
@@ -222,8 +222,8 @@ _MOVES: dict[str, Callable[..., list[ReadSlice]]] = {
     "_unsafe_view.default": _view,
     "squeeze.dim": _view,
     "unsqueeze.default": _view,
-    "clone.default": _same,
-    "alias.default": _same,
-    "detach.default": _same,
+    "clone.default": _pass_through,
+    "alias.default": _pass_through,
+    "detach.default": _pass_through,
 }
 """Operations that only move elements, by name, with the functions that return readers of their results."""

@@ -29,7 +29,7 @@ from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import keep_documents_apart
 from portable.model.forward import ForwardWrapper
-from portable.model.parameters import adapted
+from portable.model.parameters import has_peft_adapter
 from portable.model.rotations import rotate_by_text
 from portable.model.training_loss import LOGITS, STATISTICS, Outputs
 
@@ -263,7 +263,7 @@ class TaskLoss:
     before = None
 
     def __init__(self, problem_type: str | None = None) -> None:
-        self._criterion = _CRITERIA.get(problem_type, _cross_entropy)
+        self._criterion = _CRITERIA.get(problem_type, _compute_cross_entropy)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, None, dict[str, Tensor]]:
         """Compute the loss from the logits or, if they are not all computed, from the log-probabilities."""
@@ -271,7 +271,7 @@ class TaskLoss:
             return -outputs.log_probs.sum(), None, {}
         labels = batch["labels"]
         # A config may keep the problem_type of an earlier classification task.
-        criterion = self._criterion if labels.is_floating_point() else _cross_entropy
+        criterion = self._criterion if labels.is_floating_point() else _compute_cross_entropy
         assert outputs.logits is not None
         return criterion(outputs.logits, labels), None, {}
 
@@ -435,7 +435,7 @@ class Objective:
         # Further columns of a batch are only for a custom loss.
         self._input_names = None if custom_loss is None else _list_input_names(model)
 
-    def weight(self, batch: Batch) -> float:
+    def compute_weight(self, batch: Batch) -> float:
         """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
@@ -445,7 +445,7 @@ class Objective:
             is_class = labels.dim() == 1
             loss.check_on_host(batch, config.num_labels if is_class else config.get_text_config().vocab_size)
             self._is_checked = True
-        weight = loss.weight(batch)
+        weight = loss.compute_weight(batch)
         return count_valid(labels) if weight is None else weight
 
     @property
@@ -465,7 +465,7 @@ class Objective:
         values = dict(sums)
         share = values.pop(RETURNED_WEIGHT, 1.0)
         if self._custom_loss is not None and abs(share - 1) > 1e-4:  # also if it is not finite
-            raise UserError(self._custom_loss.unequal(share))
+            raise UserError(self._custom_loss.explain_unequal_weights(share))
         measured = {name: values.pop(name) for name in (*_COUNTED, *_COUNTED.values()) if name in values}
         values = values if self._custom_loss is None else self._custom_loss.name_metrics(values)
         counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
@@ -506,13 +506,13 @@ class Objective:
             model = self._model if other is None else self._prepare_reference(other)
             head = self.head if other is None else None
             inputs = self.select_inputs(batch)
-            with nullcontext() if adapter else without_adapter(self._model):
+            with nullcontext() if adapter else disable_adapter(self._model):
                 return run_model(model, inputs, batch["labels"], loss.needs, head=head)[0]
 
         training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad(), plugins.user_code_errors(loss.key):
+            with torch.no_grad(), plugins.convert_user_errors(loss.key):
                 return dict(function(forward, batch))
         finally:
             self._model.train(training)
@@ -543,7 +543,7 @@ class Objective:
         return return_loss_parts(rotate_by_text(keep_documents_apart(other)))
 
 
-def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
+def compute_token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
@@ -590,8 +590,8 @@ def compute_token_metrics(logits: Tensor | None, hits: Tensor | None, labels: Te
         assert logits is not None
         # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
         classes = torch.arange(logits.shape[-1], device=labels.device)
-        own = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
-        is_hit = (own.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
+        target_logits = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
+        is_hit = (target_logits.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
     else:
         assert logits is not None
         is_hit = logits.argmax(dim=-1) == targets
@@ -628,17 +628,17 @@ def _compute_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) ->
 
 
 @contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
+def disable_adapter(model: nn.Module) -> Iterator[None]:
     """Switch off the adapter of a model within this context. No parameter changes.
 
     Raises:
         UserError: If the model has no adapter.
     """
-    if not adapted(model):
+    if not has_peft_adapter(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
-    from portable.private.of_peft import switched_off  # which imports peft
+    from portable.private.of_peft import disable_adapters  # which imports peft
 
-    with switched_off(model):
+    with disable_adapters(model):
         yield
 
 
@@ -654,7 +654,7 @@ def _list_input_names(model: nn.Module) -> frozenset[str]:
     return frozenset((*inspect.signature(model.forward).parameters, *_INPUTS))
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
@@ -663,12 +663,12 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def _squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_squared_error(logits: Tensor, labels: Tensor) -> Tensor:
     values = logits.float().reshape(labels.shape)
     return functional.mse_loss(values, torch.where(labels.isnan(), values.detach(), labels), reduction="sum")
 
 
-def _binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def _compute_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     counts = ~labels.isnan()
     return functional.binary_cross_entropy_with_logits(
         logits.float(), torch.where(counts, labels, 0), weight=counts.float(), reduction="sum"
@@ -676,8 +676,8 @@ def _binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 _CRITERIA: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
-    "regression": _squared_error,
-    "multi_label_classification": _binary_cross_entropy,
+    "regression": _compute_squared_error,
+    "multi_label_classification": _compute_binary_cross_entropy,
 }
 
 OF_LOSS = "loss/"

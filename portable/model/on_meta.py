@@ -20,7 +20,7 @@ _SMALLEST = 1 << 22
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[Recording]:
+def register_parameters_on_meta() -> Iterator[Recording]:
     """Within this context, move each parameter to the meta device when a module registers it.
 
     A constructor creates each parameter before it is registered, and the stacked experts of one layer can
@@ -33,7 +33,7 @@ def parameters_on_meta() -> Iterator[Recording]:
     recording = Recording(0, smallest=_SMALLEST)
     hook = register_module_parameter_registration_hook(_move)  # type: ignore[arg-type]
     try:
-        with recording.recording():
+        with recording.record():
             yield recording
     finally:
         hook.remove()

@@ -27,11 +27,11 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
         parameters: where parameters are stored between uses, if not on ``device``.
     """
 
-    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        where = parameters or device
-        return nn.Parameter(torch.empty_like(meta, device=where), requires_grad=meta.requires_grad)
+    def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+        parameter_device = parameters or device
+        return nn.Parameter(torch.empty_like(meta, device=parameter_device), requires_grad=meta.requires_grad)
 
-    replace_tensors(model, parameter, lambda _, buffer: buffer.to(device))
+    replace_tensors(model, allocate_parameter, lambda _, buffer: buffer.to(device))
 
 
 def replace_tensors(
@@ -57,13 +57,13 @@ def replace_tensors(
             setattr(module, name, buffer(dotted + name, value))
 
 
-def embeddings(model: nn.Module) -> list[nn.Parameter]:
+def find_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all ``nn.Embedding`` modules. One of them may also be the output head's weight."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
 
 
-def token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
+def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
     """The token embedding, float ``[vocabulary, hidden]``, or None if the model has none."""
     try:
         table = getattr(model.get_input_embeddings(), "weight", None)
@@ -72,7 +72,7 @@ def token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
     return table if isinstance(table, nn.Parameter) else None
 
 
-def tied_names(model: nn.Module) -> dict[str, list[str]]:
+def find_tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Map the first name of each parameter to its other names."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,7 +80,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values()}
 
 
-def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def get_state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters (each once) and persistent buffers by name."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True).keys()
@@ -88,18 +88,18 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def adapted(model: nn.Module) -> bool:
+def has_peft_adapter(model: nn.Module) -> bool:
     """Whether ``model`` has an adapter of peft's, beside which its own weights are frozen."""
     return hasattr(model, "peft_config")
 
 
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def get_stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What the checkpoints of a run store of its model: everything, or with an adapter what is trained."""
-    tensors = state_tensors(model)
-    return {n: t for n, t in tensors.items() if t.requires_grad} if adapted(model) else tensors
+    tensors = get_state_tensors(model)
+    return {n: t for n, t in tensors.items() if t.requires_grad} if has_peft_adapter(model) else tensors
 
 
-def compiled(key: str, pattern: str) -> re.Pattern[str]:
+def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     """Compile ``pattern``; raise UserError, for the setting ``key``, if it is not a regular expression."""
     try:
         return re.compile(pattern)
@@ -107,7 +107,7 @@ def compiled(key: str, pattern: str) -> re.Pattern[str]:
         raise UserError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
 
 
-def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> set[str]:
+def find_matching_parameters(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> set[str]:
     """The parameters that ``pattern`` matches.
 
     Args:
@@ -118,14 +118,14 @@ def matching(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> set[
     Raises:
         UserError: if it is not a regular expression or matches nothing.
     """
-    expression = compiled(key, pattern)
-    found = {first for first, every in names.items() if any(expression.search(one) for one in every)}
-    if not found:
-        raise UserError(f"{key}: {pattern!r} matches no parameter{_nearest(pattern, names)}")
-    return found
+    expression = compile_pattern(key, pattern)
+    matches = {first for first, every in names.items() if any(expression.search(name) for name in every)}
+    if not matches:
+        raise UserError(f"{key}: {pattern!r} matches no parameter{_describe_nearest(pattern, names)}")
+    return matches
 
 
-def _nearest(pattern: str, names: Collection[str]) -> str:
+def _describe_nearest(pattern: str, names: Collection[str]) -> str:
     """The end of a message: the parts of ``names`` that are most like ``pattern``."""
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
     wanted = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)

@@ -21,12 +21,12 @@ import torch
 from portable import converters
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.storage.path_or_url import suggest_path
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.hub_requests import ask_hub
-from portable.model.build import without_quantization
+from portable.model.build import pop_quantization_config
 from portable.model.grown import GrownTensor
 from portable.model.lazy_moves import LazyTensor, NotTraceableError, trace_moves
-from portable.model.parameters import embeddings, state_tensors, tied_names
+from portable.model.parameters import find_embedding_weights, find_tied_names, get_state_tensors
 from portable.model.tensors import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
 from portable.private import of_transformers
 from portable.untrusted_settings import convert_library_errors, describe_download_error
@@ -71,17 +71,17 @@ class PretrainedWeights:
     missing: list[str]
     unexpected: list[str] = field(default_factory=list)
 
-    def notes(self) -> list[str]:
+    def build_notes(self) -> list[str]:
         """Notes on missing and unexpected tensors, for the user."""
         notes = []
         if self.missing:
             notes.append("newly initialized: " + ", ".join(self.missing))
         if self.unexpected:
-            notes.append("in the checkpoint but not used: " + _shortened(self.unexpected))
+            notes.append("in the checkpoint but not used: " + _summarize_names(self.unexpected))
         return notes
 
 
-def pretrained_weights(
+def load_pretrained_weights(
     settings: ModelConfig, model: PreTrainedModel, grown_from: int | None = None
 ) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
@@ -96,11 +96,13 @@ def pretrained_weights(
             output head of a language model, or is quantized in a way that cannot be undone here.
     """
     assert settings.name_or_path is not None
-    described = without_quantization(_config_of_base(settings))
+    described = pop_quantization_config(_load_base_config(settings))
     if described is not None and not converters.can_dequantize(described):
-        weights = _dequantized(settings, model, described)
+        weights = _load_dequantized(settings, model, described)
     else:
-        weights = _matched(settings, model, files_of(settings, "float32").tensors, grown_from)
+        weights = _match_tensors(
+            settings, model, open_pretrained_checkpoint(settings, "float32").tensors, grown_from
+        )
     if settings.task != "sequence-classification":
         _check_head(model, weights)
     return weights
@@ -109,13 +111,13 @@ def pretrained_weights(
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-def _matched(
+def _match_tensors(
     settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], rows: int | None
 ) -> PretrainedWeights:
-    wanted = state_tensors(model)
-    translated = _translated(model, tensors)
+    wanted = get_state_tensors(model)
+    translated = _translate_names(model, tensors)
     if translated is None:
-        return _loaded_by_transformers(settings, model)
+        return _load_with_transformers(settings, model)
     sources, unclaimed = translated
     if rows is not None:
         sources = {
@@ -124,34 +126,34 @@ def _matched(
             else source
             for name, source in sources.items()
         }
-    aliases = tied_names(model)
+    aliases = find_tied_names(model)
     targets = set(getattr(model, "all_tied_weights_keys", ()))
-    found: dict[str, ReadableTensor] = {}
+    weights: dict[str, ReadableTensor] = {}
     for name, tensor in wanted.items():
         # If a file has several copies of a tied tensor, transformers uses the tie's source.
-        known = sorted(
+        candidates = sorted(
             (n for n in [name, *aliases.get(name, [])] if n in sources), key=lambda n: n in targets
         )
-        if not known:
+        if not candidates:
             continue
-        for candidate in known:
+        for candidate in candidates:
             _check_kind(candidate, sources[candidate], tensor)
-        for other in known[1:]:
-            _check_equal(known[0], sources[known[0]], other, sources[other])
-        found[name] = sources[known[0]]
-    if not found:
+        for other in candidates[1:]:
+            _check_equal(candidates[0], sources[candidates[0]], other, sources[other])
+        weights[name] = sources[candidates[0]]
+    if not weights:
         raise UserError(
             f"model.name_or_path: none of the checkpoint's {len(tensors)} tensors belongs to a "
             f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
-    missing = [name for name in wanted if name not in found]
-    return PretrainedWeights(found, missing, of_transformers.unexpected_names(model, unclaimed))
+    missing = [name for name in wanted if name not in weights]
+    return PretrainedWeights(weights, missing, of_transformers.find_unexpected_names(model, unclaimed))
 
 
 Sources = dict[str, ReadableTensor]
 
 
-def _translated(
+def _translate_names(
     model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
 ) -> tuple[Sources, dict[str, str]] | None:
     """Convert the checkpoint's tensors to the model's names and shapes.
@@ -162,7 +164,7 @@ def _translated(
         The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
         names. None if what converts them cannot be applied to tensors that are read later.
     """
-    renamed, converters = of_transformers.renamed(model, tensors)
+    renamed, converters = of_transformers.map_names(model, tensors)
     names = model.state_dict()
     sources: Sources = {}
     unclaimed: dict[str, str] = {}
@@ -177,7 +179,7 @@ def _translated(
             group.add(key, pattern, tensors[key])
     try:
         for group in groups.values():
-            sources.update(group.results())
+            sources.update(group.build_results())
     except (AttributeError, TypeError, NotImplementedError):  # what converts them needs their values
         return None
     return sources, unclaimed
@@ -200,10 +202,10 @@ class _Group:
 
     @property
     def dtype(self) -> str:
-        found = {tensor.dtype for _, _, tensor in self._members}
-        return found.pop() if len(found) == 1 else "F32"
+        dtypes = {tensor.dtype for _, _, tensor in self._members}
+        return dtypes.pop() if len(dtypes) == 1 else "F32"
 
-    def results(self) -> dict[str, ReadableTensor]:
+    def build_results(self) -> dict[str, ReadableTensor]:
         """Return the results of the conversion by name, as tensors that are read lazily.
 
         If the conversion only moves elements, reading a slice of a result reads only these elements.
@@ -242,7 +244,7 @@ def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tens
     return to_torch(tensor.read(index)).to(torch.float32)
 
 
-def _shortened(names: list[str]) -> str:
+def _summarize_names(names: list[str]) -> str:
     """List the names, with one pattern for repeated layers."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -293,8 +295,8 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     """Raise UserError if a language model's output head is not in the checkpoint."""
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
-    tables = {id(table) for table in embeddings(model)}
-    tieable = of_transformers.tieable_names(model) or ()
+    tables = {id(table) for table in find_embedding_weights(model)}
+    tieable = of_transformers.get_tieable_names(model) or ()
     lost = [
         name
         for name, parameter in model.named_parameters()
@@ -305,35 +307,35 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
         )
     ]
     if lost:
-        unused = f" (it has {_shortened(weights.unexpected)}, not used)" if weights.unexpected else ""
+        unused = f" (it has {_summarize_names(weights.unexpected)}, not used)" if weights.unexpected else ""
         raise UserError(
             f"model.name_or_path: the checkpoint has no output head {lost[0]}{unused}, which would be "
             "randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
         )
 
 
-def files_of(settings: ModelConfig, dtype: str) -> Checkpoint:
+def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
     """The checkpoint ``model.name_or_path``, with quantized weights as floats of ``dtype``.
 
     Raises:
         UserError: if it cannot be read, or dequantized.
     """
     try:
-        checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
+        checkpoint = open_checkpoint(fetch_snapshot(str(settings.name_or_path)))
         plain = converters.read_quantization_config(checkpoint) is None
         return checkpoint if plain else converters.dequantize_checkpoint(checkpoint, dtype)
     except CheckpointError as error:
         raise UserError(f"model.name_or_path: {error}") from error
 
 
-def layout_to_export(settings: ModelConfig) -> Checkpoint:
+def open_export_layout(settings: ModelConfig) -> Checkpoint:
     """The checkpoint ``model.name_or_path`` as it is, for ``checkpoint.export: like_base``.
 
     Raises:
         UserError: if it is not quantized, or in a way that cannot be written.
     """
     try:
-        checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
+        checkpoint = open_checkpoint(fetch_snapshot(str(settings.name_or_path)))
         converters.read_writable_config(checkpoint)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: like_base: {error}") from error
@@ -343,7 +345,7 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
 # -- quantized checkpoints -----------------------------------------------------------------------------------
 
 
-def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
+def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)
@@ -355,7 +357,7 @@ def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
         return ask_hub(name, "config", load)
 
 
-def _dequantized(
+def _load_dequantized(
     settings: ModelConfig, model: PreTrainedModel, described: Mapping[str, Any]
 ) -> PretrainedWeights:
     """Load a quantized checkpoint as floats, with transformers' dequantization.
@@ -363,25 +365,25 @@ def _dequantized(
     Args:
         described: the config's ``quantization_config``.
     """
-    method, given = described.get("quant_method", "unknown method"), dict(described)
+    method, quantization = described.get("quant_method", "unknown method"), dict(described)
     method = getattr(method, "value", method)  # an enumeration, or its value
     try:
         config = copy.deepcopy(model.config)
-        if of_transformers.dequantizes_on_loading(given):
-            given["dequantize"] = True  # during loading
-        config.quantization_config = given
+        if of_transformers.can_dequantize_on_loading(quantization):
+            quantization["dequantize"] = True  # during loading
+        config.quantization_config = quantization
         loaded, info = _load(settings, model, config)
         if getattr(loaded, "hf_quantizer", None) is not None:
             loaded = loaded.dequantize(torch.float32)
-        wanted, tensors = state_tensors(model), state_tensors(loaded)
+        wanted, tensors = get_state_tensors(model), get_state_tensors(loaded)
         for name, target in wanted.items():
             if target.is_floating_point() and name in tensors:
                 _check_dequantized(name, tensors[name], target)
-        weights = _of_loaded(loaded, info)
+        weights = _collect_weights(loaded, info)
     except Exception as error:  # each method raises its own errors if its package or device is missing
         raise UserError(
             f"model.name_or_path: its weights are quantized ({method}) and cannot be dequantized here "
-            f"({one_line(error)}); use a checkpoint in float32, bfloat16 or float16"
+            f"({to_one_line(error)}); use a checkpoint in float32, bfloat16 or float16"
         ) from error
     return PretrainedWeights(
         {name: source for name, source in weights.found.items() if name in wanted},
@@ -395,11 +397,11 @@ def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) ->
         raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
 
 
-def _loaded_by_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
     """Load the weights into host memory with transformers, if only it can map the names."""
     with convert_library_errors("model.name_or_path"):
         loaded, info = _load(settings, model, model.config)
-    return _of_loaded(loaded, info)
+    return _collect_weights(loaded, info)
 
 
 def _load(
@@ -418,15 +420,15 @@ def _load(
     return loaded, info
 
 
-def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
+def _collect_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     missing = set(info["missing_keys"])
-    tensors = state_tensors(loaded)
-    found = {name: ComputedTensor.of(t) for name, t in tensors.items() if name not in missing}
+    tensors = get_state_tensors(loaded)
+    weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
     in_order = [name for name in tensors if name in missing]
-    return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
+    return PretrainedWeights(weights, in_order, sorted(info["unexpected_keys"]))
 
 
-def snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
+def fetch_snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
     """Return the folder of a pretrained model. Downloads a hub model's weights if they are not cached.
 
     Args:

@@ -29,8 +29,8 @@ from portable.converters.naming import RECORD, read_recorded_rules, rename_to_pu
 from portable.converters.storage.places import copy_file
 from portable.converters.storage.safe_open import read_small_table
 from portable.errors import UserError
-from portable.model.parameters import state_tensors, tied_names
-from portable.model.pretrained import files_of, snapshot
+from portable.model.parameters import find_tied_names, get_state_tensors
+from portable.model.pretrained import fetch_snapshot, open_pretrained_checkpoint
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class PublishedNames:
         self._architecture = type(model).__name__
         self._default = build_name_rules(model)
         self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._parameters = list(state_tensors(model))
-        self._computed = list(of_transformers.unsaved_names(model) or ())
-        self._ties = {first: others for first, others in tied_names(model).items() if others}
+        self._parameters = list(get_state_tensors(model))
+        self._computed = list(of_transformers.get_unsaved_names(model) or ())
+        self._ties = {first: others for first, others in find_tied_names(model).items() if others}
         self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
         self._resumed: tuple[NameRules, list[str]] | None = None
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -93,7 +93,7 @@ class PublishedNames:
         if self._settings.from_scratch:
             return None
         try:
-            return files_of(self._settings, "float32")
+            return open_pretrained_checkpoint(self._settings, "float32")
         except UserError:
             return None
 
@@ -137,8 +137,8 @@ class PublishedNames:
     def _has_base_class(self) -> bool:
         """Whether the base is a model of the same class, so the export includes its remaining tensors."""
         assert self.base is not None
-        named = read_small_table(self.base.companions.get("config.json")).get("architectures")
-        return isinstance(named, list) and named[:1] == [self._architecture]
+        architectures = read_small_table(self.base.companions.get("config.json")).get("architectures")
+        return isinstance(architectures, list) and architectures[:1] == [self._architecture]
 
     def build_notes(self, reported: Collection[str] = ()) -> list[str]:
         """Build the notes that are shown to the user at the start of a run.
@@ -236,7 +236,7 @@ class PublishedNames:
         if self._settings.from_scratch:
             return None
         try:
-            return snapshot(str(self._settings.name_or_path))
+            return fetch_snapshot(str(self._settings.name_or_path))
         except UserError:
             return None
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from portable.model.tensors import ComputedTensor, to_torch
 from portable.private import of_torch
-from portable.private.of_bitsandbytes import bitsandbytes
+from portable.private.of_bitsandbytes import import_bitsandbytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
-        sizes = [4 * n if i == 0 else n for i, n in enumerate(self._counts())]
+        sizes = [4 * n if i == 0 else n for i, n in enumerate(self._compute_part_sizes())]
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
@@ -56,14 +56,14 @@ class QuantizedLinear(nn.Module):
         """Elements of the weight."""
         return self.in_features * self.out_features
 
-    def _counts(self) -> list[int]:
+    def _compute_part_sizes(self) -> list[int]:
         """The number of fp32 scales, then the bytes of what else there is."""
         if self.kind == "int8":
             return [self.out_features, self.elements]
         blocks = -(-self.elements // BLOCK)
         return [1 + -(-blocks // OUTER), blocks, -(-self.elements // 2)]
 
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _split_bits(self) -> tuple[Tensor, ...]:
         raw = self.bits.view(torch.uint8)
         first, *others = (raw[start:stop] for start, stop in self._places)
         return first.view(torch.float32), *others
@@ -77,21 +77,21 @@ class QuantizedLinear(nn.Module):
             planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call, unused-ignore]
             return planned
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        package = bitsandbytes()
+        package = import_bitsandbytes()
         with torch.autocast(inputs.device.type, enabled=False):
             if self.kind == "int8":
-                scales, codes = self._parts()
+                scales, codes = self._split_bits()
                 state = package.MatmulLtState()
                 state.CB, state.SCB = codes.view(torch.int8).view(self.out_features, self.in_features), scales
                 state.has_fp16_weights, state.is_training = False, self.training
                 output: Tensor = package.matmul(inputs, state.CB, bias=bias, state=state)
             else:
-                state = self._state(package)
-                output = package.matmul_4bit(inputs, self._parts()[2], bias=bias, quant_state=state)
+                state = self._build_quant_state(package)
+                output = package.matmul_4bit(inputs, self._split_bits()[2], bias=bias, quant_state=state)
         return output
 
-    def _state(self, package: Any) -> Any:
-        outer, scales, codes = self._parts()
+    def _build_quant_state(self, package: Any) -> Any:
+        outer, scales, codes = self._split_bits()
         state = package.functional.QuantState
         return state(
             absmax=scales,
@@ -100,12 +100,14 @@ class QuantizedLinear(nn.Module):
             blocksize=BLOCK,
             quant_type="nf4",
             offset=outer[0],
-            state2=state(absmax=outer[1:], blocksize=OUTER, code=_levels(codes.device), dtype=torch.float32),
+            state2=state(
+                absmax=outer[1:], blocksize=OUTER, code=_build_levels(codes.device), dtype=torch.float32
+            ),
         )
 
-    def quantized(self, weight: Tensor) -> Tensor:
+    def quantize_weight(self, weight: Tensor) -> Tensor:
         """The bits of ``weight``, fp32 ``[out_features, in_features]``: words of the compute type."""
-        kernels = bitsandbytes().functional
+        kernels = import_bitsandbytes().functional
         if self.kind == "int8":
             codes, scales, _ = kernels.int8_vectorwise_quant(weight.half())
             parts = [scales.float(), codes]
@@ -144,22 +146,22 @@ class _Planned(torch.autograd.Function):
 
 
 @cache  # a copy from the host in every layer would be a host sync
-def _levels(device: torch.device) -> Tensor:
+def _build_levels(device: torch.device) -> Tensor:
     """The 256 levels of the scales, fp32."""
-    levels: Tensor = bitsandbytes().functional.create_dynamic_map().to(device)
+    levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
-def quantized_tensor(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
+def build_quantized_tensor(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
     """The bits of the weight ``source`` of ``layer`` as a tensor to read; each read quantizes all of it."""
 
-    def bits() -> Tensor:
+    def compute_bits() -> Tensor:
         weight = to_torch(source.read()).float()
         # bitsandbytes is a hundred times faster there.
-        where = torch.cuda.current_device() if torch.cuda.is_initialized() else "cpu"
-        return layer.quantized(weight.to(where)).cpu()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else "cpu"
+        return layer.quantize_weight(weight.to(device)).cpu()
 
-    return ComputedTensor(layer.bits.shape, bits)
+    return ComputedTensor(layer.bits.shape, compute_bits)
 
 
 def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
@@ -173,9 +175,9 @@ def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, Quant
     owners: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter] = owners.get(parameter, 0) + 1
-    whole: Any = model
-    head = whole.get_output_embeddings()
-    made: dict[str, QuantizedLinear] = {}
+    untyped_model: Any = model
+    head = untyped_model.get_output_embeddings()
+    layers: dict[str, QuantizedLinear] = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or module is head or name.endswith(".original_module"):
             continue
@@ -183,6 +185,6 @@ def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, Quant
         if weight.requires_grad or owners[weight] > 1 or weight.dtype != dtype:
             continue
         parent, _, child = name.rpartition(".")
-        made[name] = QuantizedLinear(module, kind, dtype)
-        model.get_submodule(parent).add_module(child, made[name])
-    return made
+        layers[name] = QuantizedLinear(module, kind, dtype)
+        model.get_submodule(parent).add_module(child, layers[name])
+    return layers

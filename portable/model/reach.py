@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.model.auxiliary_losses import AuxiliaryLosses
-from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers
+from portable.model.layers import copy_one_layer_per_kind, find_transformer_layers, group_layers_by_kind
 from portable.model.regularization import remove_dropout
 from portable.private import of_transformers
-from portable.private.of_transformers import no_value_checks
+from portable.private.of_transformers import disable_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -89,7 +89,7 @@ def find_unreached(
         bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(bound, int) and bound > 0:
             length = min(length, max(bound // 2, min(seq_len, bound)))
-        reached = _trace_reached(one_layer_per_kind(model), length, whole_output=whole_output)
+        reached = _trace_reached(copy_one_layer_per_kind(model), length, whole_output=whole_output)
     except Exception:  # a model that reads tensor values on the meta device may raise any exception
         return _find_unreached_by_values(model, seq_len=seq_len, whole_output=whole_output)
     return frozenset(unreached - _map_to_full_model(model, reached))
@@ -105,7 +105,7 @@ def _find_unreached_by_values(model: PreTrainedModel, *, seq_len: int, whole_out
     """
     trial: Any = copy.deepcopy(model)
     if (is_reduced := _count_parameters(trial) > _MAX_PARAMETERS) and _count_parameters(
-        trial := one_layer_per_kind(model)
+        trial := copy_one_layer_per_kind(model)
     ) > _MAX_PARAMETERS:
         return frozenset()
     length = seq_len if seq_len <= _LONG else _VALUES  # Reformer accepts no other length
@@ -158,7 +158,7 @@ def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str =
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.enable_grad(), no_value_checks():
+    with torch.enable_grad(), disable_value_checks():
         output, auxiliary_loss = AuxiliaryLosses(trial).compute(trial, inputs, tokens)
         tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
         total = torch.zeros((), device=device)
@@ -196,7 +196,7 @@ def _use_traceable_kernels(trial: Any) -> None:
 
     A resumed run may select other kernels, so the choice must not affect which parameters are frozen.
     """
-    if of_transformers.attention_kernel(trial.config) not in ("sdpa", "eager"):
+    if of_transformers.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
         trial.set_attn_implementation("sdpa")
     if "eager" in trial.get_experts_implementation().values():
         with suppress(Exception):  # raised by models that do not stack their experts in one tensor
@@ -216,9 +216,9 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
-    """Map parameter names of :func:`one_layer_per_kind` to the names in ``model``."""
-    kinds = list(layer_kinds(model).values())
-    position = {name: number for number, (name, _) in enumerate(transformer_layers(model))}
+    """Map parameter names of :func:`copy_one_layer_per_kind` to the names in ``model``."""
+    kinds = list(group_layers_by_kind(model).values())
+    position = {name: number for number, (name, _) in enumerate(find_transformer_layers(model))}
     counts: dict[str, int] = defaultdict(int)
     prefixes: dict[str, list[str]] = {}
     for layers in sorted(kinds, key=lambda layers: position[layers[0]]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import require
 from portable.model.auxiliary_losses import ROUTER_LOSS
 from portable.model.document_attention import READ_THEIR_MASK, check_documents
-from portable.private.of_transformers import attention_kernel, module_of
+from portable.private.of_transformers import get_attention_kernel, get_module_namespace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +23,9 @@ def check_sequences(model: Any, config: RunConfig) -> None:
     size = config.context_parallel_size
     if config.backend != "xla":
         _check_attention(model, config)
-    if config.backend != "xla" or attention_kernel(model.config) == "sdpa":
+    if config.backend != "xla" or get_attention_kernel(model.config) == "sdpa":
         # Other attention XLA's compiler divides as it likes.
-        heads, keys = heads_of(model)
+        heads, keys = count_heads(model)
         require(
             heads % size == 0 and (keys % size == 0 or size % keys == 0),
             f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
@@ -35,7 +35,7 @@ def check_sequences(model: Any, config: RunConfig) -> None:
 def _check_attention(model: Any, config: RunConfig) -> None:
     """Raise UserError if ranks cannot share the attention of ``model``."""
     text = model.config.get_text_config()
-    name, kernel = type(model).__name__, attention_kernel(text)
+    name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
         text is model.config and text.model_type not in READ_THEIR_MASK,
         f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
@@ -51,7 +51,7 @@ def _check_attention(model: Any, config: RunConfig) -> None:
         "documents, or model.config.output_router_logits to false",
     )
     require(
-        not routed or _is_mixtrals(module_of(model).get(ROUTER_LOSS)),
+        not routed or _is_mixtrals(get_module_namespace(model).get(ROUTER_LOSS)),
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )
@@ -64,13 +64,13 @@ def _is_mixtrals(loss: Any) -> bool:
     return loss is not None and [*inspect.signature(inspect.unwrap(loss)).parameters] == names
 
 
-def a_head_for_each(size: int, tensor: Tensor) -> Tensor:
+def repeat_heads(size: int, tensor: Tensor) -> Tensor:
     """``tensor``, ``[batch, heads of keys, ...]``, repeated so that ``size`` ranks have a head each."""
     heads = tensor.shape[1]
     return tensor.repeat_interleave(size // heads, 1) if heads % size else tensor
 
 
-def heads_of(model: Any) -> tuple[int, int]:
+def count_heads(model: Any) -> tuple[int, int]:
     """The heads of queries, and of keys."""
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from portable.errors import UserError, one_line, require
-from portable.model.parameters import adapted, replace_tensors
-from portable.private.of_transformers import parallel_plan
+from portable.errors import UserError, require, to_one_line
+from portable.model.parameters import has_peft_adapter, replace_tensors
+from portable.private.of_transformers import build_parallel_plan
 
 KEY = "tensor_parallel_size"
 
@@ -51,7 +51,7 @@ def check_layers(model: Any, size: int) -> None:
         text is config and config.model_type in COMPARED,
         f"{KEY}: {name} is not among the models whose results on shared layers equal one rank's; set it to 1",
     )
-    for parameter, value in model.named_parameters() if adapted(model) else ():
+    for parameter, value in model.named_parameters() if has_peft_adapter(model) else ():
         require(
             not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
             f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
@@ -63,11 +63,14 @@ def check_layers(model: Any, size: int) -> None:
         for kind in ("num_key_value_heads", "num_global_key_value_heads"):
             heads[f"heads of keys ({kind})"] = getattr(text, kind, None) or size
     shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in cut}
-    sizes = heads | {f"rows or columns of {one}": shapes[one][dim] for one, dim in cut.items()}
-    for what, number in sizes.items():
+    sizes = heads | {
+        f"rows or columns of {parameter}": shapes[parameter][dim] for parameter, dim in cut.items()
+    }
+    for description, number in sizes.items():
         require(
             number % size == 0,
-            f"{KEY}: the {number} {what} of {name} cannot be divided among {size} ranks; use a divisor",
+            f"{KEY}: the {number} {description} of {name} cannot be divided among {size} ranks; use a "
+            "divisor",
         )
 
 
@@ -77,16 +80,16 @@ def cut_dims(model: Any, size: int) -> dict[str, int]:
     Raises:
         UserError: if ``model`` has no plan for it.
     """
-    plan, found = styles(model, size), {}
+    plan, dims = find_parallel_styles(model, size), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = plan.get(name)
         if style in _COLUMNS:
-            found[name] = max(0, parameter.dim() - 2)
+            dims[name] = max(0, parameter.dim() - 2)
         elif style in _ROWS and not name.endswith(".bias"):
-            found[name] = parameter.dim() - 1
+            dims[name] = parameter.dim() - 1
         elif style == _EXPERTS:
-            found[name] = 0
-    return found
+            dims[name] = 0
+    return dims
 
 
 def keep_part(model: Any, size: int) -> None:
@@ -94,21 +97,21 @@ def keep_part(model: Any, size: int) -> None:
 
     Where ranks gather what they compute, it is computed whole.
     """
-    plan, cut = styles(model, size), cut_dims(model, size)
+    plan, cut = find_parallel_styles(model, size), cut_dims(model, size)
 
-    def part(name: str, whole: nn.Parameter) -> nn.Parameter:
+    def cut_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if name not in cut or plan[name] in (_COLUMNS[1], _ROWS[1]):
-            return whole
-        own = whole.detach().narrow(cut[name], 0, whole.shape[cut[name]] // size)
-        return nn.Parameter(own, whole.requires_grad)
+            return parameter
+        shard = parameter.detach().narrow(cut[name], 0, parameter.shape[cut[name]] // size)
+        return nn.Parameter(shard, parameter.requires_grad)
 
-    replace_tensors(model, part, lambda _, buffer: buffer)
+    replace_tensors(model, cut_parameter, lambda _, buffer: buffer)
     for name, style in plan.items():
         if style == "ep_dispatch_experts":
             model.get_submodule(name).num_experts //= size
 
 
-def styles(model: Any, size: int) -> dict[str, str]:
+def find_parallel_styles(model: Any, size: int) -> dict[str, str]:
     """How transformers divides ``model`` among ``size`` ranks: a style by the name of a module or parameter.
 
     Raises:
@@ -117,13 +120,13 @@ def styles(model: Any, size: int) -> dict[str, str]:
     if size == 1:
         return {}
     try:
-        plan = parallel_plan(model, size)
+        plan = build_parallel_plan(model, size)
     except ValueError as error:
-        raise UserError(f"{KEY}: {type(model).__name__}: {one_line(error)}; set it to 1") from error
+        raise UserError(f"{KEY}: {type(model).__name__}: {to_one_line(error)}; set it to 1") from error
     modules = dict(model.named_modules())
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    whole = {name for name, module in modules.items() if any(module is end for end in ends)}
-    plan = {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & whole}
+    end_names = {name for name, module in modules.items() if any(module is end for end in ends)}
+    plan = {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & end_names}
     for name, style in plan.items():
         require(
             style in (*_COLUMNS, *_ROWS, _EXPERTS, *_OF_A_MODULE),
@@ -131,15 +134,15 @@ def styles(model: Any, size: int) -> dict[str, str]:
             "set it to 1",
         )
     for name, module in modules.items():
-        layer, _, own = name.rpartition(".")
-        if own in _NORMS_OF_HEADS and plan.get(f"{layer}.q_proj") == "colwise":
+        layer, _, child = name.rpartition(".")
+        if child in _NORMS_OF_HEADS and plan.get(f"{layer}.q_proj") == "colwise":
             require(
                 all(parameter.dim() == 1 for parameter in module.parameters()),
                 f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which is not cut; "
                 "set it to 1",
             )
             plan.setdefault(name, USED_IN_PART)
-        if own == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
+        if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
             plan.setdefault(name, "colwise")
     for name in [name for name in plan if hasattr(modules.get(name), "base_layer")]:
         # Of LoRA's two matrices one is cut, so that results are cut as those of the module alone.
@@ -147,7 +150,9 @@ def styles(model: Any, size: int) -> dict[str, str]:
             cut = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
             adapters = getattr(modules[name], cut) if cut else ()
             del plan[name]
-            plan |= dict.fromkeys((f"{name}.base_layer", *(f"{name}.{cut}.{one}" for one in adapters)), style)
+            plan |= dict.fromkeys(
+                (f"{name}.base_layer", *(f"{name}.{cut}.{adapter}" for adapter in adapters)), style
+            )
     for name in [name for name in plan if name in modules]:
         for parameter, _ in modules[name].named_parameters(recurse=False):
             plan.setdefault(f"{name}.{parameter}", plan[name])

@@ -13,7 +13,7 @@ from torch import nn
 from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.hub_requests import ask_hub
-from portable.private.of_transformers import generation_of_config, model_class
+from portable.private.of_transformers import get_model_class, read_generation_config
 from portable.untrusted_settings import convert_library_errors
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SpecialTokens:
     generation: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generation = _pretrained_generation(self.settings)
+        self.generation = _load_generation_config(self.settings)
 
     def prepare(self, tokenizer: Any) -> None:
         """Replace the default ids of a config built from scratch. Call before the model is built.
@@ -56,27 +56,27 @@ class SpecialTokens:
         if self.settings.name_or_path is None:
             _replace_defaults(self.config, self.settings.config or {}, tokenizer)
 
-    def decoder_start(self, tokenizer: Any) -> int:
+    def find_decoder_start(self, tokenizer: Any) -> int:
         """Return the decoder's first token id, or ``LAST_LABEL`` for the row's last label, as in mBART.
 
         The model's own label shift decides, with the start id of the config or the generation config.
         """
-        config = self._with_start(tokenizer)
-        start = _shifted_start(config)
+        config = self._copy_config_with_start(tokenizer)
+        start = _find_shifted_start(config)
         if start is None:
             start = config.decoder_start_token_id
         return config.pad_token_id if start is None else int(start)
 
-    def label_shift(self, tokenizer: Any) -> LabelShift | None:
+    def build_label_shift(self, tokenizer: Any) -> LabelShift | None:
         """Return a function that derives a masked LM's decoder inputs from labels; None without a decoder."""
         if self.settings.task != "masked-lm" or not getattr(self.config, "is_encoder_decoder", False):
             return None
-        config = self._with_start(tokenizer)
+        config = self._copy_config_with_start(tokenizer)
         if tokenizer.pad_token_id is not None:
             config.pad_token_id = tokenizer.pad_token_id  # as `align` sets it later
         return LabelShift(config)
 
-    def _with_start(self, tokenizer: Any) -> Any:
+    def _copy_config_with_start(self, tokenizer: Any) -> Any:
         """A copy of the config with the ids that the label shift uses."""
         config = copy.deepcopy(self.config)
         if self.settings.name_or_path is None:
@@ -84,7 +84,7 @@ class SpecialTokens:
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(self.generation, "decoder_start_token_id", None)
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = Vocabulary.of(tokenizer).pad
+            config.pad_token_id = Vocabulary.from_tokenizer(tokenizer).pad
         return config
 
     def align(
@@ -111,7 +111,7 @@ class SpecialTokens:
         text = model.config.get_text_config()
         notes = []
         for name in _IDS:
-            if (change := _align(name, getattr(tokenizer, name), text, generation)) is not None:
+            if (change := _align_id(name, getattr(tokenizer, name), text, generation)) is not None:
                 notes.append(change)
         if end_of_turn is not None and generation is not None:
             notes += _stop_at(end_of_turn, generation)
@@ -129,7 +129,7 @@ class SpecialTokens:
 
     def _align_padding(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
         """Set the padding id. A decoder classifies at the last token that is not padding."""
-        fill = Vocabulary.of(tokenizer).pad
+        fill = Vocabulary.from_tokenizer(tokenizer).pad
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
             tokenizer.pad_token = tokenizer.eos_token
         if getattr(text, "pad_token_id", None) != fill:
@@ -140,7 +140,7 @@ class SpecialTokens:
         """Start generation with the token that training started with."""
         prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
         several = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
-        start: int | None = self.decoder_start(tokenizer)
+        start: int | None = self.find_decoder_start(tokenizer)
         if start == LAST_LABEL:
             start = suffix[-1] if suffix else None
         if getattr(config, "decoder_start_token_id", None) is None or (several and suffix and not prefix):
@@ -165,21 +165,21 @@ class LabelShift:
     def __call__(self, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         from transformers import AutoModelForSeq2SeqLM
 
-        model = _without_layers(AutoModelForSeq2SeqLM, self._config)
+        model = _build_without_layers(AutoModelForSeq2SeqLM, self._config)
         shifted = model.prepare_decoder_input_ids_from_labels(labels=torch.from_numpy(labels))
         return np.asarray(shifted.numpy())
 
 
-def _without_layers(auto_class: Any, config: Any) -> Any:
+def _build_without_layers(auto_class: Any, config: Any) -> Any:
     """A model with only its config, which is all that the label shift reads."""
-    kind = model_class(auto_class, config)
+    kind = get_model_class(auto_class, config)
     model = object.__new__(kind)
     nn.Module.__init__(model)
     model.config = config
     return model
 
 
-def _pretrained_generation(settings: ModelConfig) -> Any:
+def _load_generation_config(settings: ModelConfig) -> Any:
     """The generation config that ``from_pretrained`` loads."""
     name = settings.name_or_path
     if name is None or settings.from_scratch or settings.task == "sequence-classification":
@@ -190,53 +190,53 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
         try:
             return GenerationConfig.from_pretrained(name)
         except OSError:  # no generation_config.json: read the generation settings of config.json
-            return generation_of_config(name)
+            return read_generation_config(name)
 
     with convert_library_errors("model.name_or_path"):
         return ask_hub(name, "generation config", load)
 
 
-def _replace_defaults(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
+def _replace_defaults(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
     for name, part in parts:
         if part is config or hasattr(part, "vocab_size"):  # text parts only
-            inner = given.get(name, {}) if name else given
-            _replace_defaults_of(part, inner if isinstance(inner, dict) else {}, tokenizer)
+            inner = values.get(name, {}) if name else values
+            _replace_text_defaults(part, inner if isinstance(inner, dict) else {}, tokenizer)
 
 
-def _replace_defaults_of(config: Any, given: dict[str, Any], tokenizer: Any) -> None:
+def _replace_text_defaults(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
     defaults = {name: getattr(config, name, None) for name in _IDS}
     size = getattr(config.get_text_config(), "vocab_size", None)
 
-    def outside(token: Any) -> bool:
+    def is_outside(token: Any) -> bool:
         return isinstance(size, int) and isinstance(token, int) and token >= size
 
-    own = tokenizer.pad_token_id
-    own = None if own in (tokenizer.bos_token_id, tokenizer.eos_token_id) else own
+    padding = tokenizer.pad_token_id
+    padding = None if padding in (tokenizer.bos_token_id, tokenizer.eos_token_id) else padding
     replaced = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     if (default := defaults["pad_token_id"]) is not None:
         # The row of a padding id gets no gradient, so it must not belong to a token of the text.
-        replaced["pad_token_id"] = own if own is not None or outside(default) else default
+        replaced["pad_token_id"] = padding if padding is not None or is_outside(default) else default
     for name, value in replaced.items():
-        if name not in given and hasattr(config, name):
+        if name not in values and hasattr(config, name):
             setattr(config, name, value)
     for name in _STARTS:
         default = getattr(config, name, None)
-        if name in given or default is None:
+        if name in values or default is None:
             continue
         roles = ("eos_token_id", "pad_token_id", "bos_token_id")
         if (role := next((role for role in roles if defaults[role] == default), None)) is not None:
             setattr(config, name, getattr(tokenizer, role))
-        elif outside(default):
+        elif is_outside(default):
             setattr(config, name, None)
 
 
-def _shifted_start(config: Any) -> int | None:
+def _find_shifted_start(config: Any) -> int | None:
     """The token that the model puts before the labels, or None if the model's code does not tell."""
     from transformers import AutoModelForSeq2SeqLM
 
     try:
-        model = _without_layers(AutoModelForSeq2SeqLM, config)
+        model = _build_without_layers(AutoModelForSeq2SeqLM, config)
         free = [n for n in range(8) if n not in (config.pad_token_id, config.decoder_start_token_id)][:4]
         first, second = ([*free[:2], last] for last in free[2:])
         shift = model.prepare_decoder_input_ids_from_labels
@@ -259,7 +259,7 @@ def _stop_at(token: int, generation: Any) -> list[str]:
     return [f"eos_token_id of generation {before} -> {generation.eos_token_id}, the end of a turn"]
 
 
-def _align(name: str, token: int | None, config: Any, generation: Any) -> str | None:
+def _align_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
     """Set one id as the Trainer's ``align_special_tokens`` does; return a note if it changed.
 
     Ids that the tokenizer does not define stay. Several end tokens all stay, after the tokenizer's own.
@@ -279,8 +279,8 @@ def _align(name: str, token: int | None, config: Any, generation: Any) -> str | 
         setattr(config, name, token)
     note = f"{name} {ours} -> {getattr(config, name)}" if getattr(config, name) != ours else None
     if generation is not None:
-        kept = [token, *(other for other in stops if other is not None and other != token)]
-        setattr(generation, name, kept if several and len(kept) > 1 else token)
+        end_tokens = [token, *(other for other in stops if other is not None and other != token)]
+        setattr(generation, name, end_tokens if several and len(end_tokens) > 1 else token)
         if note is None and theirs is not None:
             note = f"{name} of generation {theirs} -> {getattr(generation, name)}"
     return note

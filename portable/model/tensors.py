@@ -43,7 +43,7 @@ class ComputedTensor:
         self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> ComputedTensor:
+    def from_tensor(cls, tensor: torch.Tensor) -> ComputedTensor:
         """One that is there already."""
         return cls(tensor.shape, tensor.detach)
 

@@ -17,8 +17,8 @@ import torch
 
 from portable import plugins
 from portable.batch import IGNORED
-from portable.config.sources import training_names
-from portable.errors import UserError, one_line
+from portable.config.sources import list_training_names
+from portable.errors import UserError, to_one_line
 from portable.model.loss_by_source import LossBySource
 from portable.private import of_torch
 
@@ -68,7 +68,8 @@ class Loss(Protocol):
     - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
       ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
       applies. A loss with logits makes a language model keep all of a micro-batch's.
-    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
+    - ``compute_weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its
+    CPU
       tensors. By default its number of labels.
     - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
       runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
@@ -141,11 +142,11 @@ class TrainingLoss:
         self._is_checked = False
         self._by_source = LossBySource(sources, with_losses="log_probs" in self.needs)
 
-    def weight(self, batch: Batch) -> float | None:
+    def compute_weight(self, batch: Batch) -> float | None:
         """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
         if self._weight is None:
             return None
-        with plugins.user_code_errors(self.key):
+        with plugins.convert_user_errors(self.key):
             weight = float(self._weight(batch))
         if not (math.isfinite(weight) and weight >= 0):
             raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
@@ -157,7 +158,7 @@ class TrainingLoss:
         Returns:
             The summed loss, the returned weight, and the sums to log by name, as fp32 scalars.
         """
-        with plugins.user_code_errors(self.key):
+        with plugins.convert_user_errors(self.key):
             value: Any = (self._loss if self._is_checked else self._call_and_check)(outputs, batch)
             total, weight, *metrics = value
             sums = {
@@ -165,18 +166,20 @@ class TrainingLoss:
                 **self._by_source.compute_sums(outputs.log_probs, batch),
             }
             device = batch["labels"].device
-            scalars = {name: _scalar(value, device) for name, value in sums.items()}
-            return total.float(), _scalar(weight, device), scalars
+            scalars = {name: _to_scalar(value, device) for name, value in sums.items()}
+            return total.float(), _to_scalar(weight, device), scalars
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
         """Call the loss and check the result. In training, this syncs the host with the device."""
         from portable.model.whole_values import WholeValues
 
-        before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
+        before = [(name, tensor, of_torch.get_version(tensor)) for name, tensor in batch.items()]
         with WholeValues(self.key, differentiated=True):
             value = self._loss(outputs, batch)
-        changed = next((name for name, one, version in before if of_torch.changes(one) != version), None)
-        wrong = _mistake(value, batch["labels"].device)
+        changed = next(
+            (name for name, tensor, version in before if of_torch.get_version(tensor) != version), None
+        )
+        wrong = _find_mistake(value, batch["labels"].device)
         if changed is not None:
             wrong = f"changes batch[{changed!r}] in place; change a copy of it"
         if wrong is not None:
@@ -191,7 +194,7 @@ class TrainingLoss:
         """Return the values that a step logs, from the means over the step."""
         return self._by_source.name_metrics(means)
 
-    def unequal(self, share: float) -> str:
+    def explain_unequal_weights(self, share: float) -> str:
         """Describe the error that the returned weights are ``share`` times the declared weights."""
         said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
         remedy = (
@@ -210,7 +213,7 @@ class TrainingLoss:
         except RuntimeError as error:
             if "out of memory" in str(error).lower():
                 raise
-            reason = f"{type(error).__name__}: {one_line(error)}{self._find_failing_line(outputs, batch)}"
+            reason = f"{type(error).__name__}: {to_one_line(error)}{self._find_failing_line(outputs, batch)}"
             raise UserError(f"{self.key}: its backward pass fails ({reason}); correct it") from error
 
     def _find_failing_line(self, outputs: Outputs, batch: Batch) -> str:
@@ -242,7 +245,9 @@ class TrainingLoss:
             return
         with torch.no_grad():
             halves = [
-                self._loss(_rows(outputs, part, rows), {name: one[part] for name, one in batch.items()})[0]
+                self._loss(
+                    _select_rows(outputs, part, rows), {name: tensor[part] for name, tensor in batch.items()}
+                )[0]
                 for part in (slice(0, rows // 2), slice(rows // 2, rows))
             ]
         self._compare(float(total.detach()), float(sum(halves)))
@@ -260,43 +265,43 @@ class TrainingLoss:
             return
         draws = torch.Generator().manual_seed(0)
         valid = labels != IGNORED
-        made: dict[str, Tensor] = {
+        statistics: dict[str, Tensor] = {
             name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS
         }
         if LOGITS in self.needs:
-            made[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
-        outputs = Outputs(**{name: value for name, value in made.items() if name in self.needs})
+            statistics[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
+        outputs = Outputs(**{name: value for name, value in statistics.items() if name in self.needs})
         try:
             with torch.no_grad():
                 once, twice = (
-                    float(self._loss(_repeated(outputs, times), _repeated_batch(batch, times))[0])
+                    float(self._loss(_repeat_outputs(outputs, times), _repeat_batch(batch, times))[0])
                     for times in (1, 2)
                 )
         except Exception:  # it gets what it takes in the first step, and is looked at there
             return
         self._compare(twice, 2 * once)
 
-    def _compare(self, whole: float, parts: float) -> None:
-        if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
+    def _compare(self, total: float, parts: float) -> None:
+        if abs(total - parts) > 1e-2 * max(abs(total), abs(parts), 1e-6):
             raise UserError(
-                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its two halves together; "
+                f"{self.key}: is {total:.6g} for a micro-batch and {parts:.6g} for its two halves together; "
                 "the loss must be a sum over rows, not a mean"
             )
 
 
-def _mistake(value: Any, device: torch.device) -> str | None:
+def _find_mistake(value: Any, device: torch.device) -> str | None:
     """What is wrong with what a loss has returned for a batch on ``device``; None if nothing is."""
     if not isinstance(value, tuple) or len(value) not in (2, 3):
-        what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        return f"returns {what}; return the sum and the weight, as in return losses.sum(), counted.sum()"
+        kind = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        return f"returns {kind}; return the sum and the weight, as in return losses.sum(), counted.sum()"
     total, weight, more = value if len(value) == 3 else (*value, {})
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
         return f"the third value is no mapping of names to sums: {more!r:.60}"
-    for name, one in {"the sum": total, "weight": weight, **more}.items():
-        if (shape := tuple(getattr(one, "shape", ()))) != ():
+    for name, number in {"the sum": total, "weight": weight, **more}.items():
+        if (shape := tuple(getattr(number, "shape", ()))) != ():
             return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
-        if not isinstance(one, torch.Tensor | float | int):
-            return f"{name} is a {type(one).__name__}, not a number"
+        if not isinstance(number, torch.Tensor | float | int):
+            return f"{name} is a {type(number).__name__}, not a number"
     if not isinstance(total, torch.Tensor):
         return f"the sum is a {type(total).__name__}, not a tensor"
     if total.device != device:
@@ -306,32 +311,32 @@ def _mistake(value: Any, device: torch.device) -> str | None:
     return None
 
 
-def _repeated(outputs: Outputs, times: int) -> Outputs:
+def _repeat_outputs(outputs: Outputs, times: int) -> Outputs:
     tensors = {name: value for name, value in vars(outputs).items() if value is not None}
     return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
 
 
-def _repeated_batch(batch: Batch, times: int) -> Batch:
+def _repeat_batch(batch: Batch, times: int) -> Batch:
     return {name: torch.cat([value] * times) for name, value in batch.items()}
 
 
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).float()
     return torch.full((), value, device=device).float()
 
 
-def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
+def _select_rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
     def cut(value: Any) -> Any:
         return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
 
-    own = outputs.model
-    if isinstance(own, dict):  # a ModelOutput, to which a custom model may have added entries
-        own = copy.copy(own)
+    model_output = outputs.model
+    if isinstance(model_output, dict):  # a ModelOutput, to which a custom model may have added entries
+        model_output = copy.copy(model_output)
         for name, value in outputs.model.items():
-            own[name] = cut(value)
+            model_output[name] = cut(value)
     tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
-    return Outputs(**tensors, model=own)
+    return Outputs(**tensors, model=model_output)
 
 
 class CrossEntropy:
@@ -372,7 +377,7 @@ BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
 """The losses that ``train.loss`` knows by name, and where they are."""
 
 
-def training_loss(config: RunConfig) -> TrainingLoss | None:
+def build_training_loss(config: RunConfig) -> TrainingLoss | None:
     """The loss that the settings of a run ask for; None for the task's own.
 
     Raises:
@@ -380,7 +385,7 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     """
     train, key, loss = config.train, "train.label_smoothing", None
     # The labels of a classifier need not be classes.
-    sources = () if config.model.task == "sequence-classification" else training_names(config.data)
+    sources = () if config.model.task == "sequence-classification" else list_training_names(config.data)
     if train.loss is not None:
         key = f"train.loss: {train.loss}"
         loss = plugins.load("train.loss", train.loss, BUILT_IN, "the loss of the task")

@@ -36,33 +36,33 @@ class WholeValues(TorchFunctionMode):
     is read is this rank's. ZeRO-3's are empty.
 
     Args:
-        what: begins the message.
+        key: begins the message.
         differentiated: whether results are part of the loss, which DTensors cannot be.
     """
 
-    def __init__(self, what: str, *, differentiated: bool) -> None:
+    def __init__(self, key: str, *, differentiated: bool) -> None:
         super().__init__()
-        self._what = what
+        self._key = key
         self._differentiated = differentiated
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if self._differentiated and any(isinstance(value, DTensor) for value in given):
-            raise self._error(_IN_FORWARD)
-        if func in _READS and any(map(is_part, given)):
-            raise self._error("call full_tensor() first, on all ranks")
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if self._differentiated and any(isinstance(value, DTensor) for value in tensors):
+            raise self._build_error(_IN_FORWARD)
+        if func in _READS and any(map(is_part, tensors)):
+            raise self._build_error("call full_tensor() first, on all ranks")
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(value, nn.Parameter) and not value.numel() for value in given) and isinstance(
+        if any(isinstance(value, nn.Parameter) and not value.numel() for value in tensors) and isinstance(
             result, torch.Tensor
         ):
             gathered = "read it within deepspeed.zero.GatheredParameters, on all ranks"
-            raise self._error(_IN_FORWARD if self._differentiated else gathered)
+            raise self._build_error(_IN_FORWARD if self._differentiated else gathered)
         return result
 
-    def _error(self, remedy: str) -> UserError:
+    def _build_error(self, remedy: str) -> UserError:
         return UserError(
-            f"{self._what}: reads a parameter outside of the model's forward pass, where a rank has a part "
+            f"{self._key}: reads a parameter outside of the model's forward pass, where a rank has a part "
             f"of it; {remedy}"
         )

@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern, 2018), for sharded parameters too.
 
-:class:`Rule` has the formulas. The optimizer here applies them on torch devices, and
+:class:`AdafactorRule` has the formulas. The optimizer here applies them on torch devices, and
 :mod:`portable.tpu.xla.optim` applies them to lazy tensors. The two differ in how they sum over shards.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.optim.sharded import local, shard_group, zeros_sharded_like
+from portable.optim.sharded import create_sharded_zeros, shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ the defaults of torch and transformers."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdafactorRule:
     """The formulas of Adafactor, in the version of one of the libraries."""
 
     scaled: bool
@@ -40,7 +40,7 @@ class Rule:
         """Return the share of the squared gradient in the second moments after ``steps`` steps."""
         return steps**BETA2_DECAY
 
-    def square(self, gradient: Tensor) -> Tensor:
+    def square_gradient(self, gradient: Tensor) -> Tensor:
         """Return what a gradient adds to the second moments."""
         return gradient.square().add_(self.added)
 
@@ -62,17 +62,17 @@ class Rule:
         """
         return rows / mean.clamp(min=self.least_mean) * columns
 
-    def invert(self, variance: Tensor) -> Tensor:
+    def compute_inverse_root(self, variance: Tensor) -> Tensor:
         """Return the reciprocal root of second moments, in place: the factor of the gradient."""
         return variance.clamp_(min=self.least_variance).rsqrt_()
 
 
-def bound_update(length: Tensor) -> Tensor:
+def compute_update_divisor(length: Tensor) -> Tensor:
     """Return the divisor of an update with RMS ``length``, which limits the RMS to ``CLIP``."""
     return (length / CLIP).clamp(min=1.0)
 
 
-def moment_shapes(shape: Sequence[int], leading: int = 0) -> dict[str, tuple[int, ...]]:
+def get_moment_shapes(shape: Sequence[int], leading: int = 0) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a parameter's second moments by name.
 
     Args:
@@ -86,9 +86,9 @@ def moment_shapes(shape: Sequence[int], leading: int = 0) -> dict[str, tuple[int
 
 _EPS = torch.finfo(torch.float32).eps
 RULES = {
-    "torch": Rule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
+    "torch": AdafactorRule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
     # With scale_parameter and relative_step false, as in the Trainer.
-    "transformers": Rule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
+    "transformers": AdafactorRule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
 }
 
 
@@ -105,18 +105,20 @@ class Adafactor(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, rule: Rule = RULES["torch"]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, rule: AdafactorRule = RULES["torch"]
+    ) -> None:
         self._rule = rule
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
-        for name, shape in moment_shapes(parameter.shape).items():
+        for name, shape in get_moment_shapes(parameter.shape).items():
             # A scalar cannot be sharded, and the columns of a matrix are sums over the sharded dimension.
             sharded = parameter.dim() > 0 and not (name == "col_var" and parameter.dim() == 2)
             state[name] = (
-                zeros_sharded_like(parameter, shape)
+                create_sharded_zeros(parameter, shape)
                 if sharded
                 else torch.zeros(shape, device=parameter.device)
             )
@@ -130,10 +132,10 @@ class Adafactor(torch.optim.Optimizer):
             return
         for parameter, _ in trained:
             if not self.state[parameter]:
-                self.state[parameter] = self.initial_state(parameter)
+                self.state[parameter] = self.build_initial_state(parameter)
         parameters = [parameter for parameter, _ in trained]
         states = [self.state[parameter] for parameter in parameters]
-        gradients = [local(parameter.grad) for parameter in parameters]
+        gradients = [to_local(parameter.grad) for parameter in parameters]
         allowed = torch.ones((), device=parameters[0].device)
         if self.found_inf is not None:
             allowed = 1 - self.found_inf
@@ -149,11 +151,11 @@ class Adafactor(torch.optim.Optimizer):
         rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
         rates = self._rule.limit_rate(rates, counted)
         sizes = self._measure(parameters, gradients, states, fresh)
-        lengths = self._scale(parameters, gradients, states, sizes)
+        lengths = self._scale_gradients(parameters, gradients, states, sizes)
         rates = self._rule.scale_rate(rates, torch.stack([size for size, *_ in sizes]))
-        rates = rates / bound_update(torch.stack(lengths)) * allowed
+        rates = rates / compute_update_divisor(torch.stack(lengths)) * allowed
         for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
-            part = local(parameter)
+            part = to_local(parameter)
             part.mul_(1 - allowed * (group["lr"] * group["weight_decay"]))
             part.sub_(gradient.mul_(rate))
 
@@ -171,18 +173,18 @@ class Adafactor(torch.optim.Optimizer):
         """
         sums = []
         for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
-            sums.append(local(parameter).square().sum())
-            squares = self._rule.square(gradient)
+            sums.append(to_local(parameter).square().sum())
+            squares = self._rule.square_gradient(gradient)
             if parameter.dim() < 2:
-                local(state["variance"]).lerp_(squares, weight)
+                to_local(state["variance"]).lerp_(squares, weight)
                 continue
-            rows = local(state["row_var"])
+            rows = to_local(state["row_var"])
             rows.lerp_(squares.mean(dim=-1, keepdim=True), weight)
             if parameter.dim() == 2:
                 sums += [rows.sum(), squares.sum(dim=0)]
             else:
-                local(state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), weight)
-        totals = iter(_summed(sums, parameters[0]))
+                to_local(state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), weight)
+        totals = iter(_sum_over_shards(sums, parameters[0]))
         sizes: list[tuple[Tensor, ...]] = []
         for parameter, state, weight in zip(parameters, states, fresh, strict=True):
             size = (next(totals) / parameter.numel()).sqrt()
@@ -194,7 +196,7 @@ class Adafactor(torch.optim.Optimizer):
                 sizes.append((size,))
         return sizes
 
-    def _scale(
+    def _scale_gradients(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
@@ -205,20 +207,20 @@ class Adafactor(torch.optim.Optimizer):
         sums = []
         for parameter, gradient, state, size in zip(parameters, gradients, states, sizes, strict=True):
             if parameter.dim() < 2:
-                variance = local(state["variance"]).clone()
+                variance = to_local(state["variance"]).clone()
             else:
-                rows, columns = local(state["row_var"]), local(state["col_var"])
+                rows, columns = to_local(state["row_var"]), to_local(state["col_var"])
                 mean = size[1] if parameter.dim() == 2 else rows.mean(dim=-2, keepdim=True)
                 variance = self._rule.estimate(rows, columns, mean)
-            gradient.mul_(self._rule.invert(variance))
+            gradient.mul_(self._rule.compute_inverse_root(variance))
             sums.append(gradient.square().sum())
         return [
             (total / parameter.numel()).sqrt()
-            for total, parameter in zip(_summed(sums, parameters[0]), parameters, strict=True)
+            for total, parameter in zip(_sum_over_shards(sums, parameters[0]), parameters, strict=True)
         ]
 
 
-def _summed(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
+def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
     """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce."""
     group = shard_group(parameter)
     if group is None:

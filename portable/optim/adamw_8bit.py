@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.optim.block_size import block_size
-from portable.optim.sharded import local, zeros_sharded_like
+from portable.optim.block_size import choose_block_size
+from portable.optim.sharded import create_sharded_zeros, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @cache  # a copy from the host in every step would be a host sync
-def levels(signed: bool, device: torch.device) -> Tensor:
+def build_levels(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of the codes, fp32 in ascending order on ``device``.
 
     They cover [-1, 1] if ``signed``, else [0, 1], in seven decades with twice as many levels in each next
@@ -46,7 +46,7 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
     """
     blocks = values.reshape(values.shape[0], -1, block)
     scales = blocks.abs().amax(dim=-1)
-    table = levels(signed, values.device)
+    table = build_levels(signed, values.device)
     between = (table[1:] + table[:-1]) / 2
     shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
     codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
@@ -58,7 +58,7 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Invert :func:`encode`, to within half a level."""
-    values = levels(signed, codes.device)[codes.int()]
+    values = build_levels(signed, codes.device)[codes.int()]
     if values.numel():  # a rank's shard may be empty
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return values
@@ -72,7 +72,7 @@ class AdamW8bit(torch.optim.Optimizer):
     vectors and those in ``exact`` have AdamW's ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
-        groups, lr, betas, eps: as for ``torch.optim.AdamW``.
+        groups, lr, betas, eps: as for ``torch.optim.XlaAdamW``.
         exact: parameters with 32-bit moments: embeddings, whose rows get gradients of very different sizes.
     """
 
@@ -91,18 +91,18 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._exact = {id(parameter) for parameter in exact}
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
-        block = None if id(parameter) in self._exact else block_size(tuple(parameter.shape))
+        block = None if id(parameter) in self._exact else choose_block_size(tuple(parameter.shape))
         for name in ("exp_avg", "exp_avg_sq"):
             if block is None:
                 state[name] = torch.zeros_like(parameter)
             else:
                 shape = tuple(parameter.shape)
                 blocks = math.prod(shape[1:]) // block
-                state[f"{name}_codes"] = zeros_sharded_like(parameter, shape, torch.uint8)
-                state[f"{name}_scales"] = zeros_sharded_like(parameter, (shape[0], blocks))
+                state[f"{name}_codes"] = create_sharded_zeros(parameter, shape, torch.uint8)
+                state[f"{name}_scales"] = create_sharded_zeros(parameter, (shape[0], blocks))
         return state
 
     @torch.no_grad()
@@ -112,9 +112,9 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     if not self.state[parameter]:
-                        self.state[parameter] = self.initial_state(parameter)
-                    state = {key: local(value) for key, value in self.state[parameter].items()}
-                    self._update(local(parameter), local(parameter.grad), state, group)
+                        self.state[parameter] = self.build_initial_state(parameter)
+                    state = {key: to_local(value) for key, value in self.state[parameter].items()}
+                    self._update(to_local(parameter), to_local(parameter.grad), state, group)
 
     def _update(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
@@ -126,11 +126,11 @@ class AdamW8bit(torch.optim.Optimizer):
             gradient.masked_fill_(self.found_inf > 0, 0.0)
         state["step"] += allowed
         step = state["step"].clamp(min=1)
-        first, second = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
+        first, second = _decode_moment(state, "exp_avg"), _decode_moment(state, "exp_avg_sq")
         first.lerp_(gradient, (1 - beta1) * allowed)
         second.lerp_(gradient.square(), (1 - beta2) * allowed)
-        root = (second / _bias_correction(beta2, step)).sqrt_().add_(group["eps"])
-        rate = group["lr"] / _bias_correction(beta1, step) * allowed
+        root = (second / _compute_bias_correction(beta2, step)).sqrt_().add_(group["eps"])
+        rate = group["lr"] / _compute_bias_correction(beta1, step) * allowed
         parameter.mul_(1 - group["lr"] * group["weight_decay"] * allowed)
         parameter.sub_((first / root).mul_(rate))
         self._keep(state, "exp_avg", first)
@@ -141,17 +141,17 @@ class AdamW8bit(torch.optim.Optimizer):
             return
         codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
         fresh = encode(value, value[0].numel() // scales.shape[1], signed=name == "exp_avg")
-        for kept, new in zip((codes, scales), fresh, strict=True):
-            kept.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, kept, new))
+        for target, new in zip((codes, scales), fresh, strict=True):
+            target.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, target, new))
 
 
-def _moment(state: dict[str, Tensor], name: str) -> Tensor:
+def _decode_moment(state: dict[str, Tensor], name: str) -> Tensor:
     """A moment in fp32, decoded if it is stored in 8 bits."""
     if name in state:
         return state[name]
     return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
-def _bias_correction(beta: float, step: Tensor) -> Tensor:
+def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
     """``1 - beta ** step``, without the cancellation that loses four digits of fp32 at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)

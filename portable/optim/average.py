@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.optim.sharded import local
+from portable.optim.sharded import to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,28 +32,28 @@ def keep_average(optimizer: Any, decay: float) -> None:
     """
     begun: dict[Tensor, Tensor] = {}
 
-    def before(of: Any, *_: Any) -> None:
-        for parameter in _trained(of):
-            if AVERAGE not in of.state.get(parameter, ()):
+    def begin_averages(stepped: Any, *_: Any) -> None:
+        for parameter in _iter_trained(stepped):
+            if AVERAGE not in stepped.state.get(parameter, ()):
                 begun[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
-    def after(of: Any, *_: Any) -> None:
-        masked: Tensor | None = getattr(of, "found_inf", None)
-        for parameter in _trained(of):
-            state = of.state[parameter]
+    def update_averages(stepped: Any, *_: Any) -> None:
+        masked: Tensor | None = getattr(stepped, "found_inf", None)
+        for parameter in _iter_trained(stepped):
+            state = stepped.state[parameter]
             if parameter in begun:  # only now: optimizers begin their state where there is none
                 state[AVERAGE] = begun.pop(parameter)
-            average = local(state[AVERAGE])
+            average = to_local(state[AVERAGE])
             fresh = 1 - decay if masked is None else (1 - masked.to(average.device)) * (1 - decay)
-            average.lerp_(local(parameter), fresh)
+            average.lerp_(to_local(parameter), fresh)
 
     of_torch = getattr(optimizer, "inner", optimizer)
-    of_torch.register_step_pre_hook(before)
-    of_torch.register_step_post_hook(after)
-    if hasattr(of_torch, "initial_state"):
-        begin = optimizer.initial_state
-        optimizer.initial_state = lambda p: {**begin(p), AVERAGE: p.detach().clone()}
+    of_torch.register_step_pre_hook(begin_averages)
+    of_torch.register_step_post_hook(update_averages)
+    if hasattr(of_torch, "build_initial_state"):
+        begin = optimizer.build_initial_state
+        optimizer.build_initial_state = lambda p: {**begin(p), AVERAGE: p.detach().clone()}
 
 
 @torch.no_grad()
@@ -65,11 +65,11 @@ def exchange(pairs: Iterable[tuple[Tensor, Any]]) -> None:
     """
     for parameter, state in pairs:
         if AVERAGE in state:
-            weights, average = local(parameter), local(state[AVERAGE])
-            kept = weights.clone()
+            weights, average = to_local(parameter), to_local(state[AVERAGE])
+            old_weights = weights.clone()
             weights.copy_(average)
-            average.copy_(kept)
+            average.copy_(old_weights)
 
 
-def _trained(optimizer: Any) -> Iterator[Tensor]:
+def _iter_trained(optimizer: Any) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

@@ -9,7 +9,7 @@ SMALLEST = 4096
 """Parameters with fewer elements have 32-bit moments, as in bitsandbytes and torchao."""
 
 
-def block_size(shape: tuple[int, ...]) -> int | None:
+def choose_block_size(shape: tuple[int, ...]) -> int | None:
     """Elements per block, a divisor of the row size; None for 32-bit moments."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import warms_up, warmup_steps
-from portable.config.rules import Problem, format_setting, is_zero
+from portable.config.derived import compute_warmup_steps, has_warmup
+from portable.config.rules import SettingProblem, format_setting, is_zero
 from portable.converters.similar_names import suggest_name
 from portable.optim.schedule import (
     ZERO_ONLY,
     ScheduleParamsError,
     build_schedule,
+    explain_long_warmup,
     schedule_params,
-    too_long_a_warmup,
 )
 
 if TYPE_CHECKING:
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_schedule(config: RunConfig) -> Iterator[Problem]:
+def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that ``train.schedule`` does not support."""
     schedule = config.train.schedule
     if schedule in ZERO_ONLY and not is_zero(config):
-        yield Problem(
+        yield SettingProblem(
             ("train.schedule",),
             f"train.schedule {schedule} needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or "
             "a function of your own",
         )
     for key in ("train.warmup_ratio", "train.warmup_steps"):
-        if config.get(key) and not warms_up(schedule):
-            yield Problem(
+        if config.get(key) and not has_warmup(schedule):
+            yield SettingProblem(
                 (key, "train.schedule"),
                 f"{format_setting(config, key)} has no effect with train.schedule {schedule}, which has no "
                 "warmup; set it to 0",
             )
 
 
-def check_schedule_params(config: RunConfig) -> Iterator[Problem]:
+def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the warmup and of ``train.schedule_params``."""
     train = config.train
-    warmup_of_ratio = (None, 0, warmup_steps(train, train.steps or 0))
+    warmup_of_ratio = (None, 0, compute_warmup_steps(train, train.steps or 0))
     if train.warmup_ratio is not None and train.warmup_steps not in warmup_of_ratio:
-        yield Problem(
+        yield SettingProblem(
             ("train.warmup_ratio", "train.warmup_steps"),
             f"train.warmup_ratio {train.warmup_ratio:g} and train.warmup_steps {train.warmup_steps} both "
             "give the length of the warmup; set one of the two",
         )
-    if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
-        yield Problem(("train.warmup_steps", "train.steps"), reason)
+    if train.steps is not None and (reason := explain_long_warmup(train, train.steps)) is not None:
+        yield SettingProblem(("train.warmup_steps", "train.steps"), reason)
     params = schedule_params(train.schedule)
     for name in train.schedule_params:
         if name not in params:
             hint = suggest_name(name, params) or f"; {train.schedule} takes {', '.join(params) or 'none'}"
             key = f"train.schedule_params.{name}"
-            yield Problem((key,), f"unknown key {key}{hint}")
+            yield SettingProblem((key,), f"unknown key {key}{hint}")
     try:
         schedule = build_schedule(train, train.steps or 1)
     except ScheduleParamsError as error:
         yield error.problem
         return
     if getattr(schedule, "cycle_momentum", False) and train.optimizer not in ("adamw", "muon"):
-        yield Problem(
+        yield SettingProblem(
             ("train.schedule_params.cycle_momentum", "train.betas", "train.optimizer"),
             "train.schedule_params.cycle_momentum changes train.betas, which optimizer "
             f"{train.optimizer} does not use; set it to false",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from portable.optim.sharded import local, shard_group
+from portable.optim.sharded import shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ COEFFICIENTS, ROUNDS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Newton and Schulz's quintic, how often it is applied, and the least norm: those of torch's Muon."""
 
 
-def orthogonalized(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest matrix with equal singular values, roughly: they come to lie between 0.7 and 1.2.
 
     Args:
@@ -64,7 +64,7 @@ def blend_momentum(gradient: Tensor, buffer: Tensor, momentum: float, dtype: tor
     return gradient.lerp(buffer, momentum).to(dtype)
 
 
-def rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
+def compute_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
     """What the learning rate of a matrix of this shape is multiplied by, as torch's ``adjust_lr_fn``."""
     rows, columns = shape[-2:]
     if rule == "original":
@@ -97,7 +97,7 @@ class Matrix:
         return holding[0] if len(holding) == 1 else None
 
 
-def spread(
+def split_matrices(
     shape: Sequence[int], *, first: int, length: int, ranks: int, rank: int, offset: int = 0
 ) -> list[Matrix]:
     """The matrices of a parameter that is cut into flat parts of equal length.
@@ -113,12 +113,12 @@ def spread(
     rows, columns = shape[-2:]
     size = rows * columns
     starts = [first + r * length for r in range(ranks)]
-    found = []
+    matrices = []
     for begin in range(0, math.prod(shape), size):
         sizes = [max(0, min(begin + size, start + length) - max(begin, start)) for start in starts]
         within = max(begin, starts[rank]) - starts[rank]
-        found.append(Matrix((rows, columns), tuple(sizes), offset + within))
-    return found
+        matrices.append(Matrix((rows, columns), tuple(sizes), offset + within))
+    return matrices
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class Muon(torch.optim.Optimizer):
 
     The state of a matrix is ``momentum_buffer``, sharded like the parameter; that of others is AdamW's. In a
     tensor of more dims the last two are a matrix. Updates equal those of ``torch.optim.Muon`` and
-    ``torch.optim.AdamW``.
+    ``torch.optim.XlaAdamW``.
 
     Args:
         groups: as for torch's optimizers, with the key ``matrices``, a bool.
-        lr, betas, eps: as for ``torch.optim.AdamW``.
+        lr, betas, eps: as for ``torch.optim.XlaAdamW``.
         momentum: as for ``torch.optim.Muon``, with ``nesterov``.
         rate_rule: its ``adjust_lr_fn``.
         compute: the type of products and of what ranks exchange.
@@ -166,15 +166,15 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._rate_rule: RateRule = rate_rule
         self._compute = compute
-        own = {"lr": lr, "weight_decay": 0.0, "matrices": False}
-        super().__init__([{**settings_of(g, betas, eps, momentum), **g} for g in groups], own)
+        defaults = {"lr": lr, "weight_decay": 0.0, "matrices": False}
+        super().__init__([{**get_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step, sharded."""
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        return self._initial(parameter, group)
+        return self._build_state(parameter, group)
 
-    def _initial(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _build_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         if group["matrices"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
@@ -190,20 +190,20 @@ class Muon(torch.optim.Optimizer):
             trained = [p for p in group["params"] if p.grad is not None]
             for parameter in trained:
                 if not self.state[parameter]:
-                    self.state[parameter] = self._initial(parameter, group)
+                    self.state[parameter] = self._build_state(parameter, group)
             if trained and group["matrices"]:
-                self._orthogonal_step(trained, group)
+                self._step_muon(trained, group)
             elif trained:
-                self._adamw_step(trained, group)
+                self._step_adamw(trained, group)
 
-    def _adamw_step(self, trained: list[Any], group: dict[str, Any]) -> None:
+    def _step_adamw(self, trained: list[Any], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in trained]
         beta1, beta2 = group["betas"]
         adamw(
-            [local(p) for p in trained],
-            [local(p.grad) for p in trained],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [to_local(p) for p in trained],
+            [to_local(p.grad) for p in trained],
+            [to_local(state["exp_avg"]) for state in states],
+            [to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -217,41 +217,41 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _orthogonal_step(self, trained: list[Any], group: dict[str, Any]) -> None:
-        ranks = _Ranks.of(trained[0], flat=self.flat is not None)
+    def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
+        ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat is not None)
         parts = [
             _Part(
                 matrix,
                 *(
-                    local(tensor).view(-1)[matrix.offset :][: matrix.sizes[ranks.rank]]
+                    to_local(tensor).view(-1)[matrix.offset :][: matrix.sizes[ranks.rank]]
                     for tensor in (parameter, parameter.grad, self.state[parameter]["momentum_buffer"])
                 ),
             )
             for parameter in trained
-            for matrix in self._matrices(parameter, ranks)
+            for matrix in self._get_matrices(parameter, ranks)
         ]
         for part in parts:
             if part.matrix.owner == ranks.rank:
-                update = orthogonalized(self._update(part, group).view(part.matrix.shape), self._compute)
+                update = orthogonalize(self._update(part, group).view(part.matrix.shape), self._compute)
                 self._move(part, update, group)
         # Of one size in a round, so that no rank waits for another.
         shared = sorted((p for p in parts if p.matrix.owner is None), key=lambda p: -p.matrix.elements)
         for start in range(0, len(shared), ranks.count):
             turn = shared[start : start + ranks.count]
             sent = [self._update(part, group) for part in turn]
-            for part, update in zip(turn, ranks.orthogonalized(sent, turn, self._compute), strict=True):
+            for part, update in zip(turn, ranks.orthogonalize_shared(sent, turn, self._compute), strict=True):
                 self._move(part, update, group)
 
-    def _matrices(self, parameter: Tensor, ranks: _Ranks) -> Sequence[Matrix]:
+    def _get_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[Matrix]:
         if self.flat is not None:
             return self.flat[parameter]
-        shape, whole = parameter.shape, parameter.numel()
+        shape, elements = parameter.shape, parameter.numel()
         if ranks.replicated:
-            alone = spread(shape, first=0, length=whole, ranks=1, rank=0)
+            alone = split_matrices(shape, first=0, length=elements, ranks=1, rank=0)
             return [Matrix(m.shape, m.sizes * ranks.count, m.offset) for m in alone]
-        row = whole // max(1, shape[0])
+        row = elements // max(1, shape[0])
         length = -(-shape[0] // ranks.count) * row  # FSDP2 gives each rank as many rows, the last ones fewer
-        return spread(shape, first=0, length=length, ranks=ranks.count, rank=ranks.rank)
+        return split_matrices(shape, first=0, length=length, ranks=ranks.count, rank=ranks.rank)
 
     def _update(self, part: _Part, group: dict[str, Any]) -> Tensor:
         """Advance the momentum; returns the update before it is orthogonalized, where and as it is sent."""
@@ -265,7 +265,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(device=self.device or part.parameter.device)
 
     def _move(self, part: _Part, update: Tensor, group: dict[str, Any]) -> None:
-        rate = group["lr"] * rate_factor(self._rate_rule, part.matrix.shape)
+        rate = group["lr"] * compute_rate_factor(self._rate_rule, part.matrix.shape)
         decay = group["lr"] * group["weight_decay"]
         step = update.reshape(-1).to(part.parameter.device)
         if self.found_inf is None:
@@ -275,7 +275,7 @@ class Muon(torch.optim.Optimizer):
             part.parameter.mul_(1 - allowed * decay).sub_(step * (allowed * rate))
 
 
-def settings_of(
+def get_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
     """The settings of a group, by torch's names: Muon's or AdamW's."""
@@ -285,7 +285,7 @@ def settings_of(
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _ShardRanks:
     """The ranks that a parameter is spread over, or replicated on."""
 
     group: dist.ProcessGroup | None
@@ -294,7 +294,7 @@ class _Ranks:
     replicated: bool
 
     @classmethod
-    def of(cls, parameter: Tensor, *, flat: bool) -> _Ranks:
+    def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
         if isinstance(parameter, DTensor):
             group = shard_group(parameter)
             return cls(group, dist.get_world_size(group), dist.get_rank(group), replicated=False)
@@ -302,14 +302,14 @@ class _Ranks:
             return cls(None, dist.get_world_size(), dist.get_rank(), replicated=not flat)
         return cls(None, 1, 0, replicated=False)
 
-    def orthogonalized(
+    def orthogonalize_shared(
         self, updates: list[Tensor], parts: list[_Part], compute: torch.dtype
     ) -> Iterator[Tensor]:
         """This rank's elements of each result; the matrix at place ``r`` is orthogonalized by rank ``r``."""
-        own = parts[self.rank].matrix if self.rank < len(parts) else None
+        matrix = parts[self.rank].matrix if self.rank < len(parts) else None
         if self.replicated:
-            if own is not None:
-                updates[self.rank] = orthogonalized(updates[self.rank].view(own.shape), compute).reshape(-1)
+            if matrix is not None:
+                updates[self.rank] = orthogonalize(updates[self.rank].view(matrix.shape), compute).reshape(-1)
             waiting = [dist.broadcast(u, src=place, async_op=True) for place, u in enumerate(updates)]
             for work in waiting:
                 if work is not None:
@@ -317,12 +317,12 @@ class _Ranks:
             yield from updates
             return
         out = [part.matrix.sizes[self.rank] for part in parts] + [0] * (self.count - len(parts))
-        come = [0] * self.count if own is None else list(own.sizes)
+        come = [0] * self.count if matrix is None else list(matrix.sizes)
         sent = torch.cat(updates)
-        whole = sent.new_empty(sum(come))
-        dist.all_to_all_single(whole, sent, come, out, group=self.group)
-        if own is not None:
-            whole = orthogonalized(whole.view(own.shape), compute).reshape(-1)
+        gathered = sent.new_empty(sum(come))
+        dist.all_to_all_single(gathered, sent, come, out, group=self.group)
+        if matrix is not None:
+            gathered = orthogonalize(gathered.view(matrix.shape), compute).reshape(-1)
         back = torch.empty_like(sent)
-        dist.all_to_all_single(back, whole, out, come, group=self.group)
+        dist.all_to_all_single(back, gathered, out, come, group=self.group)
         yield from back.split(out[: len(parts)])

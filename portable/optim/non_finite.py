@@ -43,14 +43,14 @@ class Health:
     halted: int = 0
 
     @classmethod
-    def of(cls, counters: Sequence[float], limit: int) -> Health:
+    def from_counters(cls, counters: Sequence[float], limit: int) -> Health:
         """Convert counters that were copied to the host."""
         _, skipped, streak, start, loss = counters
         first = int(start) if start >= 0 else None
         return cls(int(skipped), first, bad_loss=loss > 0, halted=limit if streak >= limit else 0)
 
 
-def allowed_streak(on_non_finite: str) -> int:
+def get_allowed_streak(on_non_finite: str) -> int:
     """The streak at which ``train.on_non_finite`` ends the run."""
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
@@ -62,7 +62,7 @@ def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> 
         counters: before the update.
         bad: whether the update is not finite, a boolean scalar on the device, equal on all ranks.
         loss: of the step.
-        limit: from :func:`allowed_streak`.
+        limit: from :func:`get_allowed_streak`.
 
     Returns:
         the new counters, and whether to skip the update, a boolean scalar.

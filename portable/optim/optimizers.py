@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from portable.optim.sharded import local
+from portable.optim.sharded import to_local
 from portable.plugins import names_code
 from portable.private import of_torch
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from portable.optim.user_optimizer import UserOptimizer
 
 
-class Optimizer(Protocol):
+class EngineOptimizer(Protocol):
     """The interface that an engine needs, beyond that of torch's optimizers."""
 
     param_groups: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Optimizer(Protocol):
     found_inf: Tensor | None
     """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step, sharded."""
 
     def step(self) -> None: ...
@@ -58,29 +58,29 @@ class Group(NamedTuple):
     matrices: bool = False
 
 
-def parameter_groups(
+def build_parameter_groups(
     parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group], learning_rate: float
 ) -> list[dict[str, Any]]:
     """The groups of an optimizer: by default two, with and without weight decay.
 
     Args:
         parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`portable.model.groups.groups_of`.
+        groups: see :func:`portable.model.groups.assign_groups`.
         learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
             value that a schedule scales.
     """
-    made: dict[Group, dict[str, Any]] = {}
+    optimizer_groups: dict[Group, dict[str, Any]] = {}
     muon = any(group.matrices for group in groups.values())
     for group in sorted({groups[name] for name in parameters if name in groups}):
-        made[group] = {"params": [], "weight_decay": group.weight_decay}
+        optimizer_groups[group] = {"params": [], "weight_decay": group.weight_decay}
         if muon:
-            made[group]["matrices"] = group.matrices
+            optimizer_groups[group]["matrices"] = group.matrices
         if group.learning_rate != learning_rate:
-            made[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
+            optimizer_groups[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
     for name, parameter in parameters.items():
         if name in groups:
-            made[groups[name]]["params"].append(parameter)
-    return list(made.values())
+            optimizer_groups[groups[name]]["params"].append(parameter)
+    return list(optimizer_groups.values())
 
 
 def build_optimizer(
@@ -98,12 +98,12 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        groups: by the same names; see :func:`portable.model.groups.groups_of`.
+        groups: by the same names; see :func:`portable.model.groups.assign_groups`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
         compute: the run's compute type; Muon's products are in fp32 or bf16.
     """
-    made = parameter_groups(parameters, groups, settings.learning_rate)
-    optimizer = _built(settings, parameters, made, embeddings, compute)
+    optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
+    optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute)
     if settings.ema is not None:
         from portable.optim.average import keep_average
 
@@ -111,10 +111,10 @@ def build_optimizer(
     return optimizer
 
 
-def _built(
+def _create_optimizer(
     settings: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
-    made: list[dict[str, Any]],
+    optimizer_groups: list[dict[str, Any]],
     embeddings: Collection[nn.Parameter],
     compute: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
@@ -122,26 +122,30 @@ def _built(
     if names_code(settings.optimizer):
         from portable.optim.user_optimizer import UserOptimizer
 
-        return UserOptimizer(settings, parameters, made)
+        return UserOptimizer(settings, parameters, optimizer_groups)
     if settings.optimizer == "adamw":
-        return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
+        return FusedAdamW(optimizer_groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":
         from portable.optim.adamw_8bit import AdamW8bit
 
         return AdamW8bit(
-            made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
+            optimizer_groups,
+            lr=settings.learning_rate,
+            betas=(beta1, beta2),
+            eps=settings.eps,
+            exact=embeddings,
         )
     if settings.optimizer == "adafactor":
         from portable.optim.adafactor import RULES, Adafactor
 
-        return Adafactor(made, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
+        return Adafactor(optimizer_groups, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
     if settings.optimizer == "muon":
-        return muon(settings, made, compute)
+        return build_muon(settings, optimizer_groups, compute)
     assert settings.optimizer == "sgd", settings.optimizer
-    return FusedSGD(made, lr=settings.learning_rate, momentum=beta1)
+    return FusedSGD(optimizer_groups, lr=settings.learning_rate, momentum=beta1)
 
 
-def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
+def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
     """Build Muon; the arguments are those of :func:`build_optimizer`."""
     from portable.optim.muon import Muon
 
@@ -159,25 +163,25 @@ def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dty
 def set_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
     """Set this step's learning rate in all parameter groups."""
     for group in optimizer.param_groups:
-        group["lr"] = rate_of(group, learning_rate, settings)
+        group["lr"] = compute_group_rate(group, learning_rate, settings)
 
 
 def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
     """Set Adam's betas as ``cycle`` has them in ``step``, but for Muon's matrices."""
-    betas = None if cycle is None else cycle.betas(step)
+    betas = None if cycle is None else cycle.compute_betas(step)
     for group in optimizer.param_groups:
         if betas is not None and not group.get("matrices"):
             group["betas"] = betas
 
 
-def rate_of(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:
+def compute_group_rate(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:
     """The learning rate of a parameter group where the run's is ``rate``, a number or a tensor."""
     highest = settings.learning_rate
     return rate * (group.get("initial_lr", highest) / highest)
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW(fused=True)``."""
+    """``torch.optim.XlaAdamW(fused=True)``."""
 
     found_inf: Tensor | None = None
 
@@ -186,7 +190,7 @@ class FusedAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Two moments, sharded like the parameter, and the step count on its device."""
         return {
             "step": torch.zeros((), device=parameter.device),
@@ -206,7 +210,7 @@ class FusedSGD(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """One moment, sharded like the parameter; none without momentum."""
         moving = any(group["momentum"] for group in self.param_groups)
         return {"momentum_buffer": torch.zeros_like(parameter)} if moving else {}
@@ -220,13 +224,13 @@ class FusedSGD(torch.optim.Optimizer):
             if group["momentum"]:
                 for parameter in trained:
                     if not self.state[parameter]:
-                        self.state[parameter] = self.initial_state(parameter)
+                        self.state[parameter] = self.build_initial_state(parameter)
                 buffers = [self.state[parameter]["momentum_buffer"] for parameter in trained]
             if trained:
                 of_torch.fused_sgd_(
-                    [local(p) for p in trained],
-                    [local(p.grad) for p in trained],
-                    [local(buffer) for buffer in buffers],
+                    [to_local(p) for p in trained],
+                    [to_local(p.grad) for p in trained],
+                    [to_local(buffer) for buffer in buffers],
                     weight_decay=group["weight_decay"],
                     momentum=group["momentum"],
                     lr=group["lr"],

@@ -15,9 +15,9 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from portable import plugins
-from portable.config.derived import warmup_steps
+from portable.config.derived import compute_warmup_steps
 from portable.config.numbers import MAX_RATE, MAX_STEPS
-from portable.config.rules import Problem
+from portable.config.rules import SettingProblem
 from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require
 
@@ -65,9 +65,9 @@ class Constant(Schedule):
             return self.peak * step / self.warmup_steps
         # Progress stays below 1 during the run, so no step has a rate of zero.
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return self.minimum + (self.peak - self.minimum) * self._shape(progress)
+        return self.minimum + (self.peak - self.minimum) * self._compute_decay(progress)
 
-    def _shape(self, progress: float) -> float:
+    def _compute_decay(self, progress: float) -> float:
         """The decay from 1 to 0 as ``progress`` goes from 0 to 1; none here."""
         return 1.0
 
@@ -76,7 +76,7 @@ class Constant(Schedule):
 class Linear(Constant):
     """Linear warmup, then linear decay."""
 
-    def _shape(self, progress: float) -> float:
+    def _compute_decay(self, progress: float) -> float:
         return 1 - progress
 
 
@@ -84,7 +84,7 @@ class Linear(Constant):
 class Cosine(Constant):
     """Linear warmup, then half a cosine."""
 
-    def _shape(self, progress: float) -> float:
+    def _compute_decay(self, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -107,22 +107,22 @@ class WarmupStableDecay(Schedule):
     def __call__(self, step: int) -> float:
         decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)  # a share such as 0.07 is not exact
         decay = min(decay, self.total_steps - self.warmup_steps)
-        left = min(self.total_steps - step, decay)
+        steps_left = min(self.total_steps - step, decay)
         if step < self.warmup_steps:
-            share = _eased(step / self.warmup_steps, self.warmup_type)
+            share = _compute_rise(step / self.warmup_steps, self.warmup_type)
         else:
-            share = _lowered(1 - left / decay, self.decay_type) if decay > 0 else 1.0
+            share = _compute_fall(1 - steps_left / decay, self.decay_type) if decay > 0 else 1.0
         return self.minimum + (self.peak - self.minimum) * share
 
 
-def _eased(progress: float, shape: str) -> float:
+def _compute_rise(progress: float, shape: str) -> float:
     """A rise from 0 to 1 as ``progress`` goes from 0 to 1."""
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
     return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
 
 
-def _lowered(progress: float, shape: str) -> float:
+def _compute_fall(progress: float, shape: str) -> float:
     """A fall from 1 to 0."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
@@ -164,9 +164,13 @@ class WarmupLR(Schedule):
     def _share(self, counted: int) -> float:
         """The share of the peak, from 0 to 1, by DeepSpeed's count of steps."""
         warmup = max(2, self.warmup_steps)
-        return _risen(counted, warmup, self.warmup_type) if counted < warmup else self._after(counted, warmup)
+        return (
+            _compute_warmup(counted, warmup, self.warmup_type)
+            if counted < warmup
+            else self._compute_after_warmup(counted, warmup)
+        )
 
-    def _after(self, counted: int, warmup: int) -> float:
+    def _compute_after_warmup(self, counted: int, warmup: int) -> float:
         return 1.0
 
 
@@ -174,7 +178,7 @@ class WarmupLR(Schedule):
 class WarmupDecayLR(WarmupLR):
     """Warmup, then linear decay to ``warmup_min_lr``."""
 
-    def _after(self, counted: int, warmup: int) -> float:
+    def _compute_after_warmup(self, counted: int, warmup: int) -> float:
         return max(0.0, (self.total_steps - counted) / max(1.0, self.total_steps - warmup))
 
 
@@ -190,14 +194,14 @@ class WarmupCosineLR(Schedule):
         if counted < 0:
             return 0.0
         if counted < warmup:
-            risen = _risen(counted, warmup, self.warmup_type)
+            risen = _compute_warmup(counted, warmup, self.warmup_type)
             return self.peak * (self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio))
         progress = min(1.0, (counted - warmup + 1) / max(1, self.total_steps - warmup))
         end = self.minimum / self.peak
         return self.peak * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _risen(counted: int, warmup: int, shape: str) -> float:
+def _compute_warmup(counted: int, warmup: int, shape: str) -> float:
     return 1.0 / math.log(warmup) * math.log(counted + 1) if shape == "log" else counted / warmup
 
 
@@ -205,7 +209,7 @@ def _risen(counted: int, warmup: int, shape: str) -> float:
 class OneCycle(Schedule):
     """One cycle from ``cycle_min_lr`` to the peak and back, then decay. Momentum moves inversely.
 
-    Under ZeRO only, whose engine asks for :meth:`betas` by itself.
+    Under ZeRO only, whose engine asks for :meth:`compute_betas` by itself.
 
     L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
     """
@@ -223,37 +227,39 @@ class OneCycle(Schedule):
     decay_mom_rate: Growth = 0.0
 
     def __call__(self, step: int) -> float:
-        if step - 1 < self._length:
-            return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._height(step)
+        if step - 1 < self._cycle_length:
+            return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_height(step)
         if self.decay_step_size == 0 or self.decay_lr_rate == 0:
             return self.cycle_min_lr
-        return self.cycle_min_lr / (1 + self.decay_lr_rate * (step - self._length) / self.decay_step_size)
+        return self.cycle_min_lr / (
+            1 + self.decay_lr_rate * (step - self._cycle_length) / self.decay_step_size
+        )
 
-    def betas(self, step: int) -> tuple[float, float] | None:
+    def compute_betas(self, step: int) -> tuple[float, float] | None:
         """Adam's betas of a step; None: the run's. The first falls while the rate rises; then 0.99."""
         if not self.cycle_momentum:
             return None
         low, high = self.cycle_min_mom, self.cycle_max_mom
         if step == 0:  # DeepSpeed has not counted a step yet
             return low, 0.99
-        if step - 1 < self._length:
-            return high - (high - low) * self._height(step), 0.99
+        if step - 1 < self._cycle_length:
+            return high - (high - low) * self._compute_height(step), 0.99
         if self.decay_step_size == 0 or self.decay_mom_rate == 0:
             return high, 0.99
-        return high * (1 + self.decay_mom_rate * (step - self._length) / self.decay_step_size), 0.99
+        return high * (1 + self.decay_mom_rate * (step - self._cycle_length) / self.decay_step_size), 0.99
 
     @property
-    def _second(self) -> float:
+    def _second_step_size(self) -> float:
         second = self.cycle_second_step_size
         return float(self.cycle_first_step_size if second is None else second)
 
     @property
-    def _length(self) -> float:
-        return self.cycle_first_step_size + self._second
+    def _cycle_length(self) -> float:
+        return self.cycle_first_step_size + self._second_step_size
 
-    def _height(self, step: int) -> float:
+    def _compute_height(self, step: int) -> float:
         """The position in the cycle, from 0 to 1 and back."""
-        first, length = self.cycle_first_step_size, self._length
+        first, length = self.cycle_first_step_size, self._cycle_length
         along = 1.0 + step / length - math.floor(1 + step / length)
         rising = along <= first / length
         stairs = self.cycle_first_stair_count
@@ -261,7 +267,7 @@ class OneCycle(Schedule):
             stairs = self.cycle_second_stair_count
         if stairs > 0:
             within = step % length
-            climbed = within / first if within <= first else (length - within) / self._second
+            climbed = within / first if within <= first else (length - within) / self._second_step_size
             return math.floor(climbed * stairs) / stairs
         return along / (first / length) if rising else (along - 1) / (first / length - 1)
 
@@ -292,14 +298,14 @@ class UserSchedule(Schedule):
     code: str = ""
 
     def __call__(self, step: int) -> float:
-        told = f"train.schedule: {self.code}"
-        with plugins.user_code_errors(told):
+        context = f"train.schedule: {self.code}"
+        with plugins.convert_user_errors(context):
             factor = self._function(step, self.total_steps)
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
             fits,
-            f"{told}: returns {factor!r} for step {step}; return the factor of train.learning_rate, a finite "
-            "number of at least 0",
+            f"{context}: returns {factor!r} for step {step}; return the factor of train.learning_rate, a "
+            "finite number of at least 0",
         )
         return self.peak * float(factor)
 
@@ -339,7 +345,7 @@ def schedule_class(name: str) -> type[Schedule]:
 class ScheduleParamsError(ValueError):
     """Values of ``train.schedule_params`` that do not fit the schedule."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SettingProblem) -> None:
         super().__init__(problem.reason)
         self.problem = problem
 
@@ -353,7 +359,7 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     values: dict[str, Any] = {
         "peak": settings.learning_rate,
         "minimum": settings.learning_rate * settings.min_learning_rate_ratio,
-        "warmup_steps": warmup_steps(settings, total_steps),
+        "warmup_steps": compute_warmup_steps(settings, total_steps),
         "total_steps": total_steps,
         **settings.schedule_params,
     }
@@ -365,19 +371,21 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
     except ValidationError as error:
         first = error.errors()[0]
         key = f"train.schedule_params.{first['loc'][0]}"
-        problem = Problem((key,), f"{key}: {first['msg']}")
+        problem = SettingProblem((key,), f"{key}: {first['msg']}")
         if first["type"] == "missing":
-            problem = Problem(("train.schedule", key), f"train.schedule {settings.schedule} needs {key}")
+            problem = SettingProblem(
+                ("train.schedule", key), f"train.schedule {settings.schedule} needs {key}"
+            )
         raise ScheduleParamsError(problem) from error
 
 
-def cycle_of(settings: TrainConfig) -> OneCycle | None:
+def build_one_cycle(settings: TrainConfig) -> OneCycle | None:
     """The run's schedule if it moves Adam's betas, too. It does not depend on the length of the run."""
     schedule = build_schedule(settings, 1)
     return schedule if isinstance(schedule, OneCycle) else None
 
 
-def too_long_a_warmup(settings: TrainConfig, total_steps: int) -> str | None:
+def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
     """Why the warmup does not fit into a run, in one line; None if it does."""
     steps = settings.warmup_steps or 0
     # WarmupLR only warms up, so a run may end during the warmup.

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's shard of ``tensor``, or ``tensor`` itself if it is unsharded. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def zeros_sharded_like(
+def create_sharded_zeros(
     parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Zeros of the global ``shape``, sharded like ``parameter``.
@@ -34,10 +34,10 @@ def zeros_sharded_like(
         dtype: of the zeros.
     """
     assert shape[0] == parameter.shape[0]
-    part = torch.zeros((local(parameter).shape[0], *shape[1:]), dtype=dtype, device=parameter.device)
+    part = torch.zeros((to_local(parameter).shape[0], *shape[1:]), dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return part
-    return of_torch.sharded_like(parameter, part, shape)
+    return of_torch.shard_like(parameter, part, shape)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:

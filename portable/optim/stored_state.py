@@ -48,12 +48,12 @@ def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) 
                 group[name] = value
 
 
-def number_like(sample: Any, number: float) -> Any:
+def cast_number(sample: Any, number: float) -> Any:
     """Return ``number`` with the type of ``sample``: a number, or a tensor of its dtype on its device."""
     return torch.full_like(sample, number) if isinstance(sample, torch.Tensor) else type(sample)(number)
 
 
-def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group for a checkpoint: numbers, texts, and tuples and lists of these."""
     values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if _is_plain(value) and name != "param_names"}

@@ -1,8 +1,8 @@
 """Optimizers of the user's: any ``torch.optim.Optimizer`` by import path, in place of the built-in ones.
 
 torch's optimizers make their state in the first step. Checkpoints are restored into it, and XLA compiles it,
-before. So :meth:`UserOptimizer.initial_state` takes a step of one parameter, notes what every state is first
-set to, and undoes the step.
+before. So :meth:`UserOptimizer.build_initial_state` takes a step of one parameter, notes what every state is
+first set to, and undoes the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from portable import plugins
 from portable.errors import UserError, require
-from portable.optim.sharded import local, shard_group
+from portable.optim.sharded import shard_group, to_local
 from portable.optim.stored_state import Number, restore_groups
 from portable.private import of_torch
 
@@ -63,12 +63,12 @@ class MakesOptimizer(Protocol):
 
 
 class UserOptimizer:
-    """Implements :class:`portable.optim.optimizers.Optimizer` with an optimizer of the user's.
+    """Implements :class:`portable.optim.optimizers.EngineOptimizer` with an optimizer of the user's.
 
     Args:
         settings: the train section.
         parameters: by name.
-        groups: the parameter groups, see :func:`portable.optim.optimizers.parameter_groups`.
+        groups: the parameter groups, see :func:`portable.optim.optimizers.build_parameter_groups`.
         more: arguments to give the optimizer if it takes them.
 
     Raises:
@@ -86,16 +86,18 @@ class UserOptimizer:
         **more: Any,
     ) -> None:
         self.key = f"{KEY}: {settings.optimizer}"
-        make = plugins.maker(KEY, settings.optimizer)
-        takes = _parameters(make)
+        make = plugins.load_factory(KEY, settings.optimizer)
+        takes = _find_parameter_names(make)
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         for group in groups:
             group["param_names"] = [names[p] for p in group["params"]]
             if "weight_decay" not in takes:
                 del group["weight_decay"]
-        given = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
-        with plugins.user_code_errors(self.key):
-            self.inner: Any = make(groups, **{name: value for name, value in given.items() if name in takes})
+        arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
+        with plugins.convert_user_errors(self.key):
+            self.inner: Any = make(
+                groups, **{name: value for name, value in arguments.items() if name in takes}
+            )
         require(
             isinstance(self.inner, torch.optim.Optimizer),
             f"{self.key}: is a {type(self.inner).__name__}; give a torch.optim.Optimizer, or a function that "
@@ -110,18 +112,20 @@ class UserOptimizer:
         sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
         self._mode: Any = nullcontext() if sharded is None else _Completed()
         if sharded is not None and not isinstance(settings, _Settings):
-            self._check_shards(_settings(settings), sharded)
+            self._check_shards(_extract_settings(settings), sharded)
 
     def _check_shards(self, settings: _Settings, parameter: DTensor) -> None:
         """Raise UserError if small shards are updated otherwise than whole tensors. A collective."""
 
-        def sharded(value: Tensor) -> Tensor:
+        def shard(value: Tensor) -> Tensor:
             return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
-        on_shards = [one.full_tensor().cpu() for one in _tried(settings, _small(), sharded)]
-        pairs = zip(on_shards, _tried(settings, _small()), strict=True)
+        on_shards = [
+            result.full_tensor().cpu() for result in _run_trial(settings, _build_small_values(), shard)
+        ]
+        pairs = zip(on_shards, _run_trial(settings, _build_small_values()), strict=True)
         require(
-            all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs),
+            all(torch.allclose(result, other, rtol=1e-4, atol=1e-6) for result, other in pairs),
             f"{self.key}: gives other results on shards (DTensors) than on whole tensors; use "
             "strategy no_shard",
         )
@@ -131,7 +135,7 @@ class UserOptimizer:
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Waits for the device if the optimizer has no mask."""
-        with plugins.user_code_errors(self.key):
+        with plugins.convert_user_errors(self.key):
             if self._masks:
                 self.inner.found_inf = self.found_inf
             elif self.found_inf is not None and bool(self.found_inf):
@@ -139,19 +143,19 @@ class UserOptimizer:
             with self._mode:
                 self.inner.step()
 
-    def initial_state(self, parameter: Tensor) -> dict[str, Any]:
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` before the first step: tensors, on shards DTensors, and numbers."""
         before = parameter.detach().clone()
         try:
-            found = self.trial(parameter)
+            state = self.run_trial_step(parameter)
         finally:
             with torch.no_grad():
-                local(parameter.detach()).copy_(local(before))
-        return found
+                to_local(parameter.detach()).copy_(to_local(before))
+        return state
 
-    def trial(self, parameter: Tensor) -> dict[str, Any]:
+    def run_trial_step(self, parameter: Tensor) -> dict[str, Any]:
         """Take a step of ``parameter`` alone, whose values are lost; returns what its state began with."""
-        inner, kept = self.inner, self.inner.state
+        inner, old_state = self.inner, self.inner.state
         gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
         groups = [
             {key: copy.deepcopy(value) for key, value in g.items() if key != "params"}
@@ -160,35 +164,35 @@ class UserOptimizer:
         numbers = {key: value for key, value in vars(inner).items() if isinstance(value, Number)}
         states = _States()
         try:
-            for one, _ in gradients:
-                one.grad = None
+            for member, _ in gradients:
+                member.grad = None
             for group in inner.param_groups:  # or a gradient that is kept would not be zero
                 group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             parameter.grad = torch.zeros_like(parameter)
             inner.state, inner.found_inf = states, None
-            if kept.get(parameter):  # made by the constructor
-                states[parameter] = {key: _copied(value) for key, value in kept[parameter].items()}
-            with plugins.user_code_errors(self.key), self._mode:
+            if old_state.get(parameter):  # made by the constructor
+                states[parameter] = {key: _copy_value(value) for key, value in old_state[parameter].items()}
+            with plugins.convert_user_errors(self.key), self._mode:
                 inner.step()
         finally:
-            inner.state = kept
-            for one, gradient in gradients:
-                one.grad = gradient
+            inner.state = old_state
+            for member, gradient in gradients:
+                member.grad = gradient
             for group, values in zip(inner.param_groups, groups, strict=True):
                 for name in group.keys() - values.keys() - {"params"}:
                     del group[name]
                 group.update(values)
             vars(inner).update(numbers)
         first = states[parameter].first if parameter in states else {}
-        return self.plain(parameter, first)
+        return self.to_plain_state(parameter, first)
 
-    def plain(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
+    def to_plain_state(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
         """A state as a checkpoint can hold it: shards, whole tensors and numbers.
 
         Raises:
             UserError: for what is neither.
         """
-        found = {}
+        plain_state = {}
         for name, value in state.items():
             if value is None:
                 continue
@@ -197,23 +201,23 @@ class UserOptimizer:
                     f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
                     f"{type(value).__name__}, which a checkpoint cannot hold; make it a tensor or a number"
                 )
-            found[name] = _completed(value) if isinstance(value, DTensor) else value
-        return found
+            plain_state[name] = _reduce_partial(value) if isinstance(value, DTensor) else value
+        return plain_state
 
-    def stored(self) -> dict[str, dict[str, Any]]:
+    def collect_state(self) -> dict[str, dict[str, Any]]:
         """The state of all parameters, by name. A collective if parameters are sharded.
 
         Raises:
             UserError: for state that a checkpoint cannot hold.
         """
-        for one in self.state:
+        for parameter in self.state:
             require(
-                isinstance(one, torch.Tensor) and one in self._names,
-                f"{self.key}: has state for {one!r}, which is no parameter; keep it with a parameter",
+                isinstance(parameter, torch.Tensor) and parameter in self._names,
+                f"{self.key}: has state for {parameter!r}, which is no parameter; keep it with a parameter",
             )
-        found = {p: self.plain(p, values) for p, values in self.state.items() if values}
-        self._check_alike(found)
-        return {self._names[p]: values for p, values in found.items()}
+        states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
+        self._check_alike(states)
+        return {self._names[p]: values for p, values in states.items()}
 
     def _check_alike(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Raise UserError for state of sharded parameters that is no shard, and differs between ranks."""
@@ -224,7 +228,7 @@ class UserOptimizer:
                 if group is not None and not isinstance(value, DTensor):
                     groups.add(group)
                     names.append(f"{key!r} of {self._names[parameter]}")
-                    numbers.append(_summary(value))
+                    numbers.append(_summarize_value(value))
         for group in groups:
             every: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(every, numbers, group=group)
@@ -245,25 +249,25 @@ class UserOptimizer:
             self.state.clear()
         restore_groups(self.param_groups, stored)
 
-    def room(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """State to fill with the ``values`` of a checkpoint: the initial one, and what came later.
 
         Raises:
             UserError: if the place of one is not known.
         """
-        found = self.initial_state(parameter)
-        for name in values.keys() - found.keys():
+        state = self.build_initial_state(parameter)
+        for name in values.keys() - state.keys():
             shape = getattr(values[name], "shape", ())
             require(
                 not shape or tuple(shape) == tuple(parameter.shape),
                 f"{self.key}: creates the state {name!r} of {self._names[parameter]}, of shape "
                 f"{list(shape)}, after its first step, so that its sharding is unknown; create it there",
             )
-            found[name] = torch.zeros_like(parameter) if shape else 0.0
-        return found
+            state[name] = torch.zeros_like(parameter) if shape else 0.0
+        return state
 
 
-def _summary(value: Tensor | Number) -> tuple[Any, ...]:
+def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         return (value,)
     wide = value.detach().double().flatten()
@@ -271,7 +275,7 @@ def _summary(value: Tensor | Number) -> tuple[Any, ...]:
     return tuple(value.shape), str(value.dtype), float(wide.sum()), float((wide * weights).sum())
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -285,7 +289,7 @@ class _First(dict[Any, Any]):
 
     def __setitem__(self, name: Any, value: Any) -> None:
         if name not in self.first:
-            self.first[name] = _copied(value)
+            self.first[name] = _copy_value(value)
         super().__setitem__(name, value)
 
     def setdefault(self, name: Any, default: Any = None) -> Any:
@@ -312,14 +316,14 @@ class _States(defaultdict[Any, Any]):
         super().__setitem__(parameter, values if isinstance(values, _First) else _First(values))
 
 
-def _parameters(make: Any) -> frozenset[str]:
+def _find_parameter_names(make: Any) -> frozenset[str]:
     """The names of the parameters that a callable takes; with ``**kwargs``, also those of its groups."""
     try:
-        found = inspect.signature(make).parameters
+        parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # compiled
         return frozenset(("lr", "weight_decay"))
-    more = any(one.kind == inspect.Parameter.VAR_KEYWORD for one in found.values())
-    return frozenset((*found, *(("lr", "weight_decay") if more else ())))
+    more = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return frozenset((*parameters, *(("lr", "weight_decay") if more else ())))
 
 
 # -- before a run ------------------------------------------------------------------------------------------
@@ -345,19 +349,19 @@ class _Completed(TorchFunctionMode):
     ) -> Any:
         if func in (torch.mean, torch.Tensor.mean) and args and isinstance(args[0], DTensor):
             total = torch.sum(*args, **(kwargs or {}))
-            return _completed(total) * (total.numel() / args[0].numel())  # type: ignore[arg-type]
+            return _reduce_partial(total) * (total.numel() / args[0].numel())  # type: ignore[arg-type]
         leaves, structure = of_torch.tree_flatten(func(*args, **(kwargs or {})))
-        completed = [_completed(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        completed = [_reduce_partial(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
         return of_torch.tree_unflatten(completed, structure)
 
 
-def _completed(value: DTensor) -> DTensor:
+def _reduce_partial(value: DTensor) -> DTensor:
     if not any(place.is_partial() for place in value.placements):
         return value
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
-def _settings(train: TrainConfig) -> _Settings:
+def _extract_settings(train: TrainConfig) -> _Settings:
     return _Settings(train.optimizer, train.learning_rate, train.weight_decay)
 
 
@@ -369,8 +373,8 @@ def check(config: RunConfig) -> None:
     """
     train = config.train
     key, name = f"{KEY}: {train.optimizer}", plugins.parse(train.optimizer).name
-    make = plugins.maker(KEY, train.optimizer)
-    takes = _parameters(make)
+    make = plugins.load_factory(KEY, train.optimizer)
+    takes = _find_parameter_names(make)
     for argument, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         require(
             argument not in getattr(make, "keywords", {}),
@@ -385,92 +389,98 @@ def check(config: RunConfig) -> None:
         "weight_decay" in takes or not (config.is_set("train.weight_decay") and train.weight_decay),
         f"train.weight_decay: {key} takes no weight_decay; set it to 0",
     )
-    _tried(_settings(train), _small())
+    _run_trial(_extract_settings(train), _build_small_values())
 
 
-def _small() -> list[Tensor]:
+def _build_small_values() -> list[Tensor]:
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
 
-def _tried(
+def _run_trial(
     settings: _Settings,
     values: Sequence[Tensor],
-    placed: Callable[[Tensor], Any] = torch.clone,
+    place_value: Callable[[Tensor], Any] = torch.clone,
     *,
-    begun: bool = False,
+    from_initial_state: bool = False,
 ) -> list[Any]:
-    """The ``values`` after a few steps; ``begun``: from the initial state instead of none."""
-    parameters = {f"{place}": nn.Parameter(placed(value)) for place, value in enumerate(values)}
+    """The ``values`` after a few steps; ``from_initial_state``: from the initial state instead of none."""
+    parameters = {f"{place}": nn.Parameter(place_value(value)) for place, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
     optimizer = UserOptimizer(settings, parameters, [group])
-    if begun:
-        states = {p: optimizer.initial_state(p) for p in parameters.values()}
+    if from_initial_state:
+        states = {p: optimizer.build_initial_state(p) for p in parameters.values()}
         optimizer.state.update(states)
     draws = torch.Generator().manual_seed(2)
     for _ in range(3):
         drawn = torch.randn(sum(value.numel() for value in values), generator=draws)
         gradients = drawn.split([value.numel() for value in values])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = placed(gradient.view(parameter.shape))
+            parameter.grad = place_value(gradient.view(parameter.shape))
         optimizer.step()
-    optimizer.stored()
+    optimizer.collect_state()
     return [p.detach() for p in parameters.values()]
 
 
-def elementwise(train: TrainConfig) -> bool:
+def is_elementwise(train: TrainConfig) -> bool:
     """Whether each element is updated by itself, whatever parameter it is a part of: tried on small ones."""
-    return _elementwise(_settings(train))
+    return _test_elementwise(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
-def _elementwise(settings: _Settings) -> bool:
-    values = _small()
-    whole = torch.cat([value.flatten() for value in _tried(settings, values)])
+def _test_elementwise(settings: _Settings) -> bool:
+    values = _build_small_values()
+    expected = torch.cat([value.flatten() for value in _run_trial(settings, values)])
     flat = torch.cat([value.flatten() for value in values])
     try:
-        parts = torch.cat(_tried(settings, flat.split([11, 18])))
+        parts = torch.cat(_run_trial(settings, flat.split([11, 18])))
     except UserError:
         return False
-    return torch.allclose(whole, parts, rtol=1e-5, atol=1e-7)
+    return torch.allclose(expected, parts, rtol=1e-5, atol=1e-7)
 
 
-def _alone(settings: _Settings, parameter: nn.Parameter) -> UserOptimizer:
+def _build_for_parameter(settings: _Settings, parameter: nn.Parameter) -> UserOptimizer:
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return UserOptimizer(settings, {"0": parameter}, [group])
 
 
-def samples(train: TrainConfig) -> dict[str, Any]:
+def build_sample_state(train: TrainConfig) -> dict[str, Any]:
     """The initial state of a vector of two elements."""
     parameter = nn.Parameter(torch.zeros(2))
-    return _alone(_settings(train), parameter).initial_state(parameter)
+    return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
 
 def constructs_state(train: TrainConfig) -> bool:
     """Whether the optimizer has state from the beginning, as Adagrad has."""
-    return bool(_alone(_settings(train), nn.Parameter(torch.zeros(2))).state)
+    return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
 
 
-def begins_alike(train: TrainConfig) -> bool:
+def has_neutral_initial_state(train: TrainConfig) -> bool:
     """Whether a first step from the initial state is that from none: tried on small parameters."""
-    settings = _settings(train)
-    pairs = zip(_tried(settings, _small()), _tried(settings, _small(), begun=True), strict=True)
-    return all(torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in pairs)
+    settings = _extract_settings(train)
+    pairs = zip(
+        _run_trial(settings, _build_small_values()),
+        _run_trial(settings, _build_small_values(), from_initial_state=True),
+        strict=True,
+    )
+    return all(torch.allclose(value, other, rtol=1e-6, atol=1e-7) for value, other in pairs)
 
 
-def state_of(train: TrainConfig, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+def get_state_layout(train: TrainConfig, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
     """Shape and bytes of an element of each tensor that the state of a parameter has."""
-    return _state_of(_settings(train), shape)
+    return _compute_state_layout(_extract_settings(train), shape)
 
 
 @lru_cache(maxsize=4096)
-def _state_of(settings: _Settings, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+def _compute_state_layout(
+    settings: _Settings, shape: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], int], ...]:
     states: dict[str, Any] = {}
     for device in ("meta", "cpu"):  # one that reads values fails on the first
         parameter = nn.Parameter(torch.zeros(shape, device=device))
-        optimizer = _alone(settings, parameter)
+        optimizer = _build_for_parameter(settings, parameter)
         try:
-            states = optimizer.initial_state(parameter)
+            states = optimizer.build_initial_state(parameter)
             break
         except UserError:
             if device == "cpu":

@@ -6,18 +6,18 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portable.checkpoint.store import checkpoints_of
+from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
-from portable.config.same_run import LENGTH, extends, may_change_in_new_folder
+from portable.config.same_run import LENGTH, is_extension, may_change_in_new_folder
 from portable.config.yaml_text import MAX_BYTES
 from portable.converters.storage.safe_open import LinkError, read_small
-from portable.errors import UserError, one_line
-from portable.paths import CONFIG_FILE, FINAL, exists, storage_errors
+from portable.errors import UserError, to_one_line
+from portable.paths import CONFIG_FILE, FINAL, convert_storage_errors, path_exists
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.config.same_run import Change
+    from portable.config.same_run import SettingChange
     from portable.converters.storage.path_or_url import Place
 
 _MOST_SHOWN = 3
@@ -39,21 +39,21 @@ class ExistingRun:
     digest: str | None
 
 
-def existing_run(folder: Place) -> ExistingRun:
+def read_existing_run(folder: Place) -> ExistingRun:
     """Read the config of the run in ``folder``.
 
     Raises:
         UserError: if ``folder`` cannot be used, or its config is damaged.
     """
     try:
-        with storage_errors("output_dir"):
+        with convert_storage_errors("output_dir"):
             occupied = folder.exists() and not folder.is_dir()
     except (OSError, ValueError) as error:  # the name is too long, contains a NUL, or a parent is a file
-        raise UserError(f"output_dir: {one_line(error)}; choose another folder") from error
+        raise UserError(f"output_dir: {to_one_line(error)}; choose another folder") from error
     if occupied:
         raise UserError(f"output_dir: {folder} is a file; choose another folder")
     digest = _digest(folder / CONFIG_FILE)
-    with storage_errors("output_dir"):
+    with convert_storage_errors("output_dir"):
         return ExistingRun(None if digest is None else load_config(folder / CONFIG_FILE), digest)
 
 
@@ -70,15 +70,15 @@ def check_unchanged(folder: Place, existing: ExistingRun) -> None:
 
 
 def _digest(path: Place) -> str | None:
-    with storage_errors("output_dir"):
-        if not exists(path):  # also for an invalid name
+    with convert_storage_errors("output_dir"):
+        if not path_exists(path):  # also for an invalid name
             return None
         try:
             content = read_small(path, limit=MAX_BYTES + 1, head=True)
         except LinkError as error:
             raise UserError(f"output_dir: {error}") from error
         except OSError as error:
-            reason = one_line(error.strerror or error)
+            reason = to_one_line(error.strerror or error)
             raise UserError(f"output_dir: {path}: {reason}; choose another folder") from error
         return hashlib.blake2b(content).hexdigest()
 
@@ -100,15 +100,15 @@ def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> N
     if existing.config is None:
         return
     changes = find_changes(existing.config, config)
-    newest = checkpoints_of(folder).latest() if changes else None
+    newest = open_checkpoints(folder).find_latest() if changes else None
     if not changes or (newest is None and not (folder / FINAL).exists()):
         return
-    if fixed := [change for change in changes if not change.adjustable]:
+    if fixed := [change for change in changes if not change.is_adjustable]:
         raise UserError(
             f"output_dir: {folder} has another run ({_summarize(fixed)}); choose another output_dir"
             + _explain_branch(fixed, newest)
         )
-    if not (config.checkpoint.allow_changes or extends(existing.config, config)):
+    if not (config.checkpoint.allow_changes or is_extension(existing.config, config)):
         raise UserError(
             f"output_dir: {folder} has a run with other settings ({_summarize(changes)}); add "
             "--allow-changes to continue it with the new settings, or choose another output_dir"
@@ -118,7 +118,7 @@ def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> N
         _check_position(newest, changes, config)
 
 
-def _summarize(changes: list[Change]) -> str:
+def _summarize(changes: list[SettingChange]) -> str:
     # A longer run needs no permission, so its length is not the reason of a refusal.
     ordered = sorted(changes, key=lambda change: change.setting in LENGTH)
     others = len(changes) - _MOST_SHOWN
@@ -126,15 +126,15 @@ def _summarize(changes: list[Change]) -> str:
     return "; ".join([*map(str, ordered[:_MOST_SHOWN]), *more])
 
 
-def _explain_branch(changes: list[Change], newest: Place | None) -> str:
+def _explain_branch(changes: list[SettingChange], newest: Place | None) -> str:
     if newest is None or not all(may_change_in_new_folder(change) for change in changes):
         return ""
     return f" and start there from this run with --checkpoint.resume {newest}"
 
 
-def _check_position(newest: Place, changes: list[Change], config: RunConfig) -> None:
+def _check_position(newest: Place, changes: list[SettingChange], config: RunConfig) -> None:
     """Raise UserError if the run has passed the end of the new schedule, or its end is not known in steps."""
-    with storage_errors("output_dir"):
+    with convert_storage_errors("output_dir"):
         state = TrainerState.read(newest)
     train = config.train
     if train.epochs is None:

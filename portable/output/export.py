@@ -22,10 +22,10 @@ from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.places import unused_name
 from portable.converters.writers.replace_folder import recover_folder, swap
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.optim.average import AVERAGE
-from portable.paths import storage_errors, sync_folder, write_durably
-from portable.terminal import at_a_terminal, tell
+from portable.paths import convert_storage_errors, sync_folder, write_durably
+from portable.terminal import shows_run_bars, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,26 +82,26 @@ def export(
         return ""
 
     try:
-        with storage_errors("checkpoint.export"):
+        with convert_storage_errors("checkpoint.export"):
             if group is None:
                 prepare()
             else:
                 group.call_everywhere(prepare)
-            options: dict[str, Any] = {"progress": leads and at_a_terminal(), "group": group}
+            options: dict[str, Any] = {"progress": leads and shows_run_bars(), "group": group}
             if in_store(folder):
                 facts = {EXPORTED: checkpoint.name}
                 _write(models[0], folder, overwrite=True, facts=facts, **options)
                 return
-            new = _new(folder)
+            new = _get_new_path(folder)
             _write(models[0], new, **options)
             if leads:
-                marker = {"checkpoint": checkpoint.name, "files": _files(new)}
+                marker = {"checkpoint": checkpoint.name, "files": _list_files(new)}
                 write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
                 _put(new, folder)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
-        raise UserError(f"checkpoint.export: {folder}: {one_line(error)}") from error
+        raise UserError(f"checkpoint.export: {folder}: {to_one_line(error)}") from error
 
 
 def _open_model(
@@ -140,7 +140,7 @@ def _write(model: Checkpoint | StoredAdapter, out: Place, **options: Any) -> Non
 
 def recover_export(folder: Path) -> None:
     """Clean up after a killed export into ``folder``. The caller holds the run's lock."""
-    new, replaced = _new(folder), _replaced(folder)
+    new, replaced = _get_new_path(folder), _get_replaced_path(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
     _retire(replaced, folder)
@@ -148,19 +148,19 @@ def recover_export(folder: Path) -> None:
     _delete(new)
 
 
-def _new(folder: Path) -> Path:
+def _get_new_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.new")
 
 
-def _replaced(folder: Path) -> Path:
+def _get_replaced_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
 def _put(new: Path, folder: Path) -> None:
     """Replace ``folder`` by ``new``, atomically if the system supports it."""
-    swap(new, folder, _replaced(folder))
+    swap(new, folder, _get_replaced_path(folder))
     sync_folder(folder.parent)
-    _retire(_replaced(folder), folder)
+    _retire(_get_replaced_path(folder), folder)
 
 
 def _move_other_objects(folder: RemotePath) -> None:
@@ -171,34 +171,34 @@ def _move_other_objects(folder: RemotePath) -> None:
     # If an export was killed near its end, only the names of its objects are known.
     written = read_written_objects(folder, EXPORTED)
     planned = {name for name, version in written.items() if version is None}
-    found = {name: version for name, version in list_objects(folder).items() if name not in planned}
-    reasons = {name: _difference(name, version, written) for name, version in found.items()}
+    objects = {name: version for name, version in list_objects(folder).items() if name not in planned}
+    reasons = {name: _describe_difference(name, version, written) for name, version in objects.items()}
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:
         return
-    kept = unused_name(folder.parent / f"{folder.name}.kept")
+    kept_folder = unused_name(folder.parent / f"{folder.name}.kept")
     for name in others:
-        (folder / name).move_to(kept / name)
+        (folder / name).move_to(kept_folder / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     reason = to_printable(f"{folder}: {next(iter(others.values()))}{more}")
-    tell(f"warning: {reason}; moved to {kept}")
+    tell(f"warning: {reason}; moved to {kept_folder}")
 
 
 def _retire(old: Path, folder: Path) -> None:
     """Delete an old export. Move anything else to another name, with a warning."""
     if not os.path.lexists(old):
         return
-    reason = _not_exported(old)
+    reason = _explain_not_exported(old)
     if reason is None:
         _delete(old)
         return
-    kept = unused_name(folder.with_name(f"{folder.name}.kept"))
-    old.rename(kept)
+    kept_folder = unused_name(folder.with_name(f"{folder.name}.kept"))
+    old.rename(kept_folder)
     sync_folder(folder.parent)
-    tell(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept}")
+    tell(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept_folder}")
 
 
-def _not_exported(folder: Path) -> str | None:
+def _explain_not_exported(folder: Path) -> str | None:
     """Why ``folder`` is not entirely an export; None if it is."""
     if folder.is_symlink() or not folder.is_dir():
         return "it was a link or a file, not an export"
@@ -207,28 +207,28 @@ def _not_exported(folder: Path) -> str | None:
         written = {str(name): tuple(values) for name, values in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"it had no valid {MARKER}, so it was not an export"
-    for name, values in _files(folder).items():
-        if (reason := _difference(name, values, written)) is not None:
+    for name, values in _list_files(folder).items():
+        if (reason := _describe_difference(name, values, written)) is not None:
             return reason
     return None
 
 
-def _difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
+def _describe_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
     """Why a file is not that of the export; None if it is."""
     if written.get(name) == version:
         return None
     return f"{name} was {'changed after' if name in written else 'not part of'} the export"
 
 
-def _files(folder: Path) -> dict[str, tuple[int, int]]:
+def _list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of every file and link below ``folder``, except the marker."""
-    found: dict[str, tuple[int, int]] = {}
+    files: dict[str, tuple[int, int]] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             status = path.lstat()
-            found[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
-    found.pop(MARKER, None)
-    return found
+            files[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
+    files.pop(MARKER, None)
+    return files
 
 
 def _delete(path: Any) -> None:

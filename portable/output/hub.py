@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.output.export import MARKER
 from portable.paths import place_of
 from portable.terminal import tell
@@ -40,16 +40,16 @@ class Hub:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
 
-        given = config.hub.repo
-        self.name = given or place_of("output_dir", config.output_dir).name
+        repo = config.hub.repo
+        self.name = repo or place_of("output_dir", config.output_dir).name
         """With the organization or user as far as it is known."""
         self._private = config.hub.private
         self._created = False
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
-            said = "" if given else "the last part of output_dir is no name of a repository; set hub.repo: "
-            raise UserError(f"hub.repo: {said}{one_line(error)}") from error
+            said = "" if repo else "the last part of output_dir is no name of a repository; set hub.repo: "
+            raise UserError(f"hub.repo: {said}{to_one_line(error)}") from error
 
     def check(self) -> None:
         """Check token, name and rights before a run, without changing anything there.
@@ -63,10 +63,10 @@ class Hub:
 
         if constants.HF_HUB_OFFLINE:
             raise UserError("hub.push: HF_HUB_OFFLINE is set; unset it, or set hub.push to null")
-        if (error := self._tried(partial(self._check, HfApi()))) is not None:
+        if (error := self._try_action(partial(self._check, HfApi()))) is not None:
             tell(
-                f"warning: hub.push: the hub does not answer ({_reason(error)}); the run goes on, and tries "
-                "again when it uploads"
+                f"warning: hub.push: the hub does not answer ({_format_reason(error)}); the run goes on, and "
+                "tries again when it uploads"
             )
 
     def create(self) -> None:
@@ -75,7 +75,7 @@ class Hub:
         Raises:
             UserError: if the hub refuses that. A hub that does not answer is asked again at an upload.
         """
-        self._tried(self._create)
+        self._try_action(self._create)
 
     def push(self, folder: Path, message: str) -> str:
         """Upload an export as a commit; return the repository's URL. Fails after :data:`WAITS`.
@@ -87,7 +87,7 @@ class Hub:
 
         for wait in (*WAITS, None):
             try:
-                with _patience(_NO_ANSWER), _silence():
+                with _set_timeout(_NO_ANSWER), _hide_progress_bars():
                     self._create()
                     HfApi().upload_folder(
                         repo_id=self.name,
@@ -97,23 +97,23 @@ class Hub:
                     )
                 return f"{HfApi().endpoint}/{self.name}"
             except Exception as error:
-                if wait is None or self._refusal(error) is not None:
-                    raise RunError(_reason(error)) from error
+                if wait is None or self._to_user_error(error) is not None:
+                    raise RunError(_format_reason(error)) from error
             time.sleep(wait)
         raise AssertionError
 
-    def by_hand(self, folder: object) -> str:
+    def format_upload_command(self, folder: object) -> str:
         """The command that uploads ``folder``, an export."""
         private = " --private" if self._private else ""
         return f"hf upload {self.name} {folder} . --exclude {MARKER}{private}"
 
-    def _tried(self, action: Callable[[], None]) -> Exception | None:
+    def _try_action(self, action: Callable[[], None]) -> Exception | None:
         """Why the hub did not answer, if so; raises UserError for what it refuses."""
         try:
-            with _patience(_NO_ANSWER_AT_START):
+            with _set_timeout(_NO_ANSWER_AT_START):
                 action()
         except Exception as error:
-            if (refused := self._refusal(error)) is not None:
+            if (refused := self._to_user_error(error)) is not None:
                 raise refused from error
             return error
         return None
@@ -130,16 +130,16 @@ class Hub:
         if "/" not in self.name:
             self.name = f"{user['name']}/{self.name}"
         try:
-            found = api.model_info(self.name)
+            info = api.model_info(self.name)
         except RepositoryNotFoundError:
             owner = self.name.partition("/")[0]
-            if owner not in (user["name"], *(one["name"] for one in user.get("orgs") or [])):
+            if owner not in (user["name"], *(org["name"] for org in user.get("orgs") or [])):
                 raise UserError(
                     f"hub.repo: {self.name} does not exist, and the token's user, {user['name']}, is not in "
                     f"{owner} and cannot create it; check the name, or {_TOKEN}"
                 ) from None
             return
-        if self._private and not found.private:
+        if self._private and not info.private:
             raise UserError(
                 f"hub.private: {self.name} exists and is public; set hub.private to false, or name another "
                 "repository in hub.repo"
@@ -156,7 +156,7 @@ class Hub:
         api.create_repo(self.name, private=self._private, exist_ok=True)
         self._created = True
 
-    def _refusal(self, error: Exception) -> UserError | None:
+    def _to_user_error(self, error: Exception) -> UserError | None:
         """The mistake of the user's that ``error`` tells of; None if trying again may help."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -173,17 +173,17 @@ class Hub:
             return UserError(f"hub.push: the hub does not know the token; {_TOKEN}")
         if status == 403:
             return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN}")
-        return UserError(f"hub.push: {self.name}: {_reason(error)}")
+        return UserError(f"hub.push: {self.name}: {_format_reason(error)}")
 
 
-def _reason(error: BaseException) -> str:
+def _format_reason(error: BaseException) -> str:
     """The cause in one short line."""
-    text = one_line(error)
+    text = to_one_line(error)
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 @contextmanager
-def _patience(seconds: float) -> Iterator[None]:
+def _set_timeout(seconds: float) -> Iterator[None]:
     """Let requests fail that have no answer for so long."""
     from huggingface_hub.utils import get_session
 
@@ -196,7 +196,7 @@ def _patience(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """Draw no progress bars: the run has its own."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.errors import to_printable
 from portable.converters.storage.store_errors import ConflictError, UnconditionalError
 from portable.errors import RunError, UserError
-from portable.paths import storage_errors
+from portable.paths import convert_storage_errors
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Lease:
         self._written = time.monotonic()
 
     def __enter__(self) -> Lease:
-        with storage_errors("output_dir"):
+        with convert_storage_errors("output_dir"):
             while (read := self._read())[0].get("id") != self._id:
                 holder, tag = read
                 if holder and not _is_gone(holder):
@@ -98,7 +98,7 @@ class Lease:
     def _look(self) -> Any:
         holder, tag = self._read()
         if holder.get("id") not in (None, self._id):
-            self._taken_by = _shown(holder)
+            self._taken_by = _format_holder(holder)
         elif not holder and time.monotonic() - self._written > STALE:
             self._taken_by = "which took over the lease and has ended"  # while this process stood still
         return tag
@@ -113,8 +113,8 @@ class Lease:
     def _wait_for(self, holder: dict[str, Any]) -> None:
         """Return when the holder is found to be gone."""
         tell(
-            f"output_dir: {self._place} was in use by {_shown(holder)}; checking for {STALE:.0f} s whether "
-            "it still is"
+            f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for {STALE:.0f} s "
+            "whether it still is"
         )
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
@@ -124,12 +124,12 @@ class Lease:
                 return
             if now != holder:
                 raise UserError(
-                    f"output_dir: {self._place} is in use by another run ({_shown(now)}); "
+                    f"output_dir: {self._place} is in use by another run ({_format_holder(now)}); "
                     "wait for it, stop it or choose another URL"
                 )
         tell(
-            f"warning: output_dir: {_shown(holder)} no longer renews its lease of {self._place}; taking over "
-            "the lease"
+            f"warning: output_dir: {_format_holder(holder)} no longer renews its lease of {self._place}; "
+            "taking over the lease"
         )
 
     def _read(self) -> tuple[dict[str, Any], Any]:
@@ -139,16 +139,21 @@ class Lease:
         except FileNotFoundError:
             return {}, ""
         with suppress(ValueError, RecursionError):
-            found = json.loads(content)
-            if isinstance(found, dict) and found:
-                return found, tag
+            lease = json.loads(content)
+            if isinstance(lease, dict) and lease:
+                return lease, tag
         return {"damaged": True}, tag
 
     def _write(self, tag: Any) -> None:
         """Write the lease in place of that with this tag; ConflictError if there is another."""
         self._written = time.monotonic()
         # A new content gives it a new tag.
-        lease = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
+        lease = {
+            "id": self._id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "machine": _identify_machine(),
+        }
         content = json.dumps({**lease, "renewal": uuid.uuid4().hex}).encode()
         try:
             self._object.write_bytes(content, replacing=tag)
@@ -156,13 +161,13 @@ class Lease:
             self._object.write_bytes(content)
 
 
-def _shown(holder: dict[str, Any]) -> str:
+def _format_holder(holder: dict[str, Any]) -> str:
     return to_printable(f"process {holder.get('pid')} on {holder.get('host')}")
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
     """Whether the holder is known to be dead without watching."""
-    pid, machine = holder.get("pid"), _machine()
+    pid, machine = holder.get("pid"), _identify_machine()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
     if pid == os.getpid():  # an earlier run in this process could not delete its lease
@@ -176,7 +181,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     return False
 
 
-def _machine() -> str | None:
+def _identify_machine() -> str | None:
     """Identify the boot of this machine and the container, within which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

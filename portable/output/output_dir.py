@@ -13,7 +13,7 @@ from portable.checkpoint.store import CHECKPOINTS, Checkpoints
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.safe_open import open_without_links
 from portable.converters.writers.replace_folder import recover_folder
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Output:
     @contextmanager
     def _lock_folder(self) -> Iterator[None]:
         is_new = not self.work.exists()
-        with locked(self.work):
+        with lock_folder(self.work):
             recover_folder(self.work / FINAL)
             try:
                 yield
@@ -106,7 +106,7 @@ class Output:
         if self._publisher is not None:
             self._publisher.open(shard_bytes)
 
-    def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
+    def open_checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
         """Return the checkpoints of the run, which this rank can write.
 
         Args:
@@ -143,7 +143,7 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` within this context. The system releases the lock when the process ends.
 
     Raises:
@@ -155,7 +155,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = open_without_links(folder / LOCK_FILE, os.O_RDWR, 0o644)
     except (OSError, ValueError) as error:
-        raise _unwritable(folder, error) from error
+        raise _build_unwritable_error(folder, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,20 +166,22 @@ def locked(folder: Path) -> Iterator[None]:
                 "wait for it, stop it or choose another folder"
             ) from error
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise _build_unwritable_error(folder, error) from error
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise _build_unwritable_error(folder, error) from error
         yield
     finally:
         os.close(descriptor)
 
 
-def _unwritable(folder: Path, error: Exception) -> UserError:
-    reason = one_line(getattr(error, "strerror", None) or error)
-    at = getattr(error, "filename", None)
-    where = f"{folder} ({at})" if at is not None and str(at) != str(folder) else str(folder)
-    where = where if len(where) <= 200 else f"{where[:197]}..."
-    return UserError(f"output_dir: {where!r} is not writable: {reason}; choose another folder")
+def _build_unwritable_error(folder: Path, error: Exception) -> UserError:
+    reason = to_one_line(getattr(error, "strerror", None) or error)
+    filename = getattr(error, "filename", None)
+    location = (
+        f"{folder} ({filename})" if filename is not None and str(filename) != str(folder) else str(folder)
+    )
+    location = location if len(location) <= 200 else f"{location[:197]}..."
+    return UserError(f"output_dir: {location!r} is not writable: {reason}; choose another folder")

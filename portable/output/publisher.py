@@ -20,11 +20,11 @@ from portable.converters.errors import CheckpointError
 from portable.converters.storage.completion_markers import begin, complete
 from portable.converters.storage.places import copy_file, files_below, is_taken
 from portable.converters.writers.parallel import run_jobs
-from portable.errors import RunError, UserError, one_line
-from portable.formatting import human_bytes
+from portable.errors import RunError, UserError, to_one_line
+from portable.formatting import format_bytes
 from portable.output.lease import Lease
-from portable.paths import storage_errors
-from portable.temporary_folder import lasting_folder
+from portable.paths import convert_storage_errors
+from portable.temporary_folder import get_lasting_folder
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Publisher:
         self._place = place
         self._rank = rank
         self.store = place.patient(PATIENCE)
-        self._base = Path(staging or lasting_folder()).absolute()
+        self._base = Path(staging or get_lasting_folder()).absolute()
         self._prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
         # Nobody else can guess this name and make the folder first, where all may write.
         self._staging = self._base / f"{self._prefix}{uuid.uuid4().hex}"
@@ -83,7 +83,7 @@ class Publisher:
     def check_writable(self) -> None:
         """Write and delete an object."""
         probe = self.store / f".probe-{uuid.uuid4().hex}"
-        with storage_errors("output_dir"):
+        with convert_storage_errors("output_dir"):
             probe.write_bytes(b"")
             probe.unlink()
 
@@ -113,15 +113,15 @@ class Publisher:
             free = shutil.disk_usage(self.shards).free
         except OSError as error:
             raise UserError(
-                f"checkpoint.staging_dir: {self._staging} cannot be created ({one_line(error)}); choose a "
+                f"checkpoint.staging_dir: {self._staging} cannot be created ({to_one_line(error)}); choose a "
                 "writable local folder"
             ) from error
         self.store.refresh()  # another launch may have written since
         needed = shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
-                f"checkpoint.staging_dir: {self.shards} has {human_bytes(free)} free, but this machine's "
-                f"shards of a checkpoint need about {human_bytes(needed)} before the upload to "
+                f"checkpoint.staging_dir: {self.shards} has {format_bytes(free)} free, but this machine's "
+                f"shards of a checkpoint need about {format_bytes(needed)} before the upload to "
                 f"{self._place}; choose a folder with more space"
             )
         if self._rank == 0:
@@ -129,7 +129,7 @@ class Publisher:
 
     def _fetch_records(self) -> None:
         """Download the log files, to which every launch of the run appends."""
-        with storage_errors("output_dir"):
+        with convert_storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
                     copy_file(entry, self.work / entry.name)
@@ -175,7 +175,7 @@ class Publisher:
         try:
             self._upload_changed()
         except (CheckpointError, OSError) as error:
-            raise RunError(f"output_dir: {one_line(error)}") from error
+            raise RunError(f"output_dir: {to_one_line(error)}") from error
 
     def _upload_changed(self) -> None:
         """Upload the changed files of the run. Raises RemoteError if the upload failed."""
@@ -207,7 +207,7 @@ class Publisher:
         try:
             self.publish()
         except RunError as error:
-            tell(f"warning: {one_line(error)}; trying again later")
+            tell(f"warning: {to_one_line(error)}; trying again later")
 
     def close(self) -> None:
         """Upload the last files, and delete the local folder. Never raises."""

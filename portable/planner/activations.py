@@ -21,17 +21,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.chunked_loss import chunked_head
-from portable.model.layers import LayerKinds, layer_kinds, shortened, transformer_layers
-from portable.model.loss import token_loss
+from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.chunked_loss import install_chunked_head
+from portable.model.layers import LayerKinds, copy_with_layers, find_transformer_layers, group_layers_by_kind
+from portable.model.loss import compute_token_loss
 from portable.model.parameters import replace_tensors
-from portable.model.shareable import a_head_for_each
+from portable.model.shareable import repeat_heads
 from portable.model.shared_layers import keep_part
 from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
 from portable.private import of_torch
-from portable.private.of_transformers import no_value_checks
+from portable.private.of_transformers import disable_value_checks
 
 if TYPE_CHECKING:
     from portable.batch import Batch
@@ -42,48 +42,49 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
-def activations(model: nn.Module, request: Request) -> Activations:
+def measure_activations(model: nn.Module, request: Request) -> Activations:
     """Run ``model`` (on the meta device; not changed) at two depths and extrapolate to its own.
 
     Raises:
         Exception: whatever the model raises if its control flow depends on values.
     """
-    kinds = layer_kinds(model)
+    kinds = group_layers_by_kind(model)
     # Where much is frozen or a graph returns them, the first gradient of a layer comes late in its backward
     # pass, and a second layer shows what is there before.
     late = request.compiler is not None or request.compiled
     base = {
-        kind: min(len(names), 1 + (late or _mostly_frozen(model, names[0]))) for kind, names in kinds.items()
+        kind: min(len(names), 1 + (late or _is_mostly_frozen(model, names[0])))
+        for kind, names in kinds.items()
     }
-    first = _passes(model, request, kinds, base)
-    found = [list(phase) for phase in first]
+    first = _measure_passes(model, request, kinds, base)
+    peaks = [list(phase) for phase in first]
     for kind, names in kinds.items():
         more = len(names) - base[kind]
         if more == 0:
             continue
-        deeper = _passes(model, request, kinds, {**base, kind: base[kind] + 1})
-        for phase, was, now in zip(found, first, deeper, strict=True):
+        deeper = _measure_passes(model, request, kinds, {**base, kind: base[kind] + 1})
+        for phase, was, now in zip(peaks, first, deeper, strict=True):
             for i in range(len(phase)):
                 phase[i] += more * (now[i] - was[i])
-    forward, head, layers = (Peak(work, copies) for work, copies in found)
+    forward, head, layers = (Peak(work, copies) for work, copies in peaks)
     return Activations(max(forward, head, key=lambda peak: peak.total), layers)
 
 
-def _mostly_frozen(model: nn.Module, layer: str) -> bool:
+def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
     parameters = list(model.get_submodule(layer).parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return 0 < trained < sum(p.numel() for p in parameters) / 2
 
 
-def _passes(
+def _measure_passes(
     model: nn.Module, request: Request, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[tuple[int, int]]:
     """Peaks as (work, copies): forward, backward until a layer has gradients, and backward from there on."""
-    kept = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
-    small = shortened(model, kept)
+    layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
+    small = copy_with_layers(model, layer_names)
     dtype = DTYPES[request.precision]
     # Before the fake tensors: it tests the model on the meta device.
-    chunked = chunked_head(small, request.loss_chunk_tokens)
+    chunked = install_chunked_head(small, request.loss_chunk_tokens)
     keep_part(small, request.sharing)
     if chunked is not None:
         chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
@@ -92,53 +93,55 @@ def _passes(
         warnings.simplefilter("ignore")  # about fake tensors
         if request.compiler is not None and request.compiler.prepare is not None:
             request.compiler.prepare(small)
-        _fake(small, dtype if request.compute == "cast" else None)
+        _replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
         if request.recompute != "none":
-            checkpoint_activations(small, request.recompute)
+            enable_activation_checkpointing(small, request.recompute)
         small.train()
-        batch = fake_batch(small, request)
+        batch = build_fake_batch(small, request)
         if request.compiled:
             _partition(small)
-            _loss(small, batch, chunked, request).backward()  # traces the graphs
+            _compute_loss(small, batch, chunked, request).backward()  # traces the graphs
             small.zero_grad()
         watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
-        stack.enter_context(of_torch.every_operation(watch.operation))
+        stack.enter_context(of_torch.intercept_operations(watch.run_operation))
         if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if (rows := request.compiler.attention_rows) is not None:
-                stack.callback(of_torch.replace_attention(functools.partial(_by_rows, rows)))
+                stack.callback(of_torch.replace_attention(functools.partial(_chunk_attention, rows)))
             if (parts := request.compiler.parts) > 1:
-                stack.callback(of_torch.replace_attention(functools.partial(_of_whole, parts)))
-        with no_value_checks():
-            loss = _loss(small, batch, chunked, request)
+                stack.callback(
+                    of_torch.replace_attention(functools.partial(_gather_sequence_attention, parts))
+                )
+        with disable_value_checks():
+            loss = _compute_loss(small, batch, chunked, request)
             watch.end_phase()
-            inside = [p for _, layer in transformer_layers(small) for p in layer.parameters()]
+            inside = [p for _, layer in find_transformer_layers(small) for p in layer.parameters()]
             seen: list[torch.Tensor] = []
 
-            def reached(parameter: torch.Tensor) -> None:
+            def record_gradient(parameter: torch.Tensor) -> None:
                 if not seen:
                     watch.end_phase()
                 seen.append(parameter)
 
             for parameter in inside:
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(reached)
+                    parameter.register_post_accumulate_grad_hook(record_gradient)
             loss.backward()
         watch.end_phase()
-        found = watch.peaks()
-        return [*found[:2], found[-1]]
+        peaks = watch.get_peaks()
+        return [*peaks[:2], peaks[-1]]
 
 
-def _loss(model: nn.Module, batch: Batch, head: ChunkedHead | None, request: Request) -> torch.Tensor:
+def _compute_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None, request: Request) -> torch.Tensor:
     """The loss of a micro-batch, computed as ``request`` says."""
     with ExitStack() as stack:
-        stack.enter_context(no_value_checks())
+        stack.enter_context(disable_value_checks())
         if request.compute == "autocast":
             dtype = DTYPES[request.precision]
             if request.on_gpu:
                 stack.enter_context(_CudaAutocast(dtype))
             stack.enter_context(torch.autocast("cpu", dtype))
-        return token_loss(model, batch, head)
+        return compute_token_loss(model, batch, head)
 
 
 class _Whole(nn.Module):
@@ -152,29 +155,29 @@ class _Whole(nn.Module):
 
 def _partition(model: nn.Module) -> None:
     """Let each layer keep for its backward pass what it does where inductor compiles it; a graph a kind."""
-    for names in layer_kinds(model).values():
+    for names in group_layers_by_kind(model).values():
         layers = [_Whole(model.get_submodule(name)) for name in names]
-        graphs = of_torch.partitioned(functools.partial(functional_call, layers[0]))
-        for whole in layers:
-            state = dict(whole.named_parameters()) | dict(whole.named_buffers())
-            whole.layer.forward = functools.partial(_called, graphs, state)
+        graphs = of_torch.partition_graphs(functools.partial(functional_call, layers[0]))
+        for original in layers:
+            state = dict(original.named_parameters()) | dict(original.named_buffers())
+            original.layer.forward = functools.partial(_call_graphs, graphs, state)
 
 
-def _called(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def _call_graphs(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     return graphs(state, args, kwargs)
 
 
-def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
+def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Replace all tensors by fake ones, floats of ``dtype`` or as they are."""
 
-    def parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
+    def make_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and meta.is_floating_point() else meta.dtype
         return nn.Parameter(torch.empty(meta.shape, dtype=kind), requires_grad=meta.requires_grad)
 
-    replace_tensors(model, parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
+    replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def fake_batch(model: nn.Module, request: Request) -> Batch:
+def build_fake_batch(model: nn.Module, request: Request) -> Batch:
     """A micro-batch with the shapes of the real data; see :data:`portable.backend.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -206,107 +209,109 @@ class Watch:
         self._peak = (0, 0)
         self._peaks: list[tuple[int, int]] = []
         for tensor in (*model.parameters(), *model.buffers()):
-            self._see(tensor, _MODEL)
+            self._track_storage(tensor, _MODEL)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
     def end_phase(self) -> None:
         """A new phase begins, with a peak of its own."""
         self._peaks.append(self._peak)
         self._peak = (self._live[_WORK], self._live[_COPY])
 
-    def peaks(self) -> list[tuple[int, int]]:
+    def get_peaks(self) -> list[tuple[int, int]]:
         """The peak of each phase as (work, copies), in bytes."""
         return self._peaks
 
-    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operation, which are counted."""
         if func is _GROUPED and args[0].dtype != torch.bfloat16:
-            results = _grouped(func, args, kwargs)
+            results = _run_grouped_mm(func, args, kwargs)
         else:
             results = func(*args, **kwargs)
         kind = _WORK
-        if func is _TO_COPY and self._kind_of(args[0]) == _MODEL:
+        if func is _TO_COPY and self._get_kind(args[0]) == _MODEL:
             kind = _COPY
         for result in [results] if isinstance(results, torch.Tensor) else of_torch.tree_leaves(results):
             if isinstance(result, torch.Tensor):
-                self._see(result, kind)
+                self._track_storage(result, kind)
         if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:
             self._peak = (self._live[_WORK], self._live[_COPY])
         return results
 
-    def _kind_of(self, tensor: torch.Tensor) -> int | None:
-        return self._kinds.get(of_torch.storage_id(tensor.untyped_storage()))
+    def _get_kind(self, tensor: torch.Tensor) -> int | None:
+        return self._kinds.get(of_torch.get_storage_id(tensor.untyped_storage()))
 
-    def _see(self, tensor: torch.Tensor, kind: int) -> None:
+    def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
         storage = tensor.untyped_storage()
-        key, size = of_torch.storage_id(storage), storage.nbytes()
+        key, size = of_torch.get_storage_id(storage), storage.nbytes()
         if key in self._kinds:
             return
 
-        def gone(_: Any) -> None:
+        def forget(_: Any) -> None:
             self._live[self._kinds.pop(key)] -= size
             del self._references[key]
 
         self._kinds[key] = kind
-        self._references[key] = weakref.ref(storage, gone)
+        self._references[key] = weakref.ref(storage, forget)
         self._live[kind] += size
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _count_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        key = of_torch.storage_id(storage)
+        key = of_torch.get_storage_id(storage)
         if self._kinds.get(key) in (_WORK, _COPY):
             self._live[self._kinds[key]] -= storage.nbytes()
             self._kinds[key] = _GRADIENT
             self._live[_GRADIENT] += storage.nbytes()
 
 
-_GROUPED, _TO_COPY = of_torch.aten("grouped_mm"), of_torch.aten("to_copy")
+_GROUPED, _TO_COPY = of_torch.get_aten_operation("grouped_mm"), of_torch.get_aten_operation("to_copy")
 
 
-def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Grouped matrix products in other dtypes than bf16, the only one with a fake implementation in torch."""
-    found = func(
+    product = func(
         *(a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args),
         **kwargs,
     )
-    return torch.empty_like(found, dtype=args[0].dtype)
+    return torch.empty_like(product, dtype=args[0].dtype)
 
 
-def _by_rows(rows: int, whole: Any) -> Any:
+def _chunk_attention(rows: int, inner: Any) -> Any:
     """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
 
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
+    def attend_by_rows(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any
+    ) -> Any:
         parts: list[Any] = []
         for chunk in query[:, :, : 2 * rows].split(rows, dim=2):
             mask = attn_mask
             if mask is not None and mask.shape[2] > 1:
                 mask = mask[:, :, : chunk.shape[2]]
-            attend = functools.partial(whole, **options)
+            attend = functools.partial(inner, **options)
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
         # Of further rows there are the results alone: a loop has the scores in the same place.
         parts.append(query[:, :, 2 * rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
         return torch.cat(parts, dim=2)
 
-    return attention
+    return attend_by_rows
 
 
-def _of_whole(parts: int, inner: Any) -> Any:
+def _gather_sequence_attention(parts: int, inner: Any) -> Any:
     """Attention over whole sequences with a share of the heads, in place of a part with all heads."""
 
-    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
-        key, value = a_head_for_each(parts, key), a_head_for_each(parts, value)
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
+        key, value = repeat_heads(parts, key), repeat_heads(parts, value)
         batch, heads, tokens, _ = query.shape
         tokens *= parts
-        given = [t.reshape(batch, -1, tokens, t.shape[-1]) for t in (query, key, value)]
+        gathered = [t.reshape(batch, -1, tokens, t.shape[-1]) for t in (query, key, value)]
         if attn_mask is not None:
             attn_mask = attn_mask[:, :, :1, :1].expand(-1, -1, tokens, tokens)
-        found = inner(*given, attn_mask, *rest, **options)
-        return found.reshape(batch, heads, -1, found.shape[-1])
+        output = inner(*gathered, attn_mask, *rest, **options)
+        return output.reshape(batch, heads, -1, output.shape[-1])
 
-    return attention
+    return attend
 
 
 class _CudaAutocast(TorchFunctionMode):

@@ -8,7 +8,7 @@ from portable.checks import check
 from portable.errors import UserError, require
 from portable.planner import device_lookup
 from portable.planner.plan import Planner
-from portable.planner.preparation import build_meta_model, choose_target, settle
+from portable.planner.preparation import build_meta_model, choose_target, resolve_defaults
 from portable.planner.tables import Plan
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def find_target(
     host = None if host_memory is None else device_lookup.parse_bytes(host_memory, "--host-memory")
     target_device = None
     if device is not None:
-        target_device = device_lookup.named(device)
+        target_device = device_lookup.find_device(device)
     elif memory is not None:
-        target_device = device_lookup.unnamed(config.backend)
+        target_device = device_lookup.build_generic_device(config.backend)
     if target_device is not None and memory is not None:
         target_device = target_device.with_memory(memory)
     return choose_target(config, target_device, devices, host, notes=notes)
@@ -68,7 +68,7 @@ def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | Non
     Raises:
         UserError: If the config is not possible on the target, or if ``prices`` lacks the device.
     """
-    config = settle(config)
+    config = resolve_defaults(config)
     model, work = build_meta_model(config)
     planner = Planner(config, model, target)
     price = None if target.device is None or prices is None else prices.get(target.device.name)
@@ -77,15 +77,15 @@ def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | Non
         "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
         "--price-per-hour h100=2.50",
     )
-    options = planner.options()
-    best = planner.best(options)
-    searches = target.device is not None and not _fits_without_offloading(best)
+    options = planner.list_options()
+    best = planner.find_best(options)
+    searches = target.device is not None and not _needs_no_offloading(best)
     adapter = _find_option_with_adapter(planner) if searches else None
     shared = _find_option_with_shared_sequences(planner) if searches else None
     return Plan(planner, options, best, adapter, shared, work, price)
 
 
-def _fits_without_offloading(option: Option | None) -> bool:
+def _needs_no_offloading(option: Option | None) -> bool:
     return option is not None and not option.setting.offloaded
 
 
@@ -125,7 +125,7 @@ def _find_option_with(
         else:
             model.check_sharing(config)
         changed_planner = Planner(config, model, planner.target)
-        best = changed_planner.best(changed_planner.options(offloading=False))
+        best = changed_planner.find_best(changed_planner.list_options(offloading=False))
     except UserError:  # of the model, or of the combination with another setting
         return None
-    return best if _fits_without_offloading(best) else None
+    return best if _needs_no_offloading(best) else None

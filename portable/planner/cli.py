@@ -18,16 +18,16 @@ from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
 from portable.converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
 from portable.converters.console import print_line
 from portable.errors import UserError, report, require
-from portable.formatting import table
+from portable.formatting import format_table
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.build_plan import build_plan, find_target
-from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded
-from portable.planner.memory_model import Setting
+from portable.planner.hours import estimate_hours, fetch_sky_prices, format_estimate, parse_prices
+from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import Planner, Target
-from portable.planner.preparation import build_meta_model, settle
-from portable.planner.tables import as_json, as_text, next_reductions
-from portable.registry import CompileTarget, backend_package
+from portable.planner.preparation import build_meta_model, resolve_defaults
+from portable.planner.tables import as_json, as_text, describe_next_reductions
+from portable.registry import CompileTarget, load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,23 +103,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
-    config, given = read_command(argv, PlanOptions, USAGE)
+    config, options = read_command(argv, PlanOptions, USAGE)
     check(config)
-    _check_compile_options(given)
-    prices = prices_of(given.get("price_per_hour"), given.get("device"))
-    if "budget" in given:
-        return _by_cost(config, given, prices)
-    config, target = _find_target(config, given)
+    _check_compile_options(options)
+    prices = parse_prices(options.get("price_per_hour"), options.get("device"))
+    if "budget" in options:
+        return _print_costs(config, options, prices)
+    config, target = _find_target(config, options)
     plan = build_plan(config, target, prices)
-    compiled = _compiled(plan.planner, given)
-    if given.get("json"):
+    compiled = _compile_configured(plan.planner, options)
+    if options.get("json"):
         answer = as_json(plan)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         print_line(json.dumps(answer, indent=1))
     else:
         width = min(max(60, shutil.get_terminal_size((100, 24)).columns), 110)
-        print_line(as_text(plan, wide=bool(given.get("wide")), width=width))
+        print_line(as_text(plan, wide=bool(options.get("wide")), width=width))
         if compiled is not None:
             print_line("\n" + compiled_report.as_text(*compiled))
     return 0
@@ -128,27 +128,27 @@ def run(argv: Sequence[str]) -> int:
 _COUNTS = (1, 2, 4, 8)
 
 
-def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float]) -> int:
+def _print_costs(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
     """Print the machines that hold the run, by what it costs on them.
 
     Of each kind as few devices are taken as hold it without offloading: more finish sooner at the same cost.
     """
-    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", given["budget"])
-    require(found is not None, f"--budget: {given['budget']!r} is not an amount of money; write 50")
-    assert found is not None
-    budget = float(found[1])
-    require(budget > 0, f"--budget: {given['budget']!r} buys nothing; write 50")
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", options["budget"])
+    require(match is not None, f"--budget: {options['budget']!r} is not an amount of money; write 50")
+    assert match is not None
+    budget = float(match[1])
+    require(budget > 0, f"--budget: {options['budget']!r} buys nothing; write 50")
     for name in ("devices", "device_memory", "host_memory", "compile"):
         flag = f"--{name.replace('_', '-')}"
-        require(not given.get(name), f"{flag}: has no effect with --budget; remove one of the two")
-    prices = prices or prices_of_sky()
-    if "device" in given:
-        only = devices.named(given["device"]).name
+        require(not options.get(name), f"{flag}: has no effect with --budget; remove one of the two")
+    prices = prices or fetch_sky_prices()
+    if "device" in options:
+        only = devices.find_device(options["device"]).name
         prices = {name: price for name, price in prices.items() if name == only}
     require(
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
-    config = settle(config)
+    config = resolve_defaults(config)
     models: dict[str, tuple[MetaModel, Work | None]] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
@@ -165,64 +165,66 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
                     "--budget: the number of tokens is unknown; set train.steps, or tokenize the data here"
                 )
             planner = Planner(here, model, target)
-            best = planner.best(planner.options())
-            if best is not None and (hours := hours_of(planner, best, work)) is not None:
-                cost = hours.cost(price * count)
+            best = planner.find_best(planner.list_options())
+            if best is not None and (hours := estimate_hours(planner, best, work)) is not None:
+                cost = hours.compute_cost(price * count)
                 kind = {"device": name, "devices": count, "strategy": best.setting.strategy}
                 rows.append({**kind, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
                 break
     require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
     rows.sort(key=lambda row: float(row["cost"].likely))
-    if given.get("json"):
-        print_line(json.dumps(rows, indent=1, default=lambda found: [found.least, found.most]))
+    if options.get("json"):
+        print_line(json.dumps(rows, indent=1, default=lambda cost_range: [cost_range.least, cost_range.most]))
         return 0
     shown = []
     for row in rows:
-        costs = f"{rounded(row['cost'].least)} to {rounded(row['cost'].most)}"
+        costs = f"{format_estimate(row['cost'].least)} to {format_estimate(row['cost'].most)}"
         beyond = "" if row["within_budget"] else f"; more than {budget:g}"
         shown.append(
             (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
         )
-    print_line(table(shown))
+    print_line(format_table(shown))
     return 0
 
 
-def _check_compile_options(given: dict[str, Any]) -> None:
-    compiles = given.get("compile")
+def _check_compile_options(options: dict[str, Any]) -> None:
+    compiles = options.get("compile")
     require(
-        compiles or "topology" not in given,
+        compiles or "topology" not in options,
         "--topology: has an effect only with --compile; add it, or leave both out",
     )
     require(
-        compiles or not given.get("only_memory"),
+        compiles or not options.get("only_memory"),
         "--only-memory: has an effect only with --compile; add it",
     )
 
 
-def _compiled(
-    planner: Planner, given: dict[str, Any]
+def _compile_configured(
+    planner: Planner, options: dict[str, Any]
 ) -> tuple[Compiled, list[compiled_report.Comparison]] | None:
     """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
-    if not given.get("compile"):
+    if not options.get("compile"):
         return None
-    own = planner.option(Setting.of(planner.config))
+    option = planner.build_option(StrategySetting.from_config(planner.config))
     target = planner.target
     wanted = CompileTarget(
         device=None if target.device is None else target.device.name,
         devices=target.cluster.devices,
-        topology=given.get("topology"),
+        topology=options.get("topology"),
         large=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,  # as the logits
-        only_memory=bool(given.get("only_memory")),
+        only_memory=bool(options.get("only_memory")),
     )
-    compiled = backend_package(target.backend).compile(planner.config, wanted)
-    compiled = compiled_report.advised(compiled, next_reductions(planner, own))
-    return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
+    compiled = load_backend_package(target.backend).compile(planner.config, wanted)
+    compiled = compiled_report.add_remedy(compiled, describe_next_reductions(planner, option))
+    return compiled, compiled_report.compare(compiled, option, planner.share // planner.micro_batch)
 
 
-def _find_target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> tuple[RunConfig, Target]:
+def _find_target(
+    config: RunConfig, options: dict[str, Any], *, notes: bool = True
+) -> tuple[RunConfig, Target]:
     """Choose the target that the options describe, see :func:`find_target`."""
     names = ("device", "devices", "device_memory", "host_memory")
-    return find_target(config, **{name: given[name] for name in names if name in given}, notes=notes)
+    return find_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 
 
 if __name__ == "__main__":

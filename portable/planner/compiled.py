@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from portable.formatting import aligned, human_bytes, table
+from portable.formatting import align_columns, format_bytes, format_table
 from portable.planner.compiled_graph import Compiled, CompiledGraph
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ GRAPH = TypeAdapter(CompiledGraph)
 """Makes a graph of what :func:`dataclasses.asdict` made of one."""
 
 
-def advised(compiled: Compiled, remedy: str) -> Compiled:
+def add_remedy(compiled: Compiled, remedy: str) -> Compiled:
     """``compiled``, with the settings to change named wherever it does not fit.
 
     Args:
@@ -36,21 +36,21 @@ def advised(compiled: Compiled, remedy: str) -> Compiled:
     problems = compiled.problems
     if not problems and not compiled.fits:
         problems = (
-            f"the run does not fit: {human_bytes(compiled.state_bytes)} of arguments, "
-            f"{human_bytes(compiled.working_bytes)} of temporary values and results and "
-            f"{human_bytes(compiled.code_bytes)} of code are more than {human_bytes(compiled.hbm_bytes)}"
-            f"{_largest(compiled)}",
+            f"the run does not fit: {format_bytes(compiled.state_bytes)} of arguments, "
+            f"{format_bytes(compiled.working_bytes)} of temporary values and results and "
+            f"{format_bytes(compiled.code_bytes)} of code are more than {format_bytes(compiled.hbm_bytes)}"
+            f"{_describe_largest_value(compiled)}",
         )
     return replace(compiled, problems=tuple(f"{problem}; remedy: {remedy}" for problem in problems))
 
 
-def _largest(compiled: Compiled) -> str:
+def _describe_largest_value(compiled: Compiled) -> str:
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
     value = max(values, key=lambda value: value.bytes)
     place = " at ".join(filter(None, (value.operation, value.source)))
-    return f", the largest value is {value.shape} ({human_bytes(value.bytes)})" + (
+    return f", the largest value is {value.shape} ({format_bytes(value.bytes)})" + (
         f" of {place}" if place else ""
     )
 
@@ -77,7 +77,7 @@ def compare(compiled: Compiled, option: Option, micro_batches: int) -> list[Comp
     planned = option.device_bytes
     resident = planned.parameters + planned.optimizer
     working = planned.gathered + planned.activations
-    if compiled.graph("step") is None:
+    if compiled.find_graph("step") is None:
         resident += planned.gradients
     else:
         working += planned.gradients
@@ -85,7 +85,7 @@ def compare(compiled: Compiled, option: Option, micro_batches: int) -> list[Comp
         Comparison("state (arguments)", resident, compiled.state_bytes),
         Comparison("activations, gathered (temporary)", working, compiled.working_bytes),
         Comparison("peak", planned.total, compiled.peak_bytes),
-        Comparison("sent in a step", option.communication_bytes, compiled.sent_bytes(micro_batches)),
+        Comparison("sent in a step", option.communication_bytes, compiled.compute_sent_bytes(micro_batches)),
     ]
 
 
@@ -113,61 +113,61 @@ def as_text(compiled: Compiled, compared: Sequence[Comparison]) -> str:
     parts = [f"compiled for {compiled.topology} by {compiled.compiler}; bytes and FLOPs of one device"]
     parts += compiled.problems
     if compiled.graphs:
-        parts.append(_graphs(compiled))
-    collectives = _collectives(compiled)
+        parts.append(_format_graphs(compiled))
+    collectives = _format_collectives(compiled)
     if collectives:
         parts.append(collectives)
     for graph in compiled.graphs:
-        parts += _findings(graph)
+        parts += _list_findings(graph)
     if not compiled.problems:
-        parts.append(_aligned([("", "planned", "compiled", ""), *map(_compared, compared)]))
+        parts.append(_align_columns([("", "planned", "compiled", ""), *map(_format_comparison, compared)]))
     rows = [
-        ("peak", f"{human_bytes(compiled.peak_bytes)} of {human_bytes(compiled.hbm_bytes)}"),
+        ("peak", f"{format_bytes(compiled.peak_bytes)} of {format_bytes(compiled.hbm_bytes)}"),
         ("fits", "yes" if compiled.fits else "no"),
     ]
-    parts += [table(rows), *(f"note: {note}" for note in compiled.notes)]
+    parts += [format_table(rows), *(f"note: {note}" for note in compiled.notes)]
     return "\n\n".join(parts)
 
 
-def _graphs(compiled: Compiled) -> str:
+def _format_graphs(compiled: Compiled) -> str:
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
             graph.name,
-            human_bytes(graph.argument_bytes),
-            human_bytes(graph.output_bytes),
-            human_bytes(graph.alias_bytes),
-            human_bytes(graph.temporary_bytes),
-            human_bytes(graph.code_bytes),
+            format_bytes(graph.argument_bytes),
+            format_bytes(graph.output_bytes),
+            format_bytes(graph.alias_bytes),
+            format_bytes(graph.temporary_bytes),
+            format_bytes(graph.code_bytes),
             f"{graph.flops / 1e12:.3g}",
-            human_bytes(graph.bytes_accessed),
+            format_bytes(graph.bytes_accessed),
             f"{graph.compile_seconds:.0f}",
         )
         for graph in compiled.graphs
     ]
-    return _aligned([head, *lines])
+    return _align_columns([head, *lines])
 
 
-def _collectives(compiled: Compiled) -> str:
+def _format_collectives(compiled: Compiled) -> str:
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
             graph.name,
             kind,
-            str(found.count),
-            human_bytes(found.bytes),
-            str(found.asynchronous),
-            str(found.overlapped),
+            str(collective.count),
+            format_bytes(collective.bytes),
+            str(collective.asynchronous),
+            str(collective.overlapped),
         )
         for graph in compiled.graphs
-        for kind, found in sorted(graph.collectives.items())
+        for kind, collective in sorted(graph.collectives.items())
     ]
-    return _aligned([head, *lines], left=2) if lines else ""
+    return _align_columns([head, *lines], left_columns=2) if lines else ""
 
 
-def _findings(graph: CompiledGraph) -> list[str]:
+def _list_findings(graph: CompiledGraph) -> list[str]:
     lines = [
-        f"{graph.name}: {value.count} x {value.shape} ({human_bytes(value.bytes)}), as large as the logits"
+        f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"
         + (f": {' '.join(filter(None, (value.operation, value.source)))}" if value.operation else "")
         for value in graph.large_values[:_SHOWN]
     ]
@@ -178,10 +178,10 @@ def _findings(graph: CompiledGraph) -> list[str]:
     return ["\n".join(line[:WIDTH] for line in lines)] if lines else []
 
 
-def _compared(line: Comparison) -> tuple[str, ...]:
+def _format_comparison(line: Comparison) -> tuple[str, ...]:
     percent = "" if line.percent is None else f"{line.percent:+.1f} %"
-    return line.name, human_bytes(line.planned), human_bytes(line.compiled), percent
+    return line.name, format_bytes(line.planned), format_bytes(line.compiled), percent
 
 
-def _aligned(lines: Sequence[tuple[str, ...]], left: int = 1) -> str:
-    return textwrap.indent(aligned(lines, left), "  ")
+def _align_columns(lines: Sequence[tuple[str, ...]], left_columns: int = 1) -> str:
+    return textwrap.indent(align_columns(lines, left_columns), "  ")

@@ -71,7 +71,7 @@ class CompiledGraph:
     @property
     def sent_bytes(self) -> int:
         """Bytes that a device sends in all collectives."""
-        return sum(found.bytes for found in self.collectives.values())
+        return sum(collective.bytes for collective in self.collectives.values())
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class Compiled:
         """Whether the compiler found no problem and the graphs fit into the memory of a device."""
         return not self.problems and self.peak_bytes <= self.hbm_bytes
 
-    def graph(self, name: str) -> CompiledGraph | None:
+    def find_graph(self, name: str) -> CompiledGraph | None:
         """Return the graph of this name; None if there is none."""
         return next((graph for graph in self.graphs if graph.name == name), None)
 
-    def sent_bytes(self, micro_batches: int) -> int:
+    def compute_sent_bytes(self, micro_batches: int) -> int:
         """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
         times = {"step": 1, "micro-batch": micro_batches, "update": 1}
         return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)

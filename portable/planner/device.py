@@ -46,7 +46,7 @@ class Device:
     links: float | None = None
     """Bytes a second that it sends to others in its machine or slice, of the data sheet; None if unknown."""
 
-    def usable(self, devices: int) -> int:
+    def compute_usable_memory(self, devices: int) -> int:
         """Bytes on each device that a run on ``devices`` devices can fill."""
         free = int(self.memory * SHARE_KEPT_FREE)
         return self.memory - free - (self.for_collectives if devices > 1 else 0)

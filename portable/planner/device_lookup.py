@@ -14,18 +14,18 @@ import yaml
 from portable.converters.similar_names import suggest_name
 from portable.errors import UserError
 from portable.planner.device import NOT_MEASURED, Device
-from portable.registry import BACKENDS, PLANNED_FOR_AUTO, backend_package
+from portable.registry import BACKENDS, PLANNED_FOR_AUTO, load_backend_package
 
 
-def unnamed(backend: str) -> Device:
+def build_generic_device(backend: str) -> Device:
     """A device of which only the memory is known. Everything else is that of a common one."""
-    package = backend_package(PLANNED_FOR_AUTO if backend == "auto" else backend)
-    return replace(named(package.typical_device), name="device", reached=NOT_MEASURED, links=None)
+    package = load_backend_package(PLANNED_FOR_AUTO if backend == "auto" else backend)
+    return replace(find_device(package.typical_device), name="device", reached=NOT_MEASURED, links=None)
 
 
-def known_devices() -> dict[str, Device]:
+def list_known_devices() -> dict[str, Device]:
     """All devices that the backend packages list, by name."""
-    return {device.name: device for name in BACKENDS for device in backend_package(name).devices()}
+    return {device.name: device for name in BACKENDS for device in load_backend_package(name).list_devices()}
 
 
 _MAKERS = re.compile("^(nvidia-|amd-|google-)?(tpu-|geforce-|instinct-)?(tesla-|rtx-?)?")
@@ -39,7 +39,7 @@ _SAME_SIZE = 0.15
 _APPLE = re.compile("(apple-)?m[1-9](-?(pro|max|ultra))?|mps")
 
 
-def named(name: str, flag: str = "--device") -> Device:
+def find_device(name: str, flag: str = "--device") -> Device:
     """Find a device by the name that a person or a driver uses, such as ``RTX 4090`` or ``v5litepod``.
 
     Args:
@@ -49,7 +49,7 @@ def named(name: str, flag: str = "--device") -> Device:
     Raises:
         UserError: If no device has this name. The message suggests a similar name or lists all names.
     """
-    known = known_devices()
+    devices_by_name = list_known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key == "cpu":
         return _describe_cpu()
@@ -57,17 +57,17 @@ def named(name: str, flag: str = "--device") -> Device:
     plain = _VARIANTS.sub("", short)
     without_suffix = plain.removesuffix("gb").removesuffix("-generation")
     for candidate in (key, short, plain, without_suffix, re.sub("-?lite(pod)?", "e", short)):
-        if candidate in known:
-            return known[candidate]
+        if candidate in devices_by_name:
+            return devices_by_name[candidate]
     size, without_size = _SIZE.search(plain), _SIZE.sub("", plain)
-    if size is not None and without_size in known:
-        device = known[without_size]
+    if size is not None and without_size in devices_by_name:
+        device = devices_by_name[without_size]
         ratio = int(size[1][:9]) * 10**9 / device.memory
         if without_size in _SIZE_OF_HOST or abs(ratio - 1) < _SAME_SIZE:
             return device
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
-    hint = suggest_name(plain, known) or f"; known are {', '.join(known)}, cpu"
+    hint = suggest_name(plain, devices_by_name) or f"; known are {', '.join(devices_by_name)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 
@@ -86,7 +86,7 @@ def parse_devices(text: str) -> tuple[Device, int]:
         raise UserError(
             f"--device: {text}: the count is not a positive number; write NAME:COUNT, such as h100:8"
         )
-    device, count = named(name, f"--device: {text}"), int(digits or 1)
+    device, count = find_device(name, f"--device: {text}"), int(digits or 1)
     # Ranks on the CPU share the memory of the machine.
     return (device.with_memory(device.memory // count) if device.backends == ("cpu",) else device), count
 
@@ -96,7 +96,7 @@ def _describe_cpu() -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else ""
-    bf16 = backend_package("cpu").default_precision(in_rank=False) == "bf16"
+    bf16 = load_backend_package("cpu").choose_default_precision(in_rank=False) == "bf16"
     return Device("cpu", ("cpu",), min(memory, int(text)) if text.isdecimal() else memory, bf16, 1)
 
 
@@ -107,11 +107,11 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def rented() -> dict[str, Any]:
+def load_rental_names() -> dict[str, Any]:
     """What programs that rent machines call devices, by our names, and the topologies of slices."""
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
-    known: dict[object, Any] = yaml.safe_load(text)
-    return {str(name): value for name, value in known.items()}
+    entries: dict[object, Any] = yaml.safe_load(text)
+    return {str(name): value for name, value in entries.items()}
 
 
 def parse_bytes(text: str, flag: str) -> int:
@@ -120,7 +120,7 @@ def parse_bytes(text: str, flag: str) -> int:
     Raises:
         UserError: ``text`` is none of these. The message names ``flag``.
     """
-    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
-    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})\s*", text)
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise UserError(f"{flag}: {text!r} is not a memory size; write 80GB, 79.6GiB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.model.layers import transformer_layers
+from portable.model.layers import find_transformer_layers
 from portable.private import of_torch
 from portable.private.of_torch import tree_leaves
 
@@ -57,48 +57,50 @@ class Tape:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._complete)
         if compiler.loops:
-            for _, layer in transformer_layers(model):
+            for _, layer in find_transformer_layers(model):
                 self._keep_saved(layer)
 
     def end_phase(self) -> None:
         """A new phase begins, with a peak of its own."""
         self._ends.append(len(self._values))
 
-    def peaks(self) -> list[tuple[int, int]]:
+    def get_peaks(self) -> list[tuple[int, int]]:
         """The peak of each phase as (work, copies), in bytes."""
-        return [(peak, 0) for peak in peaks(self._values, self._ends, self._left)]
+        return [(peak, 0) for peak in compute_peaks(self._values, self._ends, self._left)]
 
-    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operation, which are recorded."""
         results = func(*args, **kwargs)
-        given = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        inputs = tuple(dict.fromkeys(self._newest[key] for key in given if key in self._newest))
+        storage_ids = [
+            _get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        inputs = tuple(dict.fromkeys(self._newest[key] for key in storage_ids if key in self._newest))
         name = func.overloadpacket.__name__
         kind = self._compiler.result(name, elementwise=torch.Tag.pointwise in func.tags)
         for tensor in tree_leaves(results):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _storage(tensor) in given and not of_torch.schema(func).is_mutable:
+            if _get_storage_id(tensor) in storage_ids and not of_torch.get_schema(func).is_mutable:
                 continue  # a view
             self._values.append(Value(tensor.untyped_storage().nbytes(), inputs, kind))
-            self._is_now(tensor, len(self._values) - 1)
+            self._set_newest(tensor, len(self._values) - 1)
         return results
 
-    def _is_now(self, tensor: torch.Tensor, value: int) -> None:
+    def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
         storage = tensor.untyped_storage()
-        key = of_torch.storage_id(storage)
+        key = of_torch.get_storage_id(storage)
         if key not in self._references:
 
-            def gone(_: Any) -> None:
+            def forget(_: Any) -> None:
                 self._newest.pop(key, None)
                 del self._references[key]
 
-            self._references[key] = weakref.ref(storage, gone)
+            self._references[key] = weakref.ref(storage, forget)
         self._newest[key] = value
 
     def _complete(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        value = self._newest.pop(_storage(parameter.grad), None)
+        value = self._newest.pop(_get_storage_id(parameter.grad), None)
         if value is not None:
             self._left.add(value)
 
@@ -107,32 +109,32 @@ class Tape:
         forward = layer.forward
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
-            value = self._newest.get(_storage(tensor))
+            value = self._newest.get(_get_storage_id(tensor))
             if value is not None:
                 self._values[value] = replace(self._values[value], result="saved")
             return tensor
 
-        def saving(*args: Any, **kwargs: Any) -> Any:
+        def run_forward(*args: Any, **kwargs: Any) -> Any:
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 return forward(*args, **kwargs)
 
-        layer.forward = saving
+        layer.forward = run_forward
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    key: int = of_torch.storage_id(tensor.untyped_storage())
+def _get_storage_id(tensor: torch.Tensor) -> int:
+    key: int = of_torch.get_storage_id(tensor.untyped_storage())
     return key
 
 
-def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[int]:
+def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[int]) -> list[int]:
     """The most bytes that are in memory at once, in each phase.
 
     Args:
         values: in the order in which they are computed.
         ends: of the phases: numbers of values.
-        left: values that take memory only while they are computed.
+        transient: values that take memory only while they are computed.
     """
-    values = _with_what_follows(values)
+    values = _move_products(values)
     readers = [0] * len(values)
     for value in values:
         for behind in value.inputs:
@@ -159,32 +161,32 @@ def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[
     for i, value in enumerate(values):
         if sources[i] == {i}:
             change[i] += value.bytes
-            change[(i if i in left else last[i]) + 1] -= value.bytes
-    found, live, start = [], 0, 0
+            change[(i if i in transient else last[i]) + 1] -= value.bytes
+    phase_peaks, live, start = [], 0, 0
     for end in ends:
         most = live
         for i in range(start, end):
             live += change[i]
             most = max(most, live)
-        found.append(most)
+        phase_peaks.append(most)
         start = end
-    return found
+    return phase_peaks
 
 
-def _with_what_follows(values: Sequence[Value]) -> list[Value]:
+def _move_products(values: Sequence[Value]) -> list[Value]:
     """``values``, with elementwise operations that follow a product in its place, if only they read it."""
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):
         for behind in value.inputs:
             readers[behind].append(i)
-    found = list(values)
+    moved = list(values)
     for i, value in enumerate(values):
-        if found[i].result != "product" or len(readers[i]) != 1:
+        if moved[i].result != "product" or len(readers[i]) != 1:
             continue
         reader = readers[i][0]
-        if found[reader].result != "computed" or found[reader].bytes > value.bytes:
+        if moved[reader].result != "computed" or moved[reader].bytes > value.bytes:
             continue
         if all(other.result != "product" for other in values[i + 1 : reader]):  # else it is put off
-            found[i] = replace(found[i], result="computed")
-            found[reader] = replace(found[reader], result="product")
-    return found
+            moved[i] = replace(moved[i], result="computed")
+            moved[reader] = replace(moved[reader], result="product")
+    return moved

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from portable.batch_plan import total_steps
-from portable.errors import UserError, one_line, require
-from portable.planner.device_lookup import named, rented
+from portable.errors import UserError, require, to_one_line
+from portable.planner.device_lookup import find_device, load_rental_names
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -46,22 +46,22 @@ class Hours:
         """The middle."""
         return (self.least + self.most) / 2
 
-    def cost(self, price: float) -> Hours:
+    def compute_cost(self, price: float) -> Hours:
         """What they cost, at ``price`` for an hour of all devices."""
         return Hours(self.least * price, self.most * price)
 
     def __str__(self) -> str:
         size, unit = (60, "minutes") if self.most < 2 else (1, "hours")
-        least, most = rounded(self.least * size), rounded(self.most * size)
+        least, most = format_estimate(self.least * size), format_estimate(self.most * size)
         return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
-def rounded(value: float) -> str:
+def format_estimate(value: float) -> str:
     """Two digits, or whole numbers: what an estimate is worth."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
 
-def work_of(config: RunConfig, sizes: DataSizes | None) -> Work | None:
+def estimate_work(config: RunConfig, sizes: DataSizes | None) -> Work | None:
     """What a run trains on; None if the data is not here, and its steps follow from it.
 
     Args:
@@ -77,7 +77,7 @@ def work_of(config: RunConfig, sizes: DataSizes | None) -> Work | None:
     return Work(steps, steps * config.train.global_batch_size * config.data.seq_len, at_most)
 
 
-def hours_at(
+def compute_hours(
     device: Device, devices: int, precision: str, flops: float, sending: float = 0.0
 ) -> Hours | None:
     """The hours for ``flops``; None if the device's peak in this precision is unknown.
@@ -96,7 +96,7 @@ def hours_at(
     return Hours(max(least, sending), max(most, sending))
 
 
-def hours_of(planner: Planner, option: Option, work: Work) -> Hours | None:
+def estimate_hours(planner: Planner, option: Option, work: Work) -> Hours | None:
     """The hours of a run under ``option``; None where nothing tells, as with offloading."""
     device, devices = planner.target.device, planner.target.cluster.devices
     if device is None or option.setting.offloaded:
@@ -106,13 +106,13 @@ def hours_of(planner: Planner, option: Option, work: Work) -> Hours | None:
         work.steps * option.communication_bytes / device.links / 3600 if inside and device.links else 0.0
     )
     flops = planner.meta_model.flops_per_token * work.tokens
-    return hours_at(device, devices, planner.config.precision, flops, sending)
+    return compute_hours(device, devices, planner.config.precision, flops, sending)
 
 
 # -- prices ------------------------------------------------------------------------------------------------
 
 
-def prices_of(text: str | None, device: str | None) -> dict[str, float]:
+def parse_prices(text: str | None, device: str | None) -> dict[str, float]:
     """What an hour of one device costs, by the planner's names.
 
     Args:
@@ -122,7 +122,7 @@ def prices_of(text: str | None, device: str | None) -> dict[str, float]:
     Raises:
         UserError: if it is neither, or gives a device two prices.
     """
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     for part in () if text is None else text.split(","):
         name, _, price = part.rpartition("=")
         ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
@@ -130,13 +130,15 @@ def prices_of(text: str | None, device: str | None) -> dict[str, float]:
             ok and float(price) > 0,
             f"--price-per-hour: {part!r}: write 2.50 beside --device, or NAME=PRICE: h100=2.50,l4=0.70",
         )
-        key = named(name or str(device), "--price-per-hour").name
-        require(key not in found, f"--price-per-hour: {text!r}: {key} has two prices; give one, such as 2.50")
-        found[key] = float(price)
-    return found
+        key = find_device(name or str(device), "--price-per-hour").name
+        require(
+            key not in prices, f"--price-per-hour: {text!r}: {key} has two prices; give one, such as 2.50"
+        )
+        prices[key] = float(price)
+    return prices
 
 
-def prices_of_sky() -> dict[str, float]:
+def fetch_sky_prices() -> dict[str, float]:
     """The lowest prices of one device in SkyPilot's catalog, by the planner's names; none without SkyPilot.
 
     Raises:
@@ -148,15 +150,19 @@ def prices_of_sky() -> dict[str, float]:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
     except Exception as error:  # whatever fetching a catalog raises
         raise UserError(
-            f"--price-per-hour: missing, and SkyPilot's catalog cannot be read ({one_line(error)}); "
+            f"--price-per-hour: missing, and SkyPilot's catalog cannot be read ({to_one_line(error)}); "
             "give NAME=PRICE: h100=2.50,l4=0.70"
         ) from error
-    found = {}
-    for key, names in rented().items():
+    prices = {}
+    for key, names in load_rental_names().items():
         if key == "topologies" or "type" in names:
             continue
         of_device = offers.get(str(names.get("sky", key.upper())), [])
-        each = [one.price / one.accelerator_count for one in of_device if one.price and one.accelerator_count]
+        each = [
+            offer.price / offer.accelerator_count
+            for offer in of_device
+            if offer.price and offer.accelerator_count
+        ]
         if each:
-            found[key] = min(each)
-    return found
+            prices[key] = min(each)
+    return prices

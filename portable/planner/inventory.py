@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from portable.planner.optimizer_memory import moment_bytes
+from portable.planner.optimizer_memory import compute_moment_bytes
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
@@ -82,31 +82,33 @@ class Inventory:
         """The parameters that are not frozen."""
         return tuple(w for w in self.weights if w.trained)
 
-    def of_one_in(self, ranks: int) -> Inventory:
+    def get_rank_share(self, ranks: int) -> Inventory:
         """What a rank has of the model where so many share its layers."""
 
-        def part(weight: Weight) -> Weight:
+        def cut_weight(weight: Weight) -> Weight:
             shape = [size // ranks if dim == weight.cut else size for dim, size in enumerate(weight.shape)]
             return replace(weight, shape=tuple(shape))
 
-        return self if ranks == 1 else replace(self, weights=tuple(map(part, self.weights)))
+        return self if ranks == 1 else replace(self, weights=tuple(map(cut_weight, self.weights)))
 
-    def sizes(self, part: Literal["layer", "unit"], *, trained: bool = False) -> list[int]:
+    def count_part_elements(self, part: Literal["layer", "unit"], *, trained: bool = False) -> list[int]:
         """Elements, or ``trained`` elements, of each transformer layer, or of each FSDP unit."""
-        found: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for weight in self.trained if trained else self.weights:
             index = weight.layer if part == "layer" else weight.unit
             if index is not None:
-                found[index] += weight.elements
-        return list(found.values())
+                counts[index] += weight.elements
+        return list(counts.values())
 
-    def checkpoint_bytes(self, train: TrainConfig) -> int:
+    def compute_checkpoint_bytes(self, train: TrainConfig) -> int:
         """Bytes of the tensors of one checkpoint: fp32 weights and optimizer state."""
-        return self.state_bytes + self.moment_bytes(train)
+        return self.state_bytes + self.compute_moment_bytes(train)
 
-    def moment_bytes(self, train: TrainConfig) -> int:
+    def compute_moment_bytes(self, train: TrainConfig) -> int:
         """Bytes of the whole optimizer state."""
         return sum(
-            moment_bytes(train, w.shape, w.shape[0] if w.shape else 1, exact=w.table, matrices=w.matrices)
+            compute_moment_bytes(
+                train, w.shape, w.shape[0] if w.shape else 1, exact=w.table, matrices=w.matrices
+            )
             for w in self.trained
         )

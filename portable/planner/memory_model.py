@@ -39,7 +39,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Setting:
+class StrategySetting:
     """A strategy with its offloading."""
 
     strategy: str
@@ -47,7 +47,7 @@ class Setting:
     offload_params: str = "none"
 
     @classmethod
-    def of(cls, config: RunConfig) -> Setting:
+    def from_config(cls, config: RunConfig) -> StrategySetting:
         """The setting of ``config``."""
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
@@ -62,7 +62,7 @@ class Setting:
         """Whether anything is swapped to a disk."""
         return "nvme" in self.offloaded.values()
 
-    def into(self, config: RunConfig) -> RunConfig:
+    def apply_to(self, config: RunConfig) -> RunConfig:
         """``config`` with this setting. Raises ``UserError`` if that breaks a rule."""
         return config.replaced(
             {
@@ -83,7 +83,7 @@ class Traffic:
     per_step: float = 0.0
     """In each update."""
 
-    def of(self, micro_batches: int) -> float:
+    def compute_step_bytes(self, micro_batches: int) -> float:
         """In a step of ``micro_batches`` micro-batches."""
         return self.per_pass * micro_batches + self.per_step
 
@@ -132,7 +132,7 @@ class FootprintModule(Protocol):
             UserError: the file contradicts the config, or a setting has no effect on this backend.
         """
 
-    def settings(self, config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+    def settings(self, config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
         """The settings that this backend supports for the run."""
 
     def units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
@@ -147,7 +147,7 @@ class FootprintModule(Protocol):
         """The footprint of ``model`` under ``config``."""
 
 
-def orthogonalizing(model: Inventory, compute: int, ranks: int, *, replicated: bool) -> tuple[int, float]:
+def compute_muon_cost(model: Inventory, compute: int, ranks: int, *, replicated: bool) -> tuple[int, float]:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     In each round a rank holds one whole matrix: as it comes, what its ranks hold of the others' before and

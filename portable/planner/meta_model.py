@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.adapters.assemble import check_sharing
-from portable.errors import UserError, one_line
-from portable.model.flops import flops_per_token, parameter_count
-from portable.model.groups import groups_of
-from portable.model.layers import transformer_layers
-from portable.model.parameters import embeddings, stored_tensors
-from portable.model.shareable import heads_of
+from portable.errors import UserError, to_one_line
+from portable.model.flops import compute_flops_per_token, count_parameters
+from portable.model.groups import assign_groups
+from portable.model.layers import find_transformer_layers
+from portable.model.parameters import find_embedding_weights, get_stored_tensors
+from portable.model.shareable import count_heads
 from portable.model.shared_layers import cut_dims
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.memory_model import COMPUTE_BYTES
 from portable.planner.passes import Activations, Peak
-from portable.registry import backend_package
+from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,12 +44,12 @@ class MetaModel:
             self.inventory = inspect(
                 model,
                 config.train,
-                backend_package(config.backend).footprint().units(model, config),
+                load_backend_package(config.backend).load_footprint().units(model, config),
                 sharing=sharing,
             )
         except UserError as error:  # it matters only to strategies that gather units
             self.inventory = replace(inspect(model, config.train, sharing=sharing), no_units=str(error))
-        self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
+        self.flops_per_token = compute_flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
         self._model = model
         self._found: dict[Request, Activations] = {}
@@ -58,7 +58,7 @@ class MetaModel:
         """Raise UserError if the devices of ``config`` cannot share the sequences or layers of the model."""
         check_sharing(self._model, config)
 
-    def exchanged(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+    def compute_exchanged_bytes(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
         """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
 
         Each of ``context_parallel_size`` devices sends the others their share of the queries, keys, values
@@ -68,7 +68,7 @@ class MetaModel:
         if parts == 1:
             return 0.0, 0.0
         text = self._model.config.get_text_config()
-        heads, keys = heads_of(self._model)
+        heads, keys = count_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
         query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
         # Heads of keys are repeated, so that each device has one.
@@ -79,20 +79,20 @@ class MetaModel:
         share = passes * width * tokens * COMPUTE_BYTES[config.precision] / parts
         return share * (parts - 1), share * max(0, parts - cluster.per_node)
 
-    def activations(self, request: Request) -> Activations:
+    def measure_activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""
-        from portable.planner.activations import activations
+        from portable.planner.activations import measure_activations
 
         if request not in self._found:
             try:
-                found = activations(self._model, request)
+                peaks = measure_activations(self._model, request)
             except Exception as error:
                 if request.compiled:  # a graph cannot be traced, or breaks; then no layer is fused
-                    found = self.activations(replace(request, compiled=False))
+                    peaks = self.measure_activations(replace(request, compiled=False))
                 else:
-                    why = f"{type(error).__name__}: {one_line(error)}"
-                    found = _estimate(self.inventory, request, why)
-            self._found[request] = found
+                    why = f"{type(error).__name__}: {to_one_line(error)}"
+                    peaks = _estimate(self.inventory, request, why)
+            self._found[request] = peaks
         return self._found[request]
 
 
@@ -108,13 +108,13 @@ def inspect(
         sharing: ranks that share each layer.
     """
     model = cast("PreTrainedModel", module)
-    layers = [layer for _, layer in transformer_layers(model)]
+    layers = [layer for _, layer in find_transformer_layers(model)]
     # A parameter that several layers share belongs to the first; of nested units, to the innermost.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
-    groups = groups_of(model, train)
+    groups = assign_groups(model, train)
     cut = cut_dims(model, sharing)
-    tables = {id(parameter) for parameter in embeddings(model)}
+    tables = {id(parameter) for parameter in find_embedding_weights(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
         Weight(
@@ -134,11 +134,11 @@ def inspect(
     return Inventory(
         architecture=type(model).__name__,
         weights=weights,
-        state_bytes=sum(t.numel() * t.element_size() for t in stored_tensors(model).values()),
+        state_bytes=sum(t.numel() * t.element_size() for t in get_stored_tensors(model).values()),
         hidden_size=int(getattr(text, "hidden_size", 1024)),
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
-        parameters=parameter_count(model),
+        parameters=count_parameters(model),
     )
 
 
@@ -153,8 +153,8 @@ def _estimate(model: Inventory, request: Request, why: str) -> Activations:
     width = 2 if request.compute == "plain" else 1
     a_layer = 34 * tokens * model.hidden_size * width
     recomputed = 2 * tokens * model.hidden_size * width
-    kept = model.num_layers * (recomputed if request.recompute == "full" else a_layer)
+    saved_bytes = model.num_layers * (recomputed if request.recompute == "full" else a_layer)
     logits = 12 * tokens * model.vocab_size
     copies = 2 * model.elements if request.compute == "autocast" else 0
-    peak = Peak(kept + a_layer + logits, copies)
+    peak = Peak(saved_bytes + a_layer + logits, copies)
     return Activations(peak, peak, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from portable.optim.block_size import block_size
+from portable.optim.block_size import choose_block_size
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ MASTER = 4
 """Bytes of a master weight, of its gradient, and of a moment: all fp32."""
 
 
-def user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
+def compute_user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
     """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
 
     State of another shape counts completely. The optimizer is run on meta tensors.
     """
-    from portable.optim.user_optimizer import state_of  # only here: it needs torch
+    from portable.optim.user_optimizer import get_state_layout  # only here: it needs torch
 
     sharded = numbers = 0
-    for size, itemsize in state_of(train, shape):
+    for size, itemsize in get_state_layout(train, shape):
         if size == shape:
             sharded += itemsize * elements
         else:
@@ -33,7 +33,7 @@ def user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int)
     return sharded, numbers
 
 
-def moment_bytes(
+def compute_moment_bytes(
     train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool, matrices: bool = False
 ) -> int:
     """Bytes of the optimizer state of a parameter, or of ``rows`` of its rows.
@@ -48,15 +48,15 @@ def moment_bytes(
     row = math.prod(shape[1:])
     elements = rows * row if shape else 1
     average = MASTER * elements if train.ema is not None else 0
-    return average + _moment_bytes(train, tuple(shape), rows, elements, exact=exact, matrices=matrices)
+    return average + _compute_state_bytes(train, tuple(shape), rows, elements, exact=exact, matrices=matrices)
 
 
-def _moment_bytes(
+def _compute_state_bytes(
     train: TrainConfig, shape: tuple[int, ...], rows: int, elements: int, *, exact: bool, matrices: bool
 ) -> int:
     row, step = math.prod(shape[1:]), MASTER
     if names_code(train.optimizer):
-        return sum(user_moment_bytes(train, shape, elements))
+        return sum(compute_user_moment_bytes(train, shape, elements))
     if matrices:
         return MASTER * elements
     if train.optimizer == "sgd":
@@ -66,7 +66,7 @@ def _moment_bytes(
             return MASTER * elements + step
         columns = shape[-1] if len(shape) == 2 else elements // max(1, shape[-2])
         return MASTER * (elements // max(1, shape[-1]) + columns) + step
-    block = block_size(shape) if train.optimizer == "adamw_8bit" and not exact else None
+    block = choose_block_size(shape) if train.optimizer == "adamw_8bit" and not exact else None
     if block is None:
         return 2 * MASTER * elements + step
     return 2 * (elements + MASTER * rows * (row // block)) + step

@@ -102,7 +102,7 @@ class Request:
     """Whether inductor compiles each layer, and chooses what is kept for the backward pass."""
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: RunConfig,
         *,
@@ -115,10 +115,10 @@ class Request:
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))
         if in_parts and config.train.loss is not None:
-            from portable.model.training_loss import LOGITS, training_loss  # which needs torch
+            from portable.model.training_loss import LOGITS, build_training_loss  # which needs torch
 
-            own = training_loss(config)
-            in_parts = own is not None and LOGITS not in own.needs
+            loss = build_training_loss(config)
+            in_parts = loss is not None and LOGITS not in loss.needs
         data, parts = config.data, config.context_parallel_size
         return cls(
             micro_batch * data.sequences,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import yaml
 
 from portable.checks import check
-from portable.config.derived import largest_divisor
+from portable.config.derived import find_largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, StrategySetting
 from portable.planner.passes import Activations, Request
-from portable.registry import backend_package
+from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 # Inside a node links are fast, so hybrid_shard comes before full_shard. Offloading comes last: copies to the
 # host are slower than collectives, and a disk is slower than the host. Equal numbers cost about the same;
 # among them the family of the configured strategy comes first, which is FSDP2 by default.
-_ORDER: dict[Setting, int] = {
-    Setting("no_shard"): 0,
-    Setting("shard_grad_op"): 1,
-    Setting("hybrid_shard_zero2"): 1,
-    Setting("zero1"): 1,
-    Setting("zero2"): 1,
-    Setting("hybrid_shard"): 2,
-    Setting("full_shard"): 3,
-    Setting("zero3"): 3,
-    Setting("zero1", "cpu"): 4,
-    Setting("zero2", "cpu"): 5,
-    Setting("zero3", "none", "cpu"): 6,
-    Setting("full_shard", "cpu"): 7,
-    Setting("zero3", "cpu"): 7,
-    Setting("full_shard", "none", "cpu"): 8,
-    Setting("zero3", "cpu", "cpu"): 8,
-    Setting("zero3", "nvme"): 9,
-    Setting("zero3", "nvme", "nvme"): 10,
+_ORDER: dict[StrategySetting, int] = {
+    StrategySetting("no_shard"): 0,
+    StrategySetting("shard_grad_op"): 1,
+    StrategySetting("hybrid_shard_zero2"): 1,
+    StrategySetting("zero1"): 1,
+    StrategySetting("zero2"): 1,
+    StrategySetting("hybrid_shard"): 2,
+    StrategySetting("full_shard"): 3,
+    StrategySetting("zero3"): 3,
+    StrategySetting("zero1", "cpu"): 4,
+    StrategySetting("zero2", "cpu"): 5,
+    StrategySetting("zero3", "none", "cpu"): 6,
+    StrategySetting("full_shard", "cpu"): 7,
+    StrategySetting("zero3", "cpu"): 7,
+    StrategySetting("full_shard", "none", "cpu"): 8,
+    StrategySetting("zero3", "cpu", "cpu"): 8,
+    StrategySetting("zero3", "nvme"): 9,
+    StrategySetting("zero3", "nvme", "nvme"): 10,
 }
 _NAMED = list(_ORDER)
 _LAST = 11
@@ -91,7 +91,7 @@ class DeviceBytes:
 class Option:
     """One way to run a config, with what it needs."""
 
-    setting: Setting
+    setting: StrategySetting
     micro_batch: int
     recompute: str
     device_bytes: DeviceBytes
@@ -105,7 +105,7 @@ class Option:
     fits: bool | None
     context_parallel_size: int = 1
 
-    def yaml(self, config: RunConfig) -> str:
+    def format_yaml(self, config: RunConfig) -> str:
         """The YAML lines to add to the run's file."""
         memory = {
             "activation_checkpointing": self.recompute,
@@ -136,33 +136,33 @@ class Planner:
         self.target = target
         self.model: Inventory = model.inventory
         self.meta_model = model
-        self._footprint_module = backend_package(target.backend).footprint()
+        self._footprint_module = load_backend_package(target.backend).load_footprint()
         groups = target.cluster.devices // config.ranks_together
         share = max(1, config.train.global_batch_size // max(1, groups))
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"
-        self.micro_batch = largest_divisor(share, 1 if wanted == "auto" else wanted)
+        self.micro_batch = find_largest_divisor(share, 1 if wanted == "auto" else wanted)
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.share = share
-        self._footprints: dict[tuple[Setting, int | str, str], Footprint] = {}
+        self._footprints: dict[tuple[StrategySetting, int | str, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations are estimated by formula; None if they were run."""
-        self._checkpoint = self.model.checkpoint_bytes(config.train)
+        self._checkpoint = self.model.compute_checkpoint_bytes(config.train)
 
-    def peak_flops(self) -> float | None:
+    def get_peak_flops(self) -> float | None:
         """Peak FLOP/s of a device in the run's precision, by its data sheet; None if unknown."""
         device = self.target.device
         return None if device is None else dict(device.peaks).get(self.config.precision)
 
-    def most_tokens_per_second(self) -> float | None:
+    def compute_max_tokens_per_second(self) -> float | None:
         """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
-        peak = self.peak_flops()
+        peak = self.get_peak_flops()
         return None if peak is None else peak * self.target.cluster.devices / self.meta_model.flops_per_token
 
     # -- one option ----------------------------------------------------------------------------------------
 
-    def option(
-        self, setting: Setting, *, micro_batch: int | None = None, recompute: str | None = None
+    def build_option(
+        self, setting: StrategySetting, *, micro_batch: int | None = None, recompute: str | None = None
     ) -> Option:
         """What the run needs under ``setting``.
 
@@ -170,89 +170,93 @@ class Planner:
             UserError: ``setting`` contradicts the rest of the config.
         """
         micro_batch = micro_batch or self.micro_batch
-        config = setting.into(self.config).replaced({"train.micro_batch_size": micro_batch})
+        config = setting.apply_to(self.config).replaced({"train.micro_batch_size": micro_batch})
         if recompute is not None:
             config = config.replaced({"memory.activation_checkpointing": recompute})
         check(config)
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
-        footprint = self._footprint(config)
-        working = self._activations(config, footprint, micro_batch)
-        found = _device_bytes(footprint, working)
+        footprint = self._get_footprint(config)
+        working = self._measure_activations(config, footprint, micro_batch)
+        device_bytes = _compute_device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
         micro_batches = max(1, self.share // micro_batch)
         host = footprint.host * ranks
         device = self.target.device
         fits: bool | None = None
         if device is not None:
-            fits = found.total <= device.usable(cluster.devices)
+            fits = device_bytes.total <= device.compute_usable_memory(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        exchanged = self.meta_model.exchanged(config, cluster)
+        exchanged = self.meta_model.compute_exchanged_bytes(config, cluster)
         links, network = (
-            traffic.of(micro_batches) + more * micro_batches
+            traffic.compute_step_bytes(micro_batches) + more * micro_batches
             for traffic, more in zip((footprint.links, footprint.network), exchanged, strict=True)
         )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
         sent, sharing = int(max(links, network)), config.context_parallel_size
-        return Option(setting, micro_batch, recompute, found, host, disk, saved, sent, fits, sharing)
+        return Option(setting, micro_batch, recompute, device_bytes, host, disk, saved, sent, fits, sharing)
 
-    def _footprint(self, config: RunConfig) -> Footprint:
-        key = Setting.of(config), config.train.micro_batch_size, config.memory.activation_checkpointing
+    def _get_footprint(self, config: RunConfig) -> Footprint:
+        key = (
+            StrategySetting.from_config(config),
+            config.train.micro_batch_size,
+            config.memory.activation_checkpointing,
+        )
         if key not in self._footprints:
             self._footprints[key] = self._footprint_module.footprint(self.model, config, self.target.cluster)
         return self._footprints[key]
 
-    def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
-        request = Request.of(
+    def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
+        request = Request.from_config(
             config,
             micro_batch=micro_batch,
             compute=footprint.compute,
-            on_gpu=backend_package(self.target.backend).runs_cuda,
+            on_gpu=load_backend_package(self.target.backend).runs_cuda,
             compiler=footprint.compiler,
         )
-        found = self.meta_model.activations(request)
-        self.failure = found.failure or self.failure
-        return found
+        activations = self.meta_model.measure_activations(request)
+        self.failure = activations.failure or self.failure
+        return activations
 
     # -- all of them ---------------------------------------------------------------------------------------
 
-    def options(self, *, offloading: bool = True) -> list[Option]:
+    def list_options(self, *, offloading: bool = True) -> list[Option]:
         """Every setting as configured otherwise: those that fit, then the rest, both in order.
 
         Args:
             offloading: False for those alone that do without, and fit if everything is recomputed of
                 micro-batches of one. No pass is run of what has no room for the state alone.
         """
-        own = Setting.of(self.config)
+        configured = StrategySetting.from_config(self.config)
         settings = list(self._footprint_module.settings(self.config, self.target.cluster))
-        if own not in settings:
-            settings.append(own)
-        found = []
+        if configured not in settings:
+            settings.append(configured)
+        options = []
         for setting in sorted(settings, key=self._rank):
             try:
-                if offloading or (not setting.offloaded and self._can_fit(setting)):
-                    found.append(self.option(setting))
+                if offloading or (not setting.offloaded and self._is_feasible(setting)):
+                    options.append(self.build_option(setting))
             except UserError:
-                if setting == own:
+                if setting == configured:
                     raise
-        return sorted(found, key=lambda option: option.fits is False)
+        return sorted(options, key=lambda option: option.fits is False)
 
     @staticmethod
-    def place(setting: Setting) -> int:
+    def get_position(setting: StrategySetting) -> int:
         """Position of ``setting`` in the order, from 0; equal for those that cost about the same."""
         return _ORDER.get(setting, _LAST)
 
-    def _rank(self, setting: Setting) -> tuple[int, bool, int]:
+    def _rank(self, setting: StrategySetting) -> tuple[int, bool, int]:
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
-        return self.place(setting), family, _NAMED.index(setting) if setting in _ORDER else len(_NAMED)
+        return self.get_position(setting), family, _NAMED.index(setting) if setting in _ORDER else len(_NAMED)
 
-    def comes_before(self, one: Option, other: Option) -> bool:
-        """Whether ``one`` comes before ``other`` in the order."""
-        return self._rank(one.setting) < self._rank(other.setting)
+    def is_before(self, option: Option, other: Option) -> bool:
+        """Whether ``option`` comes before ``other`` in the order."""
+        return self._rank(option.setting) < self._rank(other.setting)
 
-    def following(self, setting: Setting) -> str | None:
+    def describe_next_setting(self, setting: StrategySetting) -> str | None:
         """The next setting in the order, as settings of the config; None after the last."""
         later = [
             s
@@ -261,11 +265,11 @@ class Planner:
         ]
         if not later:
             return None
-        found = min(later, key=self._rank)
-        moved = [f"memory.offload_{part} {place}" for part, place in found.offloaded.items()]
-        return f"strategy {found.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
+        next_setting = min(later, key=self._rank)
+        moved = [f"memory.offload_{part} {place}" for part, place in next_setting.offloaded.items()]
+        return f"strategy {next_setting.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
-    def best(self, options: list[Option]) -> Option | None:
+    def find_best(self, options: list[Option]) -> Option | None:
         """The first option that fits; None if none does or the memory is unknown.
 
         Strategies without offloading are tried in order: as configured, then with smaller micro-batches (more
@@ -273,14 +277,14 @@ class Planner:
         """
         if self.target.device is None:
             return None
-        for candidate in self._ladder(options):
+        for candidate in self._iter_candidates(options):
             if candidate.fits:
                 return candidate
         return None
 
-    def _ladder(self, options: list[Option]) -> Iterator[Option]:
+    def _iter_candidates(self, options: list[Option]) -> Iterator[Option]:
         ordered = sorted(
-            (option for option in options if self._may_fit(option.setting)),
+            (option for option in options if self._has_room_for_state(option.setting)),
             key=lambda option: self._rank(option.setting),
         )
         plain = [
@@ -288,27 +292,29 @@ class Planner:
         ]
         offloaded = [o for o in ordered if o not in plain]
         yield from plain
-        sizes = self._smaller()
+        sizes = self._list_smaller_sizes()
         for option in plain:
-            yield from self._largest_that_fits(option.setting, sizes, None)
+            yield from self._find_largest_fitting(option.setting, sizes, None)
         if self.config.memory.activation_checkpointing != "full":
             for option in plain:
-                yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
+                yield from self._find_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
         for option in offloaded:
-            yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
+            yield from self._find_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
 
-    def _may_fit(self, setting: Setting) -> bool:
+    def _has_room_for_state(self, setting: StrategySetting) -> bool:
         """Whether the part fits that neither a smaller micro-batch nor recomputation reduces."""
-        target, footprint = self.target, self._footprint(setting.into(self.config))
+        target, footprint = self.target, self._get_footprint(setting.apply_to(self.config))
         assert target.device is not None
         resident = footprint.parameters + footprint.gradients + footprint.optimizer
         host = footprint.host * min(target.cluster.per_node, target.cluster.devices)
-        return resident <= target.device.usable(target.cluster.devices) and (
+        return resident <= target.device.compute_usable_memory(target.cluster.devices) and (
             target.host_memory is None or host <= target.host_memory
         )
 
-    def _can_fit(self, setting: Setting) -> bool:
-        return self._may_fit(setting) and bool(self.option(setting, micro_batch=1, recompute="full").fits)
+    def _is_feasible(self, setting: StrategySetting) -> bool:
+        return self._has_room_for_state(setting) and bool(
+            self.build_option(setting, micro_batch=1, recompute="full").fits
+        )
 
     def compute_least_bytes(self) -> int:
         """Compute the smallest device memory of a plan without offloading, in bytes.
@@ -319,42 +325,44 @@ class Planner:
         for setting in self._footprint_module.settings(self.config, self.target.cluster):
             if not setting.offloaded:
                 with suppress(UserError):  # the strategy contradicts another setting
-                    sizes.append(self.option(setting, micro_batch=1, recompute="full").device_bytes.total)
+                    sizes.append(
+                        self.build_option(setting, micro_batch=1, recompute="full").device_bytes.total
+                    )
         return min(sizes)
 
-    def _largest_that_fits(
-        self, setting: Setting, sizes: list[int], recompute: str | None
+    def _find_largest_fitting(
+        self, setting: StrategySetting, sizes: list[int], recompute: str | None
     ) -> Iterator[Option]:
         """The largest of ``sizes`` (descending) that fits. If the smallest does not, none does."""
-        if sizes and self.option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
-            found = (self.option(setting, micro_batch=size, recompute=recompute) for size in sizes)
-            yield next(option for option in found if option.fits)
+        if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
+            options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
+            yield next(option for option in options if option.fits)
 
-    def _smaller(self) -> list[int]:
+    def _list_smaller_sizes(self) -> list[int]:
         """At most two smaller micro-batches, descending; the last is 1."""
         if self.micro_batch == 1:
             return []
-        half = largest_divisor(self.share, max(1, self.micro_batch // 2))
+        half = find_largest_divisor(self.share, max(1, self.micro_batch // 2))
         return list(dict.fromkeys([half, 1]))
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
-    def largest_micro_batch(self, sizes: list[int]) -> int | None:
+    def find_largest_micro_batch(self, sizes: list[int]) -> int | None:
         """The largest of ``sizes`` (ascending) that fits under the configured setting, or None."""
         if self.target.device is None:
             return None
-        own = Setting.of(self.config)
+        configured = StrategySetting.from_config(self.config)
         good, bad = -1, len(sizes)  # what is known to fit, and not to fit
         while bad - good > 1:
             middle = (good + bad) // 2
-            if self.option(own, micro_batch=sizes[middle]).fits:
+            if self.build_option(configured, micro_batch=sizes[middle]).fits:
                 good = middle
             else:
                 bad = middle
         return None if good < 0 else sizes[good]
 
 
-def _device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
+def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceBytes:
     """The peak: before the backward pass reaches the layers, in them, at their end, or in the update.
 
     Gradients count as complete, which holds from the second micro-batch of a step on. With one micro-batch

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from portable.batch_plan import plan_batches
 from portable.errors import UserError
-from portable.planner.hours import Work, work_of
+from portable.planner.hours import Work, estimate_work
 from portable.planner.memory_model import Cluster
 from portable.planner.plan import Target
-from portable.registry import PLANNED_FOR_AUTO, backend_package
-from portable.terminal import loading, tell
+from portable.registry import PLANNED_FOR_AUTO, load_backend_package
+from portable.terminal import show_loading, tell
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -46,7 +46,7 @@ def choose_target(
     if device is not None and backend not in device.backends:
         backend = device.backends[0]
     # The CPU backend lists no devices, so a config for it may be planned for any device.
-    lists_devices = config.backend != "auto" and backend_package(config.backend).devices()
+    lists_devices = config.backend != "auto" and load_backend_package(config.backend).list_devices()
     if device is not None and lists_devices and config.backend != backend:
         raise UserError(
             f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; "
@@ -58,17 +58,21 @@ def choose_target(
     # Raise an error if the batch cannot be divided among the devices.
     smallest = config.replaced({"train.micro_batch_size": 1})
     plan_batches(smallest, world_size=1, rank=0, devices_per_rank=devices)
-    config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
-    for note in backend_package(backend).notes(config) if notes else ():
+    config = (
+        load_backend_package(backend)
+        .load_footprint()
+        .adopt(config.replaced({"backend": backend}), target.cluster)
+    )
+    for note in load_backend_package(backend).build_notes(config) if notes else ():
         tell(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target
 
 
-def settle(config: RunConfig) -> RunConfig:
+def resolve_defaults(config: RunConfig) -> RunConfig:
     """Set the defaults that depend on the data and the model, because the memory depends on their values."""
-    with loading():
+    with show_loading():
         from portable.adapters.assemble import settle_defaults
     return settle_defaults(config)
 
@@ -84,8 +88,8 @@ def build_meta_model(config: RunConfig, *, with_data: bool = True) -> tuple[Meta
         The model, and the amount of training. Without the data, the amount is None unless ``train.steps`` is
         set.
     """
-    with loading():
-        from portable.adapters.assemble import planned
+    with show_loading():
+        from portable.adapters.assemble import resolve_for_plan
         from portable.planner.meta_model import MetaModel
-    config, model, sizes = planned(config, with_data=with_data)
-    return MetaModel(model, config), work_of(config, sizes)
+    config, model, sizes = resolve_for_plan(config, with_data=with_data)
+    return MetaModel(model, config), estimate_work(config, sizes)

@@ -6,12 +6,12 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portable.formatting import human_bytes
+from portable.formatting import format_bytes
 from portable.planner import device_lookup as devices
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import in_words
+from portable.planner.tables import describe_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1) -> Planner:
+def build_local_planner(
+    config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
+) -> Planner:
     """Return a planner for the devices of ``backend``.
 
     Args:
@@ -31,44 +33,49 @@ def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ra
     """
     count = max(ranks, backend.world_size) * backend.devices_per_rank
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) * backend.devices_per_rank
-    memory = backend.diagnostics.driver_memory()
+    memory = backend.diagnostics.query_driver_memory()
     device = None
     if memory is not None:
-        peak = backend.peak_flops(config.precision)
+        peak = backend.get_peak_flops(config.precision)
         peaks = () if peak is None else ((config.precision, peak),)
-        known = devices.unnamed(backend.name)
-        device = replace(known, memory=memory[1], per_node=per_node, peaks=peaks)
+        typical = devices.build_generic_device(backend.name)
+        device = replace(typical, memory=memory[1], per_node=per_node, peaks=peaks)
     target = Target(backend.name, Cluster(count, per_node), device, None)
     return Planner(config, MetaModel(model, config), target)
 
 
-def memory_rows(planner: Planner) -> list[tuple[str, str]]:
+def build_memory_rows(planner: Planner) -> list[tuple[str, str]]:
     """What this config needs, as rows of a table with two columns."""
-    option = planner.option(Setting.of(planner.config))
+    option = planner.build_option(StrategySetting.from_config(planner.config))
     size = option.device_bytes
     parts = ("parameters", "gathered", "gradients", "optimizer", "activations")
-    sizes = ", ".join(f"{name} {human_bytes(getattr(size, name))}" for name in parts)
-    rows = [("memory, planned", f"{human_bytes(size.total)} on each device: {sizes}")]
+    sizes = ", ".join(f"{name} {format_bytes(getattr(size, name))}" for name in parts)
+    rows = [("memory, planned", f"{format_bytes(size.total)} on each device: {sizes}")]
     if option.fits is not None:
         assert planner.target.device is not None
-        usable = planner.target.device.usable(planner.target.cluster.devices)
-        rows.append(("fits", f"{'yes' if option.fits else 'no'}, of {human_bytes(usable)} usable"))
+        usable = planner.target.device.compute_usable_memory(planner.target.cluster.devices)
+        rows.append(("fits", f"{'yes' if option.fits else 'no'}, of {format_bytes(usable)} usable"))
     if option.host_bytes:
-        rows.append(("host memory", f"{human_bytes(option.host_bytes)} on each node"))
+        rows.append(("host memory", f"{format_bytes(option.host_bytes)} on each node"))
     if option.disk_bytes:
-        rows.append(("disk", f"{human_bytes(option.disk_bytes)} on each node, to swap"))
+        rows.append(("disk", f"{format_bytes(option.disk_bytes)} on each node, to swap"))
     return rows
 
 
-def what_fits(planner: Planner) -> str | None:
+def describe_best_fit(planner: Planner) -> str | None:
     """The first setting in the planner's order that fits; None if none does, or the memory is unknown."""
-    best = planner.best(planner.options())
-    own = Setting.of(planner.config), planner.micro_batch, planner.config.memory.activation_checkpointing
-    if best is None or (best.setting, best.micro_batch, best.recompute) == own:
+    best = planner.find_best(planner.list_options())
+    configured = (
+        StrategySetting.from_config(planner.config),
+        planner.micro_batch,
+        planner.config.memory.activation_checkpointing,
+    )
+    if best is None or (best.setting, best.micro_batch, best.recompute) == configured:
         return None
     assert planner.target.device is not None
-    usable = planner.target.device.usable(planner.target.cluster.devices)
+    usable = planner.target.device.compute_usable_memory(planner.target.cluster.devices)
     return (
-        f"{in_words(best)}, train.micro_batch_size {best.micro_batch} and memory.activation_checkpointing "
-        f"{best.recompute} ({human_bytes(best.device_bytes.total)} of {human_bytes(usable)})"
+        f"{describe_option(best)}, train.micro_batch_size {best.micro_batch} and "
+        f"memory.activation_checkpointing {best.recompute} ({format_bytes(best.device_bytes.total)} of "
+        f"{format_bytes(usable)})"
     )

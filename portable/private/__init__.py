@@ -3,7 +3,7 @@
 ``of_torch``, ``of_transformers`` and ``of_peft`` are here, ``gpu/zero/private_api.py`` is DeepSpeed's,
 ``tpu/xla/of_torch_xla.py`` torch_xla's, ``tpu/torchtpu/of_torch_tpu.py`` torch_tpu's. A package may rename
 what it keeps private in any release. Names are therefore looked up when they are used, so that only what
-needs them ends, in one line (:meth:`Package.needed_for`). ``tests/test_private_names.py`` holds all other
+needs them ends, in one line (:meth:`Package.guard`). ``tests/test_private_names.py`` holds all other
 files to public names.
 """
 
@@ -18,7 +18,7 @@ from importlib import metadata
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +46,9 @@ class Package:
         from packaging.specifiers import SpecifierSet
 
         asked = map(Requirement, metadata.requires("portable-trainer") or ())
-        wanted = next((one.specifier for one in asked if one.name == self._name), SpecifierSet())
+        wanted = next(
+            (requirement.specifier for requirement in asked if requirement.name == self._name), SpecifierSet()
+        )
         try:
             version = metadata.version(self._name)
         except metadata.PackageNotFoundError:
@@ -57,14 +59,14 @@ class Package:
                 f"pip install 'portable-trainer[{extra}]'"
             )
 
-    def needed_for(self, feature: str) -> Callable[[Function], Function]:
+    def guard(self, feature: str) -> Callable[[Function], Function]:
         """Decorate a function of a room, or one that makes a context manager.
 
         A name that is gone, or takes other arguments, raises UserError, if the room's own lines use it.
         Errors inside other packages stay as they are.
         """
 
-        def decorated(function: Function) -> Function:
+        def decorate(function: Function) -> Function:
             file = function.__code__.co_filename
 
             def refuse(error: Exception) -> None:
@@ -75,14 +77,14 @@ class Package:
                 here = codes[-1].co_filename == file
                 if not here or (isinstance(error, TypeError) and not _CALL.search(str(error))):
                     return
-                reason = re.sub(r" \((/|unknown location).*", "", one_line(error))
+                reason = re.sub(r" \((/|unknown location).*", "", to_one_line(error))
                 raise UserError(
                     f"{feature}: does not work with {self._name} {metadata.version(self._name)} ({reason}); "
                     f"pip install '{self._name}=={self.seen.rpartition('.')[0]}.*'"
                 ) from error
 
             @wraps(function)
-            def called(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 try:
                     return function(*args, **kwargs)
                 except (ImportError, AttributeError, TypeError) as error:
@@ -90,35 +92,35 @@ class Package:
                     raise
 
             @wraps(function)
-            def generated(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
                 try:
                     yield from function(*args, **kwargs)
                 except (ImportError, AttributeError, TypeError) as error:
                     refuse(error)
                     raise
 
-            chosen: Any = generated if inspect.isgeneratorfunction(function) else called
-            found: Function = chosen
-            return found
+            chosen: Any = generate if inspect.isgeneratorfunction(function) else call
+            wrapped: Function = chosen
+            return wrapped
 
-        return decorated
+        return decorate
 
-    def function(self, path: str, feature: str) -> Callable[..., Any]:
+    def wrap_function(self, path: str, feature: str) -> Callable[..., Any]:
         """A function that calls the one called ``path``: ``module:name`` or ``module:name.name``."""
         module, _, name = path.partition(":")
 
-        @self.needed_for(feature)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        @self.guard(feature)
+        def call(*args: Any, **kwargs: Any) -> Any:
             return attrgetter(name)(importlib.import_module(module))(*args, **kwargs)
 
-        return called
+        return call
 
-    def attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
+    def wrap_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """A function that reads an attribute, or calls a method, of what it gets."""
 
-        @self.needed_for(feature)
+        @self.guard(feature)
         def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            found = getattr(owner, name, *default)
-            return found(*args, **kwargs) if args or kwargs else found
+            value = getattr(owner, name, *default)
+            return value(*args, **kwargs) if args or kwargs else value
 
         return read

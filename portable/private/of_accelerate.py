@@ -13,7 +13,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
         self.warning(*given, **more)
 
 
-def tracker_classes() -> dict[str, Any]:
+def get_tracker_classes() -> dict[str, Any]:
     """Accelerate's trackers by name, to be used without its process state."""
     from accelerate import tracking
 

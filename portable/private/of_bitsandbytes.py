@@ -6,13 +6,13 @@ import logging
 from functools import cache
 from typing import Any
 
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.private import Package
-from portable.private.of_torch import no_compiler
+from portable.private.of_torch import disable_compiler
 
 
 @cache
-def bitsandbytes() -> Any:
+def import_bitsandbytes() -> Any:
     """The package.
 
     It compiles what stands in for kernels that a device lacks. That imports the compiler, which takes two
@@ -24,10 +24,10 @@ def bitsandbytes() -> Any:
     _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        with no_compiler():
+        with disable_compiler():
             import bitsandbytes as package
     except ImportError as error:
-        reason = f"bitsandbytes cannot be imported ({one_line(error)})"
+        reason = f"bitsandbytes cannot be imported ({to_one_line(error)})"
         raise UserError(f"adapter.base: {reason}; pip install 'portable-trainer[qlora]'") from error
     return package
 

@@ -9,7 +9,7 @@ from portable.private import Package
 _datasets = Package("datasets", "5.2.0")
 
 
-@_datasets.needed_for("data.source: a dataset of the hub")
-def fingerprint(rows: Any) -> str:
+@_datasets.guard("data.source: a dataset of the hub")
+def get_fingerprint(rows: Any) -> str:
     """What covers the repository, its revision, the configuration and the split of a dataset."""
     return str(rows._fingerprint)

@@ -11,7 +11,7 @@ import torch
 
 from portable.errors import UserError
 from portable.private import Package
-from portable.private.of_bitsandbytes import bitsandbytes
+from portable.private.of_bitsandbytes import import_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # peft imports it where it is installed, and it imports the compiler.
 with suppress(UserError):
-    bitsandbytes()
+    import_bitsandbytes()
 
 import peft
 
@@ -31,25 +31,25 @@ __all__ = ["peft"]
 _peft = Package("peft", "0.21.2")
 
 
-@_peft.needed_for("adapter")
-def target_modules(table: str, model_type: str) -> list[str] | None:
+@_peft.guard("adapter")
+def get_target_modules(table: str, model_type: str) -> list[str] | None:
     """The modules that peft adapts in models of a type; None if it does not say.
 
     Args:
         table: the name of peft's own.
         model_type: of transformers.
     """
-    found: dict[str, list[str]] = getattr(peft.utils.constants, table)
-    return found.get(model_type)
+    modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, table)
+    return modules_by_type.get(model_type)
 
 
-@_peft.needed_for("adapter.use_dora")
+@_peft.guard("adapter.use_dora")
 def is_magnitude(module: nn.Module) -> bool:
     """Whether ``module`` holds the lengths of DoRA for a linear layer."""
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
-@_peft.needed_for("adapter")
+@_peft.guard("adapter")
 def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
     """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
 
@@ -65,7 +65,7 @@ def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
     return False
 
 
-@_peft.needed_for("adapter")
+@_peft.guard("adapter")
 def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
     """Find tensors of an adapter's file that peft does not load, because it gives them other names.
 
@@ -92,13 +92,15 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 
 
 @contextmanager
-@_peft.needed_for("a reference model without the adapter")
-def switched_off(model: nn.Module) -> Iterator[None]:
+@_peft.guard("a reference model without the adapter")
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within this context, the layers of ``model`` compute without their adapters.
 
     peft's own switch also changes what is trained, which engines have taken in.
     """
-    layers: list[Any] = [one for one in model.modules() if getattr(one, "_disable_adapters", None) is False]
+    layers: list[Any] = [
+        module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
+    ]
     assert layers
     for layer in layers:
         layer._disable_adapters = True
@@ -109,15 +111,15 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-@_peft.needed_for("adapter.trainable_token_indices")
-def trains_tokens(module: nn.Module) -> bool:
+@_peft.guard("adapter.trainable_token_indices")
+def is_trainable_tokens_layer(module: nn.Module) -> bool:
     """Whether ``module`` adapts rows of a table of tokens."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
 
 
 @contextmanager
-@_peft.needed_for("adapter")
-def matched_by(matcher: Matcher) -> Iterator[None]:
+@_peft.guard("adapter")
+def use_matcher(matcher: Matcher) -> Iterator[None]:
     """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re

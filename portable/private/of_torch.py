@@ -23,8 +23,8 @@ _torch = Package("torch", "2.15.0")
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-@_torch.needed_for("optimizer and offload under strategy full_shard")
-def sharded_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = None) -> DTensor:
+@_torch.guard("optimizer and offload under strategy full_shard")
+def shard_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = None) -> DTensor:
     """A DTensor placed like ``tensor``, around ``part``, which may be on another device than the mesh.
 
     ``DTensor.from_local`` would move ``part`` to the devices of the mesh.
@@ -45,8 +45,8 @@ def sharded_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = No
     return DTensor(part, spec, requires_grad=False)
 
 
-@_torch.needed_for("checkpoints under strategy full_shard")
-def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+@_torch.guard("checkpoints under strategy full_shard")
+def compute_local_slices(tensor: DTensor) -> tuple[slice, ...]:
     """The part of the whole tensor that this rank's shard covers."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -54,18 +54,18 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-storage_prefix = _torch.function(
+build_storage_prefix = _torch.wrap_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
 """Beginning of the names of the files that DCP's writer creates for a plan."""
-storage_id = _torch.attribute("_cdata", "checkpoints and portable-plan")
+get_storage_id = _torch.wrap_attribute("_cdata", "checkpoints and portable-plan")
 """A number that is the same for all Python objects of one storage."""
-changes: Callable[[Tensor], int] = attrgetter("_version")
+get_version: Callable[[Tensor], int] = attrgetter("_version")
 """Number of in-place changes of a tensor, without a host-device sync. A C function, as steps call it."""
 
 
-@_torch.needed_for("xla.scan_layers")
-def root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+@_torch.guard("xla.scan_layers")
+def get_root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """What ``tensor`` is a view of, and what makes the same view of another; itself and None if no view."""
     if not tensor._is_view():
         return tensor, None
@@ -75,8 +75,8 @@ def root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] 
 
 
 @contextmanager
-@_torch.needed_for("model.init: scratch")
-def truncated_normals_by(draw: Callable[..., Tensor]) -> Iterator[None]:
+@_torch.guard("model.init: scratch")
+def replace_trunc_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
     """Within this context, let ``draw(function, tensor, mean, std, a, b, generator)`` do ``trunc_normal_``.
 
     Args:
@@ -86,34 +86,34 @@ def truncated_normals_by(draw: Callable[..., Tensor]) -> Iterator[None]:
     name = "_no_grad_trunc_normal_"
     function = getattr(module, name)
 
-    def replacement(
+    def trunc_normal(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
         return draw(function, tensor, mean, std, a, b, generator)
 
-    setattr(module, name, replacement)
+    setattr(module, name, trunc_normal)
     try:
         yield
     finally:
         setattr(module, name, function)
 
 
-fake_tensors = _torch.function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
+fake_tensors = _torch.wrap_function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
 """A context in which tensors have shapes and no values."""
-is_fake = _torch.function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
+is_fake = _torch.wrap_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
 """Whether a tensor is one of these."""
 _TREES = "nested inputs and outputs of layers"
-tree_leaves = _torch.function("torch.utils._pytree:tree_leaves", _TREES)
-tree_flatten = _torch.function("torch.utils._pytree:tree_flatten", _TREES)
-tree_flatten_with_path = _torch.function("torch.utils._pytree:tree_flatten_with_path", _TREES)
-tree_unflatten = _torch.function("torch.utils._pytree:tree_unflatten", _TREES)
+tree_leaves = _torch.wrap_function("torch.utils._pytree:tree_leaves", _TREES)
+tree_flatten = _torch.wrap_function("torch.utils._pytree:tree_flatten", _TREES)
+tree_flatten_with_path = _torch.wrap_function("torch.utils._pytree:tree_flatten_with_path", _TREES)
+tree_unflatten = _torch.wrap_function("torch.utils._pytree:tree_unflatten", _TREES)
 
 # -- operations --------------------------------------------------------------------------------------------
 
 
 @contextmanager
-@_torch.needed_for("portable-plan")
-def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+@_torch.guard("portable-plan")
+def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Within this context, do ``call(operation, arguments, keywords)`` in place of each operation."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,8 +125,8 @@ def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any])
         yield
 
 
-@_torch.needed_for("portable-plan with compile")
-def partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
+@_torch.guard("portable-plan with compile")
+def partition_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as the two graphs that inductor would compile, which its first call traces.
 
     They run operation by operation. The forward graph keeps for the backward graph what inductor's does.
@@ -137,82 +137,82 @@ def partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.decomposition import select_decomp_table
 
     run: Any = boxed_nop
-    found: Callable[..., Any] = aot_function(
+    graphs: Callable[..., Any] = aot_function(
         function,
         fw_compiler=run,
         bw_compiler=run,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    return found
+    return graphs
 
 
-@_torch.needed_for("portable-plan and memory.activation_checkpointing selective")
-def aten(name: str) -> Any:
+@_torch.guard("portable-plan and memory.activation_checkpointing selective")
+def get_aten_operation(name: str) -> Any:
     """ATen's operation ``name`` whose name begins with an underscore, given without it."""
     return getattr(torch.ops.aten, f"_{name}").default
 
 
-schema = _torch.attribute("_schema", "portable-plan --compile")
+get_schema = _torch.wrap_attribute("_schema", "portable-plan --compile")
 """The arguments of an operation, and which of them it changes."""
-fused_sgd_ = _torch.function("torch:_fused_sgd_", "train.optimizer: sgd")
+fused_sgd_ = _torch.wrap_function("torch:_fused_sgd_", "train.optimizer: sgd")
 """Update parameters in one kernel."""
-scale_ = _torch.function("torch:_foreach_mul_", "precision: fp16")
+scale_ = _torch.wrap_function("torch:_foreach_mul_", "precision: fp16")
 """Multiply tensors in place, in one kernel where the device has one."""
-masks_its_steps = _torch.attribute("_step_supports_amp_scaling", "train.optimizer", False)
+masks_its_steps = _torch.wrap_attribute("_step_supports_amp_scaling", "train.optimizer", False)
 """Whether an optimizer skips a step by itself where a gradient is not finite."""
 
 
 def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     """Wrap ``scaled_dot_product_attention``; calling the result undoes it."""
     functional: Any = torch.nn.functional
-    whole = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = wrap(whole)
-    return partial(setattr, functional, "scaled_dot_product_attention", whole)
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = wrap(original)
+    return partial(setattr, functional, "scaled_dot_product_attention", original)
 
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-children = _torch.attribute("_modules", "model")
+get_children = _torch.wrap_attribute("_modules", "model")
 """The submodules of a module by name, a dict to change."""
 
 
-@_torch.needed_for("adapter")
-def with_children(module: Any, changed: dict[str, Any]) -> Any:
+@_torch.guard("adapter")
+def copy_with_children(module: Any, changed: dict[str, Any]) -> Any:
     """A copy of ``module`` that has other submodules and shares the rest."""
-    made = copy.copy(module)
-    made._modules = changed
-    return made
+    module_copy = copy.copy(module)
+    module_copy._modules = changed
+    return module_copy
 
 
-compiled_call = _torch.attribute("_compiled_call_impl", "data.packing: documents")
+get_compiled_call = _torch.wrap_attribute("_compiled_call_impl", "data.packing: documents")
 """What `module.compile` made; None without it."""
 
 
 @contextmanager
-def constructors_replaced(
+def replace_constructors(
     classes: Collection[type[nn.Module]], wrap: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> Iterator[None]:
     """Within this context, wrap the constructor of each class, its inherited one if it has none."""
     kinds: list[Any] = list(classes)
-    own = {kind: vars(kind).get("__init__") for kind in kinds}
-    made = {kind: wrap(kind.__init__) for kind in kinds}
+    own_constructors = {kind: vars(kind).get("__init__") for kind in kinds}
+    wrapped_constructors = {kind: wrap(kind.__init__) for kind in kinds}
     try:
         for kind in kinds:
-            kind.__init__ = made[kind]
+            kind.__init__ = wrapped_constructors[kind]
         yield
     finally:
         for kind in kinds:
-            if own[kind] is None:
+            if own_constructors[kind] is None:
                 del kind.__init__
             else:
-                kind.__init__ = own[kind]
+                kind.__init__ = own_constructors[kind]
 
 
 # -- the compiler ------------------------------------------------------------------------------------------
 
 
-@_torch.needed_for("compile: true")
+@_torch.guard("compile: true")
 def keep_compiling(recompile_limit: int) -> None:
     """Allow ``recompile_limit`` different layers; past the limit they would silently run uncompiled."""
     dynamo = torch._dynamo.config
@@ -224,7 +224,7 @@ def keep_compiling(recompile_limit: int) -> None:
 
 
 @contextmanager
-def no_compiler() -> Iterator[None]:
+def disable_compiler() -> Iterator[None]:
     """Within this context, ``torch.compile`` compiles nothing."""
     compiler: Any = torch.compile
     stand_in: Any = lambda function=None, **_: function or (lambda later: later)  # noqa: E731
@@ -235,23 +235,27 @@ def no_compiler() -> Iterator[None]:
         torch.compile = compiler
 
 
-build_folder = _torch.function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
+get_build_folder = _torch.wrap_function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
 """The folder in which torch builds a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 
-record_memory_history = _torch.function("torch.cuda.memory:_record_memory_history", "log.memory_snapshot")
+record_memory_history = _torch.wrap_function(
+    "torch.cuda.memory:_record_memory_history", "log.memory_snapshot"
+)
 """Record allocations on the GPU."""
-dump_memory_snapshot = _torch.function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
+dump_memory_snapshot = _torch.wrap_function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
 """Write them to a file as https://pytorch.org/memory_viz reads them."""
 
 # -- process groups ----------------------------------------------------------------------------------------
 
-dump_nccl_trace = _torch.function("torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder")
+dump_nccl_trace = _torch.wrap_function(
+    "torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder"
+)
 """NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""
 
 
-@_torch.needed_for("data.num_workers")
+@_torch.guard("data.num_workers")
 def abandon_workers(batches: Any) -> None:
     """End the workers of a ``DataLoader``'s iterator, one of which was killed; torch would wait for them."""
     for worker in getattr(batches, "_workers", ()):
@@ -261,7 +265,7 @@ def abandon_workers(batches: Any) -> None:
         pinning.set()  # of a thread, which ends by it
 
 
-@_torch.needed_for("data.num_workers")
+@_torch.guard("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
     """Begin the names of the semaphores that this process makes within this context with ``prefix``."""
@@ -277,7 +281,7 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
         settings["semprefix"] = before
 
 
-@_torch.needed_for("data.num_workers")
+@_torch.guard("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
     """Remove the names of the semaphores of queues that other processes have opened already."""
     from multiprocessing import util
@@ -291,7 +295,7 @@ def unlink_semaphores(queues: list[Any]) -> None:
             finalizer()  # otherwise it would run at exit and find no such name
 
 
-@_torch.needed_for("train.micro_batch_size: auto")
+@_torch.guard("train.micro_batch_size: auto")
 def detach_process_groups() -> list[Any]:
     """Let this process start a new default group; return the present groups, whose connections stay open.
 
@@ -302,12 +306,12 @@ def detach_process_groups() -> list[Any]:
     world: Any = dist.distributed_c10d._world
     groups = list(world.pg_map)
     world.default_pg = None
-    for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
-        known.clear()
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.clear()
     return groups
 
 
-@_torch.needed_for("train.micro_batch_size: auto")
+@_torch.guard("train.micro_batch_size: auto")
 def start_fake_group(rank: int, world_size: int) -> None:
     """Start a process group whose collectives move nothing and never wait."""
     import torch.distributed as dist
@@ -316,7 +320,7 @@ def start_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-default_store = _torch.function(
+get_default_store = _torch.wrap_function(
     "torch.distributed.distributed_c10d:_get_default_store", "errors of other ranks"
 )
 """The store of the default process group."""

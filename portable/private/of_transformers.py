@@ -27,23 +27,23 @@ _transformers = Package("transformers", "5.24.0")
 # -- masks -------------------------------------------------------------------------------------------------
 
 
-def no_value_checks() -> AbstractContextManager[None]:
+def disable_value_checks() -> AbstractContextManager[None]:
     """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
     transformers looks for packed sequences, and skips masks that mask nothing, unless it is being traced.
     Here, every mask that is given is used. :mod:`portable.model.document_attention` says where the documents
     of a packed sample are.
     """
-    return _replaced(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
+    return _replace_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
 
-def no_packed_sequences() -> AbstractContextManager[None]:
+def ignore_packed_sequences() -> AbstractContextManager[None]:
     """Return a context in which transformers does not look for packed sequences."""
-    return _replaced(find_packed_sequence_indices=lambda _: None)
+    return _replace_functions(find_packed_sequence_indices=lambda _: None)
 
 
 @contextmanager
-def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+def _replace_functions(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of ``transformers.masking_utils`` by name."""
     module = _find_masking_module()
     before = {name: getattr(module, name) for name in functions}
@@ -57,7 +57,7 @@ def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
 
 
 @cache
-@_transformers.needed_for("training")
+@_transformers.guard("training")
 def _find_masking_module() -> Any:
     """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
     from transformers import masking_utils
@@ -67,12 +67,12 @@ def _find_masking_module() -> Any:
     return module
 
 
-attention_kernel = _transformers.attribute("_attn_implementation", "model.attention")
+get_attention_kernel = _transformers.wrap_attribute("_attn_implementation", "model.attention")
 """The kernel of the layers of a config: ``sdpa``, ``eager``, ..."""
 
 
 @contextmanager
-def replaced_function(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replace_function(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace an entry of a mapping of functions within this context."""
     before = functions[name]
     functions[name] = function
@@ -83,31 +83,33 @@ def replaced_function(functions: Any, name: str, function: Callable[..., Any]) -
 
 
 @contextmanager
-@_transformers.needed_for("data.packing: documents")
-def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str) -> Iterator[None]:
+@_transformers.guard("data.packing: documents")
+def wrap_mask_function(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
+) -> Iterator[None]:
     """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
-    functions = mask_functions()
-    with replaced_function(functions, kernel, wrap(functions[kernel])):
+    functions = get_mask_functions()
+    with replace_function(functions, kernel, wrap(functions[kernel])):
         yield
 
 
-@_transformers.needed_for("context_parallel_size")
-def attention_functions() -> Any:
+@_transformers.guard("context_parallel_size")
+def get_attention_functions() -> Any:
     """The functions that compute attention, by kernel, for all models of this process."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS
 
 
-@_transformers.needed_for("data.packing: documents")
-def mask_functions() -> Any:
+@_transformers.guard("data.packing: documents")
+def get_mask_functions() -> Any:
     """The functions that make masks, by kernel, for all models of this process."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def module_of(model: Any) -> dict[str, Any]:
+def get_module_namespace(model: Any) -> dict[str, Any]:
     """Return the functions and classes of the module that defines the class of ``model``, by name.
 
     FSDP2 replaces the class of a model by a subclass that torch defines.
@@ -116,13 +118,13 @@ def module_of(model: Any) -> dict[str, Any]:
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
-def share_heads_of_keys() -> None:
+def share_key_heads() -> None:
     """Have sdpa attend with few heads of keys also under a mask, in place of repeating them before."""
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
-@_transformers.needed_for("tensor_parallel_size")
-def parallel_plan(model: Any, size: int) -> dict[str, str]:
+@_transformers.guard("tensor_parallel_size")
+def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
     """The styles by which ``size`` ranks share layers and experts, by the names of modules and parameters.
 
     Raises:
@@ -142,7 +144,7 @@ def parallel_plan(model: Any, size: int) -> dict[str, str]:
     return {**layers, **experts}
 
 
-@_transformers.needed_for("tensor_parallel_size")
+@_transformers.guard("tensor_parallel_size")
 def split_by_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
     """Apply the styles of ``plan`` on the ranks of ``mesh``."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -186,14 +188,14 @@ class RotaryLayer:
         self.forward = type(module).forward.__get__(module)
         self._forward_as_is = inspect.unwrap(type(module).forward).__get__(module)
 
-    @_transformers.needed_for("model.config.rope_parameters")
+    @_transformers.guard("model.config.rope_parameters")
     def get_original_length(self, layer_type: str | None) -> int:
         """Return the length up to which the short factors of LongRoPE apply."""
         rope = self.module.config.rope_parameters
         length: int = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
         return length
 
-    @_transformers.needed_for("model.config.rope_parameters")
+    @_transformers.guard("model.config.rope_parameters")
     def rotate_by_length(self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None) -> Any:
         """Compute dynamic rotations with separate frequencies for each token.
 
@@ -240,12 +242,12 @@ class RotaryLayer:
 
 # -- models ------------------------------------------------------------------------------------------------
 
-from_config = _transformers.attribute("_from_config", "model.init: scratch")
+from_config = _transformers.wrap_attribute("_from_config", "model.init: scratch")
 """A model of a class with initial weights, from a config, whichever class an Auto class would choose."""
 
 
-@_transformers.needed_for("model.task")
-def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
+@_transformers.guard("model.task")
+def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """The class that an Auto class builds for ``config``; raises KeyError if it has none."""
     return auto_class._model_mapping[type(config)]
 
@@ -253,7 +255,7 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
 def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it has none."""
     try:
-        classes = model_class(auto_class, config)
+        classes = get_model_class(auto_class, config)
     except KeyError:
         return None
     if isinstance(classes, list | tuple):  # transformers lists several classes for the model type
@@ -262,7 +264,7 @@ def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
     return classes
 
 
-def mend_llama4() -> None:
+def patch_llama4() -> None:
     """Let ``Llama4ForConditionalGeneration`` run: transformers 5.24 reads a field that its output lacks."""
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -271,15 +273,15 @@ def mend_llama4() -> None:
         output.image_outputs = None
 
 
-@_transformers.needed_for("model.config.model_type")
-def model_types() -> list[str]:
+@_transformers.guard("model.config.model_type")
+def list_model_types() -> list[str]:
     """The names of all model types."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return list(CONFIG_MAPPING_NAMES)
 
 
-def causal_lm_class(model_type: str) -> str | None:
+def find_causal_lm_class(model_type: str) -> str | None:
     """Return the name of the class that ``AutoModelForCausalLM`` opens for a model type, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -287,30 +289,32 @@ def causal_lm_class(model_type: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def repeated_layers(model: nn.Module) -> set[str]:
+def list_no_split_layers(model: nn.Module) -> set[str]:
     """The class names of layers that must stay on one device."""
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
 
 
-tieable_names = _transformers.attribute("_tied_weights_keys", "model.name_or_path", None)
+get_tieable_names = _transformers.wrap_attribute("_tied_weights_keys", "model.name_or_path", None)
 """The names of parameters that may be tied, the head among them; or None."""
-ignored_names = _transformers.attribute("_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None)
+get_ignored_names = _transformers.wrap_attribute(
+    "_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None
+)
 """Patterns of names in a checkpoint that an architecture leaves unused on purpose; or None."""
-unsaved_names = _transformers.attribute("_keys_to_ignore_on_save", "checkpoint.export", None)
+get_unsaved_names = _transformers.wrap_attribute("_keys_to_ignore_on_save", "checkpoint.export", None)
 """Names of tensors that ``save_pretrained`` leaves out, such as fixed positions; or None."""
 
 
-def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
+def list_fp32_modules(model: PreTrainedModel, *, fp16: bool) -> set[str]:
     """Parts of the names of parameters that an architecture keeps in fp32, in fp16 or in any type."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return kept | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return names | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
 
 
-revision = _transformers.attribute("_commit_hash", "adapter", None)
+get_commit_hash = _transformers.wrap_attribute("_commit_hash", "adapter", None)
 """The hub's commit that a config was loaded from; None for a folder."""
 
 
-def recompute_by(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_checkpointing(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wrap the function with which layers checkpoint their activations."""
     name = "_gradient_checkpointing_func"
     for module in model.modules():
@@ -324,15 +328,15 @@ def require_input_gradients(model: PreTrainedModel) -> None:
     The layers run in an autograd function that does not have their parameters among its inputs. Without this,
     no input of the function requires a gradient if the embeddings are frozen.
     """
-    if "_ReversibleFunction" in module_of(model):
+    if "_ReversibleFunction" in get_module_namespace(model):
         model.enable_input_require_grads()
 
 
 # -- weights -----------------------------------------------------------------------------------------------
 
 
-@_transformers.needed_for("model.name_or_path")
-def renamed(
+@_transformers.guard("model.name_or_path")
+def map_names(
     model: PreTrainedModel, keys: Iterable[str]
 ) -> tuple[list[tuple[str, str, str | None]], dict[str, Any]]:
     """The model's names for the names in a checkpoint.
@@ -353,17 +357,17 @@ def renamed(
     state, prefix = model.state_dict(), model.base_model_prefix
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    found = []
+    mapped_names = []
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
-        found.append((key, name, pattern))
-    return found, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        mapped_names.append((key, name, pattern))
+    return mapped_names, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
-@_transformers.needed_for("model.name_or_path")
-def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
+@_transformers.guard("model.name_or_path")
+def find_unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
     """The names in a checkpoint that neither the model has nor its architecture ignores.
 
     Args:
@@ -375,7 +379,7 @@ def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> li
     return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
 
 
-@_transformers.needed_for("checkpoint.export")
+@_transformers.guard("checkpoint.export")
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
     """List the rules that transformers applies when it loads a model's published files.
 
@@ -455,16 +459,16 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
     return direction
 
 
-@_transformers.needed_for("model.name_or_path: a quantized checkpoint")
-def dequantizes_on_loading(quantization: Mapping[str, Any]) -> bool:
+@_transformers.guard("model.name_or_path: a quantized checkpoint")
+def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
     """Whether a quantization config can ask for floats, by its key ``dequantize``."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
 
 
-@_transformers.needed_for("model.name_or_path")
-def generation_of_config(name: str) -> Any:
+@_transformers.guard("model.name_or_path")
+def read_generation_config(name: str) -> Any:
     """The generation config in the keys of a ``config.json``."""
     from transformers import GenerationConfig
 
@@ -473,11 +477,11 @@ def generation_of_config(name: str) -> Any:
 
 # -- chat templates ----------------------------------------------------------------------------------------
 
-compiled_template = _transformers.function(
+compile_template = _transformers.wrap_function(
     "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
 )
 """A Jinja template in transformers' sandbox, with its marks of what an assistant says."""
-rendered_with_marks = _transformers.function(
+render_with_marks = _transformers.wrap_function(
     "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
 )
 """The text that a template makes of messages, and the spans of it that the template marks."""
@@ -485,7 +489,7 @@ rendered_with_marks = _transformers.function(
 # -- mixtures of experts -----------------------------------------------------------------------------------
 
 
-@_transformers.needed_for("backend: xla")
+@_transformers.guard("backend: xla")
 def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> None:
     """Compute the experts of ``model`` by ``function``, which is called ``name``."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -494,12 +498,12 @@ def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> N
     model.set_experts_implementation(name)
 
 
-gated = _transformers.attribute("_apply_gate", "backend: xla")
+apply_gate = _transformers.wrap_attribute("_apply_gate", "backend: xla")
 """The gate and the activation of a layer's experts, of their first product."""
 
 # -- weight decay ------------------------------------------------------------------------------------------
 
-parameter_names = _transformers.function(
+list_parameter_names = _transformers.wrap_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
 """The names of all parameters but those of some classes of modules and those that a pattern finds."""

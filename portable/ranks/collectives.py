@@ -13,9 +13,9 @@ import torch.distributed as dist
 import transformers
 
 from portable.config import RunConfig, keys
-from portable.config.origins import shown
-from portable.errors import USER_ERROR, ReportedElsewhereError, UserError, one_line
-from portable.terminal import native_stdout_closed
+from portable.config.origins import format_short_value
+from portable.errors import USER_ERROR, ReportedElsewhereError, UserError, to_one_line
+from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     return cast("list[float]", sums.tolist())
 
 
-def any_rank(flag: bool) -> bool:
+def reduce_any(flag: bool) -> bool:
     """Return whether ``flag`` is set on any rank. A collective call and a barrier."""
     return sum_over_ranks([flag])[0] > 0
 
@@ -81,7 +81,7 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     return texts
 
 
-def all_or_none(outcome: T | UserError) -> T:
+def agree_on_outcome(outcome: T | UserError) -> T:
     """Return ``outcome`` unless any rank passes a UserError. A collective call.
 
     Raises:
@@ -89,7 +89,7 @@ def all_or_none(outcome: T | UserError) -> T:
         ReportedElsewhereError: on the other ranks.
     """
     error = outcome if isinstance(outcome, UserError) else None
-    refusals = gather_text("" if error is None else one_line(error))
+    refusals = gather_text("" if error is None else to_one_line(error))
     first = next((rank for rank, refusal in enumerate(refusals) if refusal), None)
     if error is not None and (not dist.is_initialized() or dist.get_rank() == first):
         raise error
@@ -98,7 +98,7 @@ def all_or_none(outcome: T | UserError) -> T:
     return outcome
 
 
-def background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+def get_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
     """Return a process group for background threads; None in a single process. A collective call.
 
     All threads share one group of all ranks, because each group costs sockets. They use it one after the
@@ -120,7 +120,7 @@ def background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
-    with native_stdout_closed():
+    with discard_native_stdout():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)
 
@@ -154,15 +154,17 @@ def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
             ours, theirs = first.get(name), other.get(name)
             if ours != theirs:
                 raise UserError(
-                    f"{name}: {shown(ours)} on rank 0, but {shown(theirs)} on rank {rank}; "
-                    "start all ranks with the same settings, files and versions"
+                    f"{name}: {format_short_value(ours)} on rank 0, but {format_short_value(theirs)} on rank "
+                    f"{rank}; start all ranks with the same settings, files and versions"
                 )
 
 
-def settings_and_versions(config: RunConfig) -> dict[str, Any]:
+def collect_settings_and_versions(config: RunConfig) -> dict[str, Any]:
     """The settings that must be equal on all ranks, and the versions of the libraries."""
     facts = {
-        key: keys.plain(config.get(key)) for key in keys.settings(RunConfig) if not key.startswith(_LOCAL)
+        key: keys.to_plain(config.get(key))
+        for key in keys.get_settings(RunConfig)
+        if not key.startswith(_LOCAL)
     }
     versions = {
         "Python": ".".join(platform.python_version_tuple()[:2]),

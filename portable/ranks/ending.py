@@ -11,7 +11,7 @@ from portable.converters.console import flush
 _code: int | None = None
 
 
-def ends_with(code: int) -> int:
+def set_exit_code(code: int) -> int:
     """Have this process end with ``code`` once all exit handlers have run, without freeing the interpreter.
 
     Threads of gloo free their last tensors when they get to it, and torch aborts the process if the
@@ -23,7 +23,7 @@ def ends_with(code: int) -> int:
 
 
 @atexit.register
-def _end() -> None:
+def _exit_process() -> None:
     if _code is not None:
         with suppress(Exception):  # of a stream that is closed or full
             flush()

@@ -20,14 +20,14 @@ class _Fork:
     parent = _SERVER
 
     @classmethod
-    def before(cls) -> None:
+    def record_parent(cls) -> None:
         cls.parent = os.getpid()
 
     @classmethod
-    def in_child(cls) -> None:
+    def bind_to_server(cls) -> None:
         if cls.parent == _SERVER:
             die_with_parent(_SERVER)
 
 
 die_with_parent()
-os.register_at_fork(before=_Fork.before, after_in_child=_Fork.in_child)
+os.register_at_fork(before=_Fork.record_parent, after_in_child=_Fork.bind_to_server)

@@ -29,15 +29,15 @@ from portable.errors import (
     RunError,
     StoppedError,
     UserError,
-    one_line,
+    to_one_line,
 )
-from portable.formatting import human_count
+from portable.formatting import format_count
 from portable.ranks import watchdog
-from portable.ranks.ending import ends_with
+from portable.ranks.ending import set_exit_code
 from portable.ranks.open_files import prepare_open_files
-from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
-from portable.temporary_folder import scratch_folder, temporary_files_in
-from portable.terminal import at_a_terminal, tell
+from portable.ranks.parent_death import bind_spawned_processes, die_with_parent
+from portable.temporary_folder import create_scratch_folder, redirect_temporary_files
+from portable.terminal import shows_run_bars, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,12 +62,12 @@ def check_variables() -> None:
     """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
-        raise _incomplete("WORLD_SIZE is", "RANK is")
+        raise _build_incomplete_error("WORLD_SIZE is", "RANK is")
     if world_size is None:
-        raise _incomplete("RANK is", "WORLD_SIZE is")
+        raise _build_incomplete_error("RANK is", "WORLD_SIZE is")
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-        given = one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
-        raise UserError(f"{given} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
+        variables = to_one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
+        raise UserError(f"{variables} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
 
 
 def check_meeting_place() -> None:
@@ -79,17 +79,17 @@ def check_meeting_place() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
         are = "are" if len(missing) > 1 else "is"
-        raise _incomplete("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
+        raise _build_incomplete_error("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
 
 
 _REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun ... -m portable.cli)"
 
 
-def _incomplete(there: str, missing: str) -> UserError:
+def _build_incomplete_error(there: str, missing: str) -> UserError:
     return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
 
-def command(world_size: int, **options: object) -> str:
+def format_command(world_size: int, **options: object) -> str:
     """Return a ``portable-train`` command with ``options`` for ``world_size`` ranks, for the user.
 
     Ranks on several nodes need their own launcher.
@@ -139,39 +139,49 @@ def launch(
         UserError, RunError: the error of the first failed rank, or how a rank died.
     """
     prepare_open_files(ranks)
-    if at_a_terminal():  # every rank loads the libraries, which takes seconds
-        tell(f"waiting for {human_count(ranks, 'rank')} to load")
-    with scratch_folder("portable-launch") as folder:
+    if shows_run_bars():  # every rank loads the libraries, which takes seconds
+        tell(f"waiting for {format_count(ranks, 'rank')} to load")
+    with create_scratch_folder("portable-launch") as folder:
         if sys.platform == "linux":  # by default gloo listens on the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        store, meeting_place = _meeting_place()
-        from portable.ranks.oom_kills import killed_since, oom_kills
+        store, meeting_place = _start_store()
+        from portable.ranks.oom_kills import has_new_kill, read_oom_kills
 
-        kills_before = oom_kills()
-        with spawned_die_with_us(), temporary_files_in(folder), _forwarded_signals(folder) as requests:
+        kills_before = read_oom_kills()
+        with bind_spawned_processes(), redirect_temporary_files(folder), _forward_signals(folder) as requests:
             context: Any = multiprocessing.get_context(START_METHOD)
-            told = (function, arguments, str(folder), os.getpid(), {**meeting_place, **_world(ranks)})
-            processes = [context.Process(target=_rank_main, args=(rank, *told)) for rank in range(ranks)]
+            rank_arguments = (
+                function,
+                arguments,
+                str(folder),
+                os.getpid(),
+                {**meeting_place, **_build_world_variables(ranks)},
+            )
+            processes = [
+                context.Process(target=_rank_main, args=(rank, *rank_arguments)) for rank in range(ranks)
+            ]
             try:
                 with ignore_interrupts():
                     for process in processes:
                         process.start()
-                failed = _first_to_fail(processes, folder)
+                failed = _wait_for_failure(processes, folder)
             finally:
-                _end(processes, folder)
+                _end_processes(processes, folder)
         del store
         if failed is None:
             return max(int(code.read_text()) for code in folder.glob("rank*.code"))
         rank, code = failed
-        if requests and (code == -signal.SIGTERM or (code == -signal.SIGKILL and _asked_again(requests))):
-            raise _stopped(requests, saved())
-        first = _first_failure(folder, rank, code)
+        if requests and (
+            code == -signal.SIGTERM or (code == -signal.SIGKILL and _is_second_interrupt(requests))
+        ):
+            raise _build_stopped_error(requests, saved())
+        first = _find_first_failure(folder, rank, code)
         sys.stderr.write(first.traceback)
-        raise _as_exception(first, killed_since(kills_before, oom_kills()), memory_advice)
+        raise _as_exception(first, has_new_kill(kills_before, read_oom_kills()), memory_advice)
 
 
-def _meeting_place() -> tuple[object, dict[str, str]]:
+def _start_store() -> tuple[object, dict[str, str]]:
     """A store of this process, through which the ranks meet, and what to tell them of it.
 
     It listens on the loopback interface only: whoever reaches it can write to it.
@@ -193,11 +203,11 @@ def _meeting_place() -> tuple[object, dict[str, str]]:
     return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **joins}
 
 
-def _world(ranks: int) -> dict[str, str]:
+def _build_world_variables(ranks: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int, int] | None:
+def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int, int] | None:
     """Wait for all processes, or for one that fails: its rank, and its exit code."""
     while True:
         codes = [process.exitcode for process in processes]
@@ -205,7 +215,7 @@ def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int
             code, rank = min(failed)  # one that was killed: the number of a signal is negative
             return rank, code
         for rank, ended in enumerate(codes):  # something in it may have called os._exit(0)
-            if ended == 0 and not _code_file(scratch, rank).exists():
+            if ended == 0 and not _get_exit_code_path(scratch, rank).exists():
                 return rank, ended
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         if not running:
@@ -214,31 +224,31 @@ def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int
         _kill_silent_ranks(scratch)
 
 
-def _end(processes: Sequence[BaseProcess], scratch: Path) -> None:
+def _end_processes(processes: Sequence[BaseProcess], scratch: Path) -> None:
     """End the processes that still run, first as a user would; those that do not respond are killed soon."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
     end = time.monotonic() + OBEYING
     while (
-        left := [process.sentinel for process in running if process.is_alive()]
+        sentinels := [process.sentinel for process in running if process.is_alive()]
     ) and time.monotonic() < end:
-        connection.wait(left, timeout=1)
+        connection.wait(sentinels, timeout=1)
         _kill_silent_ranks(scratch)
     for process in running:
         process.kill()
         process.join()
 
 
-def _code_file(scratch: Path, rank: int) -> Path:
+def _get_exit_code_path(scratch: Path, rank: int) -> Path:
     """The file with the exit code that a rank's function returned."""
     return scratch / f"rank{rank}.code"
 
 
-def _stopped(requests: list[int], saved: object | None) -> StoppedError:
+def _build_stopped_error(requests: list[int], saved: object | None) -> StoppedError:
     """The error of a run that signals ended within a step, or before the first step."""
     message = "stopped by a signal before the first step"
-    if _asked_again(requests):
+    if _is_second_interrupt(requests):
         message = "stopped by a second Ctrl-C without saving"
     if saved is None:
         message += "; there is no checkpoint yet, so the same command starts over"
@@ -247,13 +257,13 @@ def _stopped(requests: list[int], saved: object | None) -> StoppedError:
     return StoppedError(message, requests[0])
 
 
-def _asked_again(requests: Sequence[int]) -> bool:
+def _is_second_interrupt(requests: Sequence[int]) -> bool:
     """Return whether Ctrl-C was pressed after another signal had already requested a stop."""
     return signal.SIGINT in requests[1:]
 
 
 @contextmanager
-def _forwarded_signals(scratch: Path) -> Iterator[list[int]]:
+def _forward_signals(scratch: Path) -> Iterator[list[int]]:
     """Forward signals to the ranks as SIGTERM; Ctrl-C after another signal kills the ranks.
 
     Yields:
@@ -264,8 +274,8 @@ def _forwarded_signals(scratch: Path) -> Iterator[list[int]]:
     def forward(number: int, _: object) -> None:
         requests.append(number)
         (scratch / STOP_REQUESTED).touch()  # for ranks that have not started yet
-        forwarded = signal.SIGKILL if _asked_again(requests) else signal.SIGTERM
-        for pid in _processes(scratch).values():
+        forwarded = signal.SIGKILL if _is_second_interrupt(requests) else signal.SIGTERM
+        for pid in _read_rank_pids(scratch).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, forwarded)
 
@@ -297,18 +307,18 @@ def _rank_main(
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         code = function(*arguments)
-        _code_file(Path(scratch), rank).write_text(str(int(code)))
-        ends_with(0)  # the code of this process: the launcher reads that of the run from the file
+        _get_exit_code_path(Path(scratch), rank).write_text(str(int(code)))
+        set_exit_code(0)  # the code of this process: the launcher reads that of the run from the file
     except ReportedElsewhereError as error:
         error.wait()
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
-        _report(Path(scratch), error.exit_code, one_line(error))
+        _report(Path(scratch), error.exit_code, to_one_line(error))
         # Not sys.exit, which would wait for other threads (a loader, a collective that waits for this rank).
         sys.stdout.flush()
         os._exit(error.exit_code)
     except Exception as error:
-        message = f"{type(error).__name__}: {one_line(error)} (traceback above)"
+        message = f"{type(error).__name__}: {to_one_line(error)} (traceback above)"
         _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
         # This error may be a consequence of another rank's failure. The launcher ends all ranks once one
         # exits, so let the other rank report first.
@@ -322,7 +332,7 @@ def is_launched() -> bool:
     return _scratch is not None
 
 
-def failing() -> None:
+def record_failure_time() -> None:
     """Record the time of this rank's failure. Its report follows after the cleanup."""
     global _failed_at
     _failed_at = _failed_at or time.time()
@@ -333,14 +343,16 @@ def _wait_for_reports(scratch: Path) -> None:
     end = time.monotonic() + REPORTING
     while time.monotonic() < end:
         silent = [
-            pid for rank, pid in _processes(scratch).items() if not (scratch / f"rank{rank}.json").exists()
+            pid
+            for rank, pid in _read_rank_pids(scratch).items()
+            if not (scratch / f"rank{rank}.json").exists()
         ]
-        if not any(map(_exists, silent)):
+        if not any(map(_is_alive, silent)):
             return
         time.sleep(POLL)
 
 
-def _exists(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -369,23 +381,23 @@ def _kill_silent_ranks(scratch: Path) -> None:
     """Kill ranks that have not reported some time after another rank reported a hang."""
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
     if any(report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE for report in reports):
-        for rank, pid in _processes(scratch).items():
+        for rank, pid in _read_rank_pids(scratch).items():
             if all(report["rank"] != rank for report in reports):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _processes(scratch: Path) -> dict[int, int]:
+def _read_rank_pids(scratch: Path) -> dict[int, int]:
     """Process ids by rank."""
     names = [path.name.split(".") for path in scratch.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
-def _first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
+def _find_first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
     """Return the first failure, preferably from the ranks' own reports. Later failures are consequences."""
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
     if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
-        silent = sorted(_processes(scratch).keys() - {report["rank"] for report in hung})
+        silent = sorted(_read_rank_pids(scratch).keys() - {report["rank"] for report in hung})
         lines = [report["message"] for report in hung] + [f"rank {rank} did not respond" for rank in silent]
         return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(lines), hang=True)
     # A killed rank writes no report and is the cause of the errors that other ranks report.
@@ -408,11 +420,11 @@ def _as_exception(failure: RankFailure, out_of_memory: bool | None, memory_advic
     if failure.exit_code >= 0:
         return RunError(f"rank {failure.rank} failed first: it exited with code {failure.exit_code}")
     name = signal.Signals(-failure.exit_code).name
-    cause = _why_killed(out_of_memory, memory_advice) if name == "SIGKILL" else ""
+    cause = _describe_kill(out_of_memory, memory_advice) if name == "SIGKILL" else ""
     return RunError(f"rank {failure.rank} failed first: it was killed by {name}{cause}")
 
 
-def _why_killed(out_of_memory: bool | None, advice: str) -> str:
+def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
     """The most likely cause of a SIGKILL.
 
     Args:

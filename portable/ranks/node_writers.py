@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from portable.converters.errors import CheckpointError
-from portable.errors import one_line
-from portable.ranks.collectives import background_group, gather_text
+from portable.errors import to_one_line
+from portable.ranks.collectives import gather_text, get_background_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ class NodeWriters:
             result = function()
         except Exception as error:
             failure = error
-        answer = json.dumps({"result": result, "failure": None if failure is None else one_line(failure)})
+        answer = json.dumps({"result": result, "failure": None if failure is None else to_one_line(failure)})
         try:
             answers = [json.loads(text) for text in gather_text(answer, self._group)]
         except RuntimeError as error:
@@ -51,7 +51,7 @@ class NodeWriters:
                 raise failure from error
             self.broken = True
             raise CheckpointError(
-                f"another node that writes the model has stopped ({one_line(error)[:200]})"
+                f"another node that writes the model has stopped ({to_one_line(error)[:200]})"
             ) from error
         if failure is not None:
             raise failure
@@ -81,5 +81,5 @@ def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None
     answers = gather_text("writes" if writes else "")
     ranks = [number for number, answer in enumerate(answers) if answer]
     # The writers have a separate group, because the other ranks end before them.
-    group = background_group(ranks) if len(ranks) > 1 else None
+    group = get_background_group(ranks) if len(ranks) > 1 else None
     return NodeWriters(group, ranks.index(rank), len(ranks)) if writes else None

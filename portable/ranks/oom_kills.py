@@ -9,7 +9,7 @@ Counters = dict[str, int]
 """OOM kills since boot, by the path of the counter."""
 
 
-def oom_kills(root: Path = Path("/")) -> Counters:
+def read_oom_kills(root: Path = Path("/")) -> Counters:
     """Read every visible counter; empty if the system has none.
 
     The machine's counter is in ``/proc/vmstat``. Those of this process's memory cgroup and its parents (a
@@ -19,14 +19,14 @@ def oom_kills(root: Path = Path("/")) -> Counters:
         root: the folder that contains ``proc`` and ``sys``.
     """
     counters: Counters = {}
-    for path in (root / "proc/vmstat", *_cgroup_files(root)):
+    for path in (root / "proc/vmstat", *_find_cgroup_files(root)):
         with suppress(OSError, ValueError):
             fields = (line.split() for line in path.read_text().splitlines())
             counters |= {str(path): int(field[1]) for field in fields if field[:1] == ["oom_kill"]}
     return counters
 
 
-def _cgroup_files(root: Path) -> list[Path]:
+def _find_cgroup_files(root: Path) -> list[Path]:
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []
@@ -44,7 +44,7 @@ def _cgroup_files(root: Path) -> list[Path]:
     return files
 
 
-def killed_since(before: Counters, after: Counters) -> bool | None:
+def has_new_kill(before: Counters, after: Counters) -> bool | None:
     """Whether there was an OOM kill between the readings; None without counters."""
     if not before:
         return None

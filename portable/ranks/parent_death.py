@@ -44,7 +44,7 @@ def _watch_parent(parent: int) -> None:
 
 
 @contextmanager
-def spawned_die_with_us() -> Iterator[None]:
+def bind_spawned_processes() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns die with this one, even during their imports."""
     if sys.platform != "linux":
         yield
@@ -52,14 +52,14 @@ def spawned_die_with_us() -> Iterator[None]:
     first = _FIRST.format(option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid())
     original = spawn.get_command_line
 
-    def command_line(**arguments: object) -> list[str]:
+    def build_command_line(**arguments: object) -> list[str]:
         line: list[str] = original(**arguments)
         if "-c" in line:  # absent in a frozen program
-            at = line.index("-c") + 1
-            line[at] = first + line[at]
+            index = line.index("-c") + 1
+            line[index] = first + line[index]
         return line
 
-    spawn.get_command_line = command_line
+    spawn.get_command_line = build_command_line
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ from portable.errors import (
     RUN_ERROR,
     ReportedElsewhereError,
     is_ended_by_launcher,
-    one_line,
+    to_one_line,
 )
 from portable.private import of_torch
 from portable.ranks import launch
@@ -108,7 +108,7 @@ class PeerWatch:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
         self._rank = dist.get_rank()
-        store = of_torch.default_store()
+        store = of_torch.get_default_store()
         if self._rank == 0:
             self._arbiter = _Arbiter(self._host)
             store.set(_KEY, json.dumps([self._arbiter.addresses, self._arbiter.token]))
@@ -150,7 +150,7 @@ class PeerWatch:
         if self._arbiter is not None:
             self._arbiter.close()
 
-    def will_end(self) -> None:
+    def announce_end(self) -> None:
         """Announce that the main thread ends this process because of an error that it has noticed itself."""
         self._ends = True
 
@@ -161,14 +161,16 @@ class PeerWatch:
             The failure that rank 0 regards as the first, which may be one of another rank. None with a single
             rank, or without a connection.
         """
-        self.will_end()
+        self.announce_end()
         if self._connection is None or self._first is not None:
             return self._first
         code = getattr(error, "exit_code", RUN_ERROR)
         # Errors without an exit code include errors of collectives whose peer has died.
         certain = hasattr(error, "exit_code")
         name = "" if certain else f"{type(error).__name__}: "
-        failure = PeerFailure(self._rank, self._host, code, f"{name}{one_line(error)[:_MAX_TEXT]}", certain)
+        failure = PeerFailure(
+            self._rank, self._host, code, f"{name}{to_one_line(error)[:_MAX_TEXT]}", certain
+        )
         with contextlib.suppress(OSError):
             self._connection.sendall(_pack({"failure": asdict(failure)}))
         self._answered.wait(_ANSWER)
@@ -184,7 +186,7 @@ class PeerWatch:
         connection = self._connection
         assert connection is not None
         peer = "" if self._rank == 0 else connection.getpeername()[0]
-        for message in _messages(connection):
+        for message in _iter_messages(connection):
             if "host" in message:
                 peer = message["host"]
             elif "leaves" in message:  # rank 0 is done, and so no longer needs the others
@@ -334,7 +336,7 @@ def _pack(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
     """Yield the messages of rank 0 until the connection ends."""
     with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
         for line in lines:

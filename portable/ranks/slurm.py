@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FIRST_PORT, _PORTS = 20_000, 12_000  # below Linux's range for outgoing connections
 
 
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def read_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this process.
 
     Args:
@@ -38,11 +38,12 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": tasks,
             "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(_tasks_of_node(environment)),
+            "LOCAL_WORLD_SIZE": str(_count_node_tasks(environment)),
             # Every rank computes the same address: the first node of the step, and a port that other steps on
             # that node are unlikely to use.
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(_port(environment)),
+            "MASTER_ADDR": environment.get("MASTER_ADDR")
+            or parse_first_host(environment["SLURM_STEP_NODELIST"]),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(_compute_port(environment)),
         }
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
@@ -51,7 +52,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         ) from error
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Return the first host of a SLURM node list: ``gpu007`` for ``gpu[007-009,12],big1``."""
     match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
     if match is None:
@@ -59,7 +60,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
-def _tasks_of_node(environment: Mapping[str, str]) -> int:
+def _count_node_tasks(environment: Mapping[str, str]) -> int:
     """The number of tasks on this node. ``4(x2),3`` means two nodes with four tasks and one with three."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -68,6 +69,6 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int:
     return counts[int(environment["SLURM_NODEID"])]
 
 
-def _port(environment: Mapping[str, str]) -> int:
+def _compute_port(environment: Mapping[str, str]) -> int:
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job * 13 + step) % _PORTS

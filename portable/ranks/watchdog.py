@@ -57,7 +57,7 @@ class _Watched:
         """Factor on the time limit."""
         return COMPILING if self._count <= self._first + 1 else 1.0
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         """Suspend the time limit until the next batch."""
         self._is_resting = True
 
@@ -120,7 +120,7 @@ class Watchdog:
         self._watched = _Watched(batches)
 
     @contextmanager
-    def watching(self, batches: CountedBatches) -> Iterator[None]:
+    def watch_temporarily(self, batches: CountedBatches) -> Iterator[None]:
         """Observe another iterator within this context, such as the batches of an evaluation."""
         before = self._watched
         self.watch(batches)
@@ -128,11 +128,11 @@ class Watchdog:
             yield
         finally:
             if before is not None:
-                before.rest()
+                before.suspend()
             self._watched = before
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Suspend the time limit within this context, for slow work such as saving a large checkpoint."""
         watched, self._watched = self._watched, None
         try:
@@ -155,8 +155,8 @@ class Watchdog:
                 self._exit(checked - watched.moved)
 
     def _exit(self, idle: float) -> None:
-        where = innermost(sys._current_frames().get(self._main))
-        line = f"no progress for {idle:.0f} s; rank {self._rank} was in {where}"
+        location = describe_stack(sys._current_frames().get(self._main))
+        line = f"no progress for {idle:.0f} s; rank {self._rank} was in {location}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank-{self._rank}.txt"
@@ -172,15 +172,15 @@ class Watchdog:
             os._exit(EXIT_CODE)
 
 
-def innermost(frame: FrameType | None) -> str:
+def describe_stack(frame: FrameType | None) -> str:
     """Describe a stack: ``function (file:line), called from function (file:line)`` of this project."""
     if frame is None:
         return "no Python code"
     stack = traceback.extract_stack(frame)
-    own = [entry for entry in stack if Path(entry.filename).is_relative_to(_OURS)]
+    project_frames = [entry for entry in stack if Path(entry.filename).is_relative_to(_OURS)]
     last = stack[-1]
-    where = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
-    if own and own[-1] is not last:
-        path = Path(own[-1].filename).relative_to(_OURS)
-        where += f", called from {own[-1].name} ({path}:{own[-1].lineno})"
-    return where
+    description = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
+    if project_frames and project_frames[-1] is not last:
+        path = Path(project_frames[-1].filename).relative_to(_OURS)
+        description += f", called from {project_frames[-1].name} ({path}:{project_frames[-1].lineno})"
+    return description

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from portable import plugins
 from portable.adapters.settings import KINDS
 from portable.config import keys
-from portable.config.sources import training_sources
+from portable.config.sources import get_training_sources
 from portable.config.yaml_writer import as_yaml
 from portable.converters.errors import redact_credentials
 from portable.converters.storage.path_or_url import is_url
 from portable.converters.writers.gguf_models import MODELS
-from portable.private.of_transformers import causal_lm_class, model_types
+from portable.private.of_transformers import find_causal_lm_class, list_model_types
 from portable.reporting.metrics import is_evaluation
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _OF_THE_MACHINE = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir"
 _FOLDER = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
 
 
-def model_card(
+def build_model_card(
     config: RunConfig,
     *,
     adapter: Adapter | None,
@@ -87,28 +87,30 @@ def model_card(
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
     location = config.hub.repo or _HERE
-    commands = usage(config, location, model_type, architecture, base=base, adapter=adapter, chat=chat)
+    commands = list_commands(
+        config, location, model_type, architecture, base=base, adapter=adapter, chat=chat
+    )
     shown = [
-        f"| `{key}` | {_shown(value)} |"
+        f"| `{key}` | {_format_value(value)} |"
         for key, value in settings
         if value is not None and value is not False
     ]
     text = "\n".join(
         [
             "---",
-            _head(config, on_hub, pipeline, kind, alone=alone),
+            _format_head(config, on_hub, pipeline, kind, alone=alone),
             "---",
             "",
             f"# {Path(config.output_dir).name}",
             "",
-            _origin(config, adapter, architecture, alone=alone),
+            _describe_origin(config, adapter, architecture, alone=alone),
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
             *_describe_untrained(copied, missing),
-            *_usage(loader, name, rows, alone=alone),
+            *_format_usage(loader, name, rows, alone=alone),
             "```sh",
-            *(f"{use}    # {what}" for what, use in commands),
+            *(f"{use}    # {purpose}" for purpose, use in commands),
             "```",
             "",
             "## Settings",
@@ -119,15 +121,15 @@ def model_card(
             "",
             "## Curves",
             "",
-            *_curve(metrics, "loss"),
-            *_curve(metrics, "eval_loss"),
-            *_evaluation(metrics),
+            *_format_curve(metrics, "loss"),
+            *_format_curve(metrics, "eval_loss"),
+            *_format_evaluation(metrics),
             "## Command",
             "",
             "`portable-train --config run.yaml`, with this file:",
             "",
             "```yaml",
-            _given(config).rstrip("\n"),
+            _format_set_settings(config).rstrip("\n"),
             "```",
             "",
         ]
@@ -135,26 +137,30 @@ def model_card(
     return redact_credentials(text)
 
 
-def _head(config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool) -> str:
+def _format_head(
+    config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool
+) -> str:
     from huggingface_hub import ModelCardData
 
     return ModelCardData(
         base_model=on_hub,
         base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
-        datasets=_datasets(config) or None,
+        datasets=_list_datasets(config) or None,
         library_name="peft" if alone else "transformers",
         pipeline_tag=pipeline,
         tags=["portable-trainer", *([] if kind is None else [kind])],
     ).to_yaml()
 
 
-def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, alone: bool) -> str:
+def _describe_origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, alone: bool) -> str:
     base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
-    what = "an adapter for it" if alone else "with an adapter merged into it"
+    relation = "an adapter for it" if alone else "with an adapter merged into it"
     digest = adapter.identity["base"]
-    return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
+    return f"Base model: {base}, {relation}." + (
+        f" Fingerprint of its weights: `{digest}`." if digest else ""
+    )
 
 
 def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
@@ -169,7 +175,7 @@ def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[s
     return lines
 
 
-def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:
+def _format_usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:
     if not alone or name is None:
         return []
     grown = [] if rows is None else [f"base.resize_token_embeddings({rows})"]
@@ -186,10 +192,12 @@ def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> l
     ]
 
 
-def _datasets(config: RunConfig) -> list[str]:
+def _list_datasets(config: RunConfig) -> list[str]:
     """The data sets of the hub that are trained on."""
-    sources = [one.source for one in training_sources(config.data).values()]
-    names = [one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in sources]
+    sources = [settings.source for settings in get_training_sources(config.data).values()]
+    names = [
+        source[0] if isinstance(source, list | tuple) and len(source) == 1 else source for source in sources
+    ]
     return [
         name
         for name in names
@@ -200,7 +208,7 @@ def _datasets(config: RunConfig) -> list[str]:
     ]
 
 
-def _curve(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+def _format_curve(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     """Up to ten points of one curve, as a table."""
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
@@ -210,39 +218,44 @@ def _curve(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     return [f"| step | {key} |", "|---|---|", *(f"| {step} | {value:.4f} |" for step, value in chosen), ""]
 
 
-def _evaluation(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_evaluation(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """The last evaluation, as a table."""
     rows = [row for row in metrics if any(map(is_evaluation, row))]
-    found = {
+    values = {
         n: v for row in rows[-1:] for n, v in row.items() if is_evaluation(n) and isinstance(v, int | float)
     }
-    if len(found) < 2:  # the curve shows it
+    if len(values) < 2:  # the curve shows it
         return []
-    return ["| last evaluation | value |", "|---|---|", *(f"| {n} | {v:.4f} |" for n, v in found.items()), ""]
+    return [
+        "| last evaluation | value |",
+        "|---|---|",
+        *(f"| {n} | {v:.4f} |" for n, v in values.items()),
+        "",
+    ]
 
 
-def _given(config: RunConfig) -> str:
+def _format_set_settings(config: RunConfig) -> str:
     """The settings that the user gave, as YAML, without what only the user's machine has."""
-    given = {
-        key: _without_folders(value)
+    settings = {
+        key: _strip_folders(value)
         for key, value in config.given().items()
         if not key.startswith(_OF_THE_MACHINE)
     }
-    return as_yaml(keys.plain(keys.nested(given)))
+    return as_yaml(keys.to_plain(keys.nest_keys(settings)))
 
 
-def _without_folders(value: Any) -> Any:
+def _strip_folders(value: Any) -> Any:
     """``value`` with the last part of each absolute path in its place."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
-        return [_without_folders(item) for item in value]
-    return {k: _without_folders(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_strip_folders(item) for item in value]
+    return {k: _strip_folders(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format a value for the table of settings, without characters that end a cell."""
-    value = keys.plain(value)
+    value = keys.to_plain(value)
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -271,9 +284,9 @@ def is_adapter(config: RunConfig) -> bool:
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
-def usage(
+def list_commands(
     config: RunConfig,
-    where: str,
+    location: str,
     model_type: str,
     architecture: str,
     *,
@@ -287,7 +300,7 @@ def usage(
 
     Args:
         config: Config of the run.
-        where: The export, as a path, a URL or a name on the hub.
+        location: The export, as a path, a URL or a name on the hub.
         model_type: Model type in its ``config.json``.
         architecture: Class of the model.
         base: Text for the base model in the commands. None for its path or name.
@@ -298,26 +311,28 @@ def usage(
         ``(program or purpose, command)`` pairs.
     """
     task, name = config.model.task, str(config.model.name_or_path)
-    of_base = shlex.quote(base or name)
-    folder = of_base if Path(name).is_dir() else f'"$(hf download {of_base})"'
+    quoted_base = shlex.quote(base or name)
+    folder = quoted_base if Path(name).is_dir() else f'"$(hf download {quoted_base})"'
     merge = f" --merge-into {folder}" if is_adapter(config) else ""
     run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name).lstrip("-") or "run"
     local = f"{run}-{'merged' if merge else 'model'}"
-    gguf = f"portable-convert {shlex.quote(where)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
+    gguf = (
+        f"portable-convert {shlex.quote(location)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
+    )
     grown = adapter is not None and adapter.rows is not None  # vLLM and lm_eval do not resize embeddings
-    peft = merge and config.adapter.type == "lora" and not (grown or is_url(where))
+    peft = merge and config.adapter.type == "lora" and not (grown or is_url(location))
     peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
-    found = []
-    model, loaded = shlex.quote(where), where  # as a word of the shell, and as it is
-    if (merge and not peft) or is_url(where):
-        found.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
+    commands = []
+    model, loaded = shlex.quote(location), location  # as a word of the shell, and as it is
+    if (merge and not peft) or is_url(location):
+        commands.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
         model = loaded = local
     loader, kind = AUTO[task]
-    custom = model_type not in model_types()
+    custom = model_type not in list_model_types()
     trust = custom and config.model.trust_remote_code
     option = ", trust_remote_code=True" if trust else ""
     opens = task in ASKED
-    if task == "causal-lm" and not custom and causal_lm_class(model_type) != architecture:
+    if task == "causal-lm" and not custom and find_causal_lm_class(model_type) != architecture:
         opens, loader = False, architecture  # a composite model, which the pipeline does not open
     if opens:
         prompt = _CHAT_PROMPT if chat and task == "causal-lm" else ASKED[task]
@@ -329,31 +344,34 @@ def usage(
     if registered:  # importing its module registers the type
         module = str(config.model.function or "").partition(":")[0]
         if not all(map(str.isidentifier, module.split("."))):
-            return found
+            return commands
         code = f"import {module}; {code}"
-    found.append(("transformers", f"python -c {_double_quoted(code)}"))
+    commands.append(("transformers", f"python -c {_double_quote(code)}"))
     if task != "causal-lm" or registered:
-        return found
+        return commands
     serve, scored = f"vllm serve {model}", f"pretrained={model}"
     if trust:
         serve, scored = f"{serve} --trust-remote-code", f"{scored},trust_remote_code=True"
     if peft:
         largest = config.adapter.r if adapter is None else adapter.largest_rank
         rank = next((rank for rank in _RANKS if rank >= largest), _RANKS[-1])
-        serve, named = f"vllm serve {of_base} --enable-lora --max-lora-rank {rank}", f"{run}={where}"
+        serve, lora_module = (
+            f"vllm serve {quoted_base} --enable-lora --max-lora-rank {rank}",
+            f"{run}={location}",
+        )
         if adapter is not None and adapter.has_stacked_experts:
             serve = f"{serve} --enable-mixed-moe-lora-format"
-            named = json.dumps({"name": run, "path": where, "is_3d_lora_weight": True})
-        serve = f"{serve} --lora-modules {shlex.quote(named)}"
-        scored = f"pretrained={of_base},peft={model}"
+            lora_module = json.dumps({"name": run, "path": location, "is_3d_lora_weight": True})
+        serve = f"{serve} --lora-modules {shlex.quote(lora_module)}"
+        scored = f"pretrained={quoted_base},peft={model}"
     if not trust:
-        found.insert(0, ("chat", f"portable-chat {model}"))
-    found.append(("vLLM", serve))
+        commands.insert(0, ("chat", f"portable-chat {model}"))
+    commands.append(("vLLM", serve))
     if model_type in MODELS:
-        found.append(("llama.cpp", gguf))
-    found.append(("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag"))
-    return found
+        commands.append(("llama.cpp", gguf))
+    commands.append(("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag"))
+    return commands
 
 
-def _double_quoted(code: str) -> str:
+def _double_quote(code: str) -> str:
     return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'

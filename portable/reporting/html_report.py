@@ -33,11 +33,11 @@ from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import redact_credentials, to_printable
 from portable.converters.storage.path_or_url import in_store, resolve_links
 from portable.converters.storage.safe_open import LinkError, read_small
-from portable.errors import RunError, UserError, one_line
-from portable.formatting import human_bytes, human_count, human_time
+from portable.errors import RunError, UserError, to_one_line
+from portable.formatting import format_bytes, format_count, format_time
 from portable.output.existing_run import PREVIEW_FILE
-from portable.paths import CONFIG_FILE, REPORT_FILE, place_of, storage_errors, write_durably
-from portable.reporting.json_lines import MOST, count, number, read_rows
+from portable.paths import CONFIG_FILE, REPORT_FILE, convert_storage_errors, place_of, write_durably
+from portable.reporting.json_lines import MOST, is_count, is_number, read_rows
 from portable.reporting.metrics import EVENTS_FILE, METRICS_FILE, is_evaluation
 from portable.reporting.run_log import LOG_FILE
 
@@ -54,7 +54,7 @@ POINTS = 2000
 
 
 @dataclass(frozen=True)
-class Metric:
+class Chart:
     """A chart of the page.
 
     Attributes:
@@ -79,7 +79,7 @@ class Metric:
 
 
 METRICS = (
-    Metric(
+    Chart(
         "Loss",
         ("loss", "eval_loss"),
         hint="nats a token; dashed: evaluation",
@@ -87,12 +87,12 @@ METRICS = (
         smooth=True,
         log=True,
     ),
-    Metric("Learning rate", ("learning_rate",), zero=True),
-    Metric("Gradient norm", ("grad_norm",), hint="before clipping", smooth=True, zero=True),
-    Metric("Throughput", ("tokens_per_second",), hint="tokens a second, all ranks", smooth=True, zero=True),
-    Metric("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
-    Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
-    Metric("Data wait", ("data_wait",), unit="fraction", hint="of the time of a step", zero=True),
+    Chart("Learning rate", ("learning_rate",), zero=True),
+    Chart("Gradient norm", ("grad_norm",), hint="before clipping", smooth=True, zero=True),
+    Chart("Throughput", ("tokens_per_second",), hint="tokens a second, all ranks", smooth=True, zero=True),
+    Chart("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
+    Chart("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
+    Chart("Data wait", ("data_wait",), unit="fraction", hint="of the time of a step", zero=True),
 )
 _HINTS = {
     "skipped_steps": "updates that were not finite, so far",
@@ -141,24 +141,24 @@ class RunRecord:
             if not folder.is_dir():
                 raise UserError(f"{folder}: is not a folder; give the output_dir of a run")
         except (OSError, ValueError) as error:  # too long a name
-            raise UserError(f"{folder}: {one_line(error)}; give the output_dir of a run") from error
+            raise UserError(f"{folder}: {to_one_line(error)}; give the output_dir of a run") from error
         try:
             rows, bad_rows = read_rows(folder / METRICS_FILE)
-            events, bad_events = _events(folder)
-            settings, bad_settings = _settings(folder / CONFIG_FILE)
+            events, bad_events = _read_events(folder)
+            settings, bad_settings = _read_settings(folder / CONFIG_FILE)
             preview = read_preview(folder / PREVIEW_FILE)
-            log = _end_of_log(folder / LOG_FILE)
+            log = _read_log_end(folder / LOG_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
         except OSError as error:
-            reason = one_line(error.strerror or error)
+            reason = to_one_line(error.strerror or error)
             raise UserError(f"{folder / METRICS_FILE}: cannot be read ({reason})") from error
         except LinkError as error:
-            raise UserError(one_line(error)) from error
+            raise UserError(to_one_line(error)) from error
         if not rows:
             raise UserError(f"{folder / METRICS_FILE}: has no logged step yet; wait for the first one")
         unreadable = [
-            f"{human_count(number, 'line')} of {name}"
+            f"{format_count(number, 'line')} of {name}"
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
             if number
         ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
@@ -166,56 +166,63 @@ class RunRecord:
 
     # -- x axes ---------------------------------------------------------------------------------------------
 
-    def tokens(self, samples: Any) -> int | None:
+    def count_tokens(self, samples: Any) -> int | None:
         """Tokens seen after ``samples`` samples; None if unknown."""
         length = self.settings.get("data.seq_len")
-        return samples * length if count(samples) and count(length) and samples * length < MOST else None
+        return (
+            samples * length if is_count(samples) and is_count(length) and samples * length < MOST else None
+        )
 
-    def launches(self) -> list[dict[str, Any]]:
+    def list_launches(self) -> list[dict[str, Any]]:
         """The events that started a launch of the run."""
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
     def _clock(self) -> list[tuple[float, float]]:
         """For each launch its start in seconds since 1970, and the seconds that earlier launches worked."""
-        starts = sorted(float(launch["time"]) for launch in self.launches() if "time" in launch)
-        known = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
+        starts = sorted(float(launch["time"]) for launch in self.list_launches() if "time" in launch)
+        times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         clock: list[tuple[float, float]] = []
         worked = 0.0
         for start, end in zip(starts, [*starts, float("inf")][1:], strict=True):
             clock.append((start, worked))
-            within = known[: bisect_left(known, end)]
+            within = times[: bisect_left(times, end)]
             worked += max(0.0, within[-1] - start) if within else 0.0
         return clock
 
-    def hours(self, moment: Any) -> float | None:
+    def compute_hours(self, moment: Any) -> float | None:
         """Hours worked until ``moment`` (seconds since 1970), without the time between launches."""
-        if not number(moment) or not self._clock:
+        if not is_number(moment) or not self._clock:
             return None
         launch = max(0, bisect_right(self._clock, (moment, float("inf"))) - 1)
         start, worked = self._clock[launch]
         return round((worked + max(0.0, float(moment) - start)) / 3600, 5)
 
-    def series(self, name: str) -> list[Point]:
+    def build_series(self, name: str) -> list[Point]:
         """The values of ``name``, thinned to what a curve can show."""
         points = [
-            (row["step"], self.tokens(row.get("samples")), self.hours(row.get("time")), float(row[name]))
+            (
+                row["step"],
+                self.count_tokens(row.get("samples")),
+                self.compute_hours(row.get("time")),
+                float(row[name]),
+            )
             for row in self.rows
-            if number(row.get(name))
+            if is_number(row.get(name))
         ]
-        return thinned(points)
+        return thin_points(points)
 
     # -- text of the page -----------------------------------------------------------------------------------
 
-    def described(self) -> list[dict[str, Any]]:
+    def describe_events(self) -> list[dict[str, Any]]:
         """The events with their text and their place on each axis."""
         described: list[dict[str, Any]] = []
         machine: str | None = None
         for event in self.events:
             kind, text = str(event["event"]), str(event["event"])
             if kind in ("start", "resume"):
-                now = _machine(event)
-                text = _in_words(event)
+                now = _describe_machine(event)
+                text = _describe_launch(event)
                 if machine is not None and now != machine:
                     kind = "move"
                     text += f" (was {machine})"
@@ -233,40 +240,42 @@ class RunRecord:
                 text = "ended" if event.get("complete") else "stopped at train.stop_after"
             moment = event.get("time")
             when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment))
-            at = [event["step"], self.tokens(event.get("samples")), self.hours(moment)]
-            described.append({"kind": kind, "step": event["step"], "when": when, "text": text, "at": at})
+            axis_values = [event["step"], self.count_tokens(event.get("samples")), self.compute_hours(moment)]
+            described.append(
+                {"kind": kind, "step": event["step"], "when": when, "text": text, "at": axis_values}
+            )
         return described
 
-    def facts(self) -> dict[str, str]:
+    def collect_facts(self) -> dict[str, str]:
         """Key numbers of the run."""
         last = self.rows[-1]
-        losses = self._numbers("loss")
+        losses = self._get_numbers("loss")
         evaluated = dict.fromkeys(n for row in self.rows for n in row if n.partition("/")[0] == "eval_loss")
-        rates = sorted(rate for rate in self._numbers("tokens_per_second") if rate)
-        memory = [used for used in self._numbers("memory") if used]
-        launches = self.launches()
+        rates = sorted(rate for rate in self._get_numbers("tokens_per_second") if rate)
+        memory = [used for used in self._get_numbers("memory") if used]
+        launches = self.list_launches()
         facts = {"folder": str(self.folder), "step": f"{last['step']:,}"}
         steps = self.settings.get("train.steps") or (launches[-1].get("steps") if launches else None)
-        if count(steps):
+        if is_count(steps):
             facts["step"] += f" of {steps:,}"
-        if launches and count(launches[-1].get("parameters")):
+        if launches and is_count(launches[-1].get("parameters")):
             facts["model"] = f"{launches[-1].get('model', '')}, {launches[-1]['parameters']:,} parameters"
         if losses:
             facts["training loss"] = f"{losses[-1]:.4f} (first {losses[0]:.4f})"
         for name in list(evaluated)[:_MOST_CHARTS]:
-            if evaluations := self._numbers(name):
+            if evaluations := self._get_numbers(name):
                 best = f"{evaluations[-1]:.4f} (best {min(evaluations):.4f})"
-                facts[_in_title(name).lower()[:_MOST_NAME]] = best
-        if (tokens := self.tokens(last.get("samples"))) is not None:
+                facts[_format_title(name).lower()[:_MOST_NAME]] = best
+        if (tokens := self.count_tokens(last.get("samples"))) is not None:
             facts["tokens"] = f"{tokens:,}"
         if rates:
             facts["tokens/s"] = f"{rates[len(rates) // 2]:,.0f} (median)"
         if memory:
-            facts["memory of a rank"] = human_bytes(max(memory))
-        if (hours := self.hours(last.get("time"))) is not None:
-            facts["time"] = human_time(hours * 3600)
+            facts["memory of a rank"] = format_bytes(max(memory))
+        if (hours := self.compute_hours(last.get("time"))) is not None:
+            facts["time"] = format_time(hours * 3600)
         if launches:
-            machines = Counter(_machine(launch) for launch in launches)
+            machines = Counter(_describe_machine(launch) for launch in launches)
             facts["ran on"] = "; ".join(
                 name + (f" ({times} times)" if times > 1 else "") for name, times in machines.items()
             )
@@ -274,21 +283,21 @@ class RunRecord:
             facts["unreadable"] = self.unreadable
         return facts
 
-    def confusions(self) -> list[dict[str, Any]]:
+    def list_confusions(self) -> list[dict[str, Any]]:
         """The last confusion matrix of each evaluation source."""
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
         shown = list(last.items())[:_MOST_MATRICES]
         return [
-            {"name": _in_title(key)[:_MOST_NAME], "step": step, **matrix} for key, (step, matrix) in shown
+            {"name": _format_title(key)[:_MOST_NAME], "step": step, **matrix} for key, (step, matrix) in shown
         ]
 
-    def _numbers(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows if number(row.get(name))]
+    def _get_numbers(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows if is_number(row.get(name))]
 
 
-def thinned(points: list[_Point]) -> list[_Point]:
+def thin_points(points: list[_Point]) -> list[_Point]:
     """About :data:`POINTS` of ``points``: the lowest and highest of each stretch, so that no spike is lost.
 
     Args:
@@ -297,53 +306,55 @@ def thinned(points: list[_Point]) -> list[_Point]:
     if len(points) <= POINTS:
         return points
     size = -(-2 * len(points) // POINTS)
-    kept = []
+    extreme_points = []
     for start in range(0, len(points), size):
         stretch = range(start, min(start + size, len(points)))
         extremes = {min(stretch, key=lambda i: points[i][-1]), max(stretch, key=lambda i: points[i][-1])}
-        kept += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
-    return kept
+        extreme_points += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
+    return extreme_points
 
 
-def page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
+def build_page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
     """Build the whole page.
 
     Args:
         runs: Runs to show.
         live: Whether the page reloads itself in the browser, because it is written again during training.
     """
-    names = _short_names([run.folder for run in runs])
+    names = _shorten_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
-    known = {name for metric in METRICS for name in metric.series}
+    charted = {name for metric in METRICS for name in metric.series}
     # Other numbers are drawn too, in the order of the file, up to a limit.
-    numbers = dict.fromkeys(key for row in all_rows for key in row if number(row[key]))
-    more = [key for key in numbers if key not in known | _NOT_DRAWN and len(key) <= _MOST_NAME][:_MOST_CHARTS]
-    keys = [key for key in numbers if key in known or key in more]
+    numbers = dict.fromkeys(key for row in all_rows for key in row if is_number(row[key]))
+    more = [key for key in numbers if key not in charted | _NOT_DRAWN and len(key) <= _MOST_NAME][
+        :_MOST_CHARTS
+    ]
+    keys = [key for key in numbers if key in charted or key in more]
     # The evaluations on several sources are one chart, as is F1 of all classes.
     charts: dict[str, tuple[str, ...]] = {}
     sources = {key.partition("/")[2] for key in numbers if key.startswith("eval_loss/")}
     for key in more:
-        chart = _chart_of(key, sources)
+        chart = _get_chart_name(key, sources)
         charts[chart] = (*charts.get(chart, ()), key)
     losses = charts.pop("eval_loss", ())
     others = [
-        Metric(_in_title(chart), series, hint=_HINTS.get(chart, ""), zero=not is_evaluation(chart))
+        Chart(_format_title(chart), series, hint=_HINTS.get(chart, ""), zero=not is_evaluation(chart))
         for chart, series in charts.items()
     ]
-    own = dict.fromkeys(loss for run in runs if (loss := run.settings.get("train.loss")))
-    hint = f"{', '.join(own)}; dashed: evaluation" if own else METRICS[0].hint
+    loss_names = dict.fromkeys(loss for run in runs if (loss := run.settings.get("train.loss")))
+    hint = f"{', '.join(loss_names)}; dashed: evaluation" if loss_names else METRICS[0].hint
     fixed = [replace(METRICS[0], series=METRICS[0].series + losses, hint=hint), *METRICS[1:]]
     drawn = [metric for metric in fixed + others if any(name in numbers for name in metric.series)]
-    series = [{name: run.series(name) for metric in drawn for name in metric.series} for run in runs]
-    points = [point for one in series for curve in one.values() for point in curve]
-    facts = [run.facts() for run in runs]
+    series = [{name: run.build_series(name) for metric in drawn for name in metric.series} for run in runs]
+    points = [point for curves in series for curve in curves.values() for point in curve]
+    facts = [run.collect_facts() for run in runs]
     settings = list(dict.fromkeys(key for run in runs for key in run.settings))
     title = " · ".join(names)
     data = {
         "title": title,
         "reloadSeconds": _RELOAD_SECONDS if live else 0,
         "metrics": [vars(metric) for metric in drawn],
-        "names": {name: _in_title(name).lower() for name in keys},
+        "names": {name: _format_title(name).lower() for name in keys},
         "axes": ["step"]
         + (["tokens"] if all(point[1] is not None for point in points) else [])
         + (["hours"] if all(point[2] is not None for point in points) else []),
@@ -352,15 +363,15 @@ def page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
             {
                 "name": name,
                 "series": curves,
-                "events": run.described(),
+                "events": run.describe_events(),
                 "facts": fact,
                 "data": run.preview,
                 "log": run.log,
-                "confusions": run.confusions(),
+                "confusions": run.list_confusions(),
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
         ],
-        "settings": [[key, *(_plain(run.settings.get(key)) for run in runs)] for key in settings],
+        "settings": [[key, *(_format_plain(run.settings.get(key)) for run in runs)] for key in settings],
     }
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
     text = json.dumps(_redact(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -381,14 +392,14 @@ def _redact(value: Any) -> Any:
     return redact_credentials(value) if isinstance(value, str) else value
 
 
-def _chart_of(name: str, sources: Container[str]) -> str:
+def _get_chart_name(name: str, sources: Container[str]) -> str:
     """The chart of a value: that of an evaluation without the name of its source, one of ``sources``."""
     value, _, source = name.rpartition("/")
     chart = value if is_evaluation(name) and source in sources else name
     return "eval_f1 of each class" if chart.startswith("eval_f1.") else chart
 
 
-def _in_title(name: str) -> str:
+def _format_title(name: str) -> str:
     """The name of a value in words."""
     value, _, source = name.partition("/") if is_evaluation(name) else (name, "", "")
     words = value.replace("eval_", "evaluation ").replace("_", " ").capitalize()
@@ -410,7 +421,7 @@ def write_report(folders: Sequence[Place], out: Path, *, live: bool = False) -> 
         UserError: a folder holds no run, or ``out`` cannot be written.
     """
     runs = [RunRecord.read(folder) for folder in folders]
-    text = page(runs, live=live)
+    text = build_page(runs, live=live)
     try:
         write_durably(out, text)
     except OSError as error:
@@ -418,7 +429,7 @@ def write_report(folders: Sequence[Place], out: Path, *, live: bool = False) -> 
     return [f"{run.folder}: unreadable: {run.unreadable}" for run in runs if run.unreadable]
 
 
-def parser_of() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """The parser of ``portable-report``."""
     parser = Parser(
         prog="portable-report",
@@ -441,12 +452,12 @@ def parser_of() -> argparse.ArgumentParser:
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-report``; the exit code is as :data:`portable.converters.commands.EXIT_CODES` has it."""
-    arguments = parser_of().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
         beside = next((folder for folder in folders if len(folders) == 1 and not in_store(folder)), Path())
         out = Path(expand_path("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
-        with storage_errors("RUN"):
+        with convert_storage_errors("RUN"):
             warnings = write_report(folders, out)
         for line in warnings:
             print_error(f"warning: {to_printable(line)}")
@@ -457,7 +468,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
+def _read_events(folder: Place) -> tuple[list[dict[str, Any]], int]:
     """The events of a run, empty without a file, and the number of invalid lines."""
     try:
         return read_rows(folder / EVENTS_FILE, "event")
@@ -465,7 +476,7 @@ def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
         return [], 0
 
 
-def _end_of_log(path: Place) -> str:
+def _read_log_end(path: Place) -> str:
     """The last lines of a log; empty without a file, or with one far larger than a run's."""
     try:
         text = read_small(path, limit=_MOST_LOG).decode("utf-8", "replace")
@@ -477,14 +488,14 @@ def _end_of_log(path: Place) -> str:
 def read_preview(path: Place) -> dict[str, Any] | None:
     """The samples of a run's data, as far as they have the form that a run writes; None without a file."""
     try:
-        found = json.loads(read_small(path, limit=_MOST_CONFIG))
-        facts, lengths, samples = found["facts"], found["lengths"], found["samples"]
+        preview = json.loads(read_small(path, limit=_MOST_CONFIG))
+        facts, lengths, samples = preview["facts"], preview["lengths"], preview["samples"]
         return {
             "facts": [[str(name)[:_MOST_NAME], str(fact)[:_MOST_PATH]] for name, fact in facts.items()][:20],
             "lengths": [
                 [low, high, many]
                 for low, high, many in lengths[:100]
-                if count(low) and count(many) and (high is None or count(high))
+                if is_count(low) and is_count(many) and (high is None or is_count(high))
             ],
             "samples": [
                 {
@@ -499,52 +510,52 @@ def read_preview(path: Place) -> dict[str, Any] | None:
         return None
 
 
-def _settings(path: Place) -> tuple[dict[str, Any], str]:
+def _read_settings(path: Place) -> tuple[dict[str, Any], str]:
     """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
     try:
         text = read_small(path, limit=_MOST_CONFIG).decode("utf-8")
         tree = parse(text, path.name, most=_MOST_SETTINGS).value
-        return dict(_flat("", tree)) if isinstance(tree, dict) else {}, ""
+        return dict(_iter_flattened("", tree)) if isinstance(tree, dict) else {}, ""
     except FileNotFoundError:
         return {}, ""
     except OSError as error:
-        return {}, one_line(error.strerror or error)
+        return {}, to_one_line(error.strerror or error)
     except (UserError, ValueError) as error:
         return {}, "nested too deeply" if isinstance(error.__cause__, RecursionError) else "not readable"
 
 
-def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+def _iter_flattened(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
         # Each setting below a long key would repeat it.
         name = f"{prefix}{key}"[:_MOST_PATH]
         if isinstance(value, dict) and value:
-            yield from _flat(f"{name}.", value)
+            yield from _iter_flattened(f"{name}.", value)
         else:
             yield name, value
 
 
-def _plain(value: Any) -> str:
+def _format_plain(value: Any) -> str:
     if value is None or isinstance(value, str):
         return (value or "")[:_MOST_TEXT]
     return json.dumps(to_json_value(value), default=str)[:_MOST_TEXT]
 
 
-def _machine(launch: dict[str, Any]) -> str:
+def _describe_machine(launch: dict[str, Any]) -> str:
     ranks = launch.get("world_size")
     text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
     devices = launch.get("devices_per_rank")
     return text if devices in (None, 1) else f"{text} of {devices} devices"
 
 
-def _in_words(launch: dict[str, Any]) -> str:
-    text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_machine(launch)}"
+def _describe_launch(launch: dict[str, Any]) -> str:
+    text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_describe_machine(launch)}"
     for name in ("device", "precision"):
         if launch.get(name) not in (None, launch.get("backend")):
             text += f", {launch[name]}"
     return text + (f", from {launch['source']}" if launch.get("source") else "")
 
 
-def _short_names(folders: Sequence[Place]) -> list[str]:
+def _shorten_names(folders: Sequence[Place]) -> list[str]:
     """The folders' names, or whole paths if two names are equal."""
     names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):

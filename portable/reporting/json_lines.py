@@ -118,30 +118,30 @@ def _parse_lines(lines: list[bytes], *needed: str) -> tuple[list[tuple[bytes, di
         if not line.strip():
             continue
         try:
-            found = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-            row = {key: _kept(value) for key, value in found.items()}
+            parsed = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+            row = {key: _sanitize_value(value) for key, value in parsed.items()}
         except (ValueError, AttributeError, RecursionError):
             row = {}
-        if not count(row.get("step")) or any(row.get(key) is None for key in needed):
+        if not is_count(row.get("step")) or any(row.get(key) is None for key in needed):
             skipped += place < len(lines)
             continue
-        if not number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
+        if not is_number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
             row.pop("time", None)
         rows.append((line, row))
     return rows, skipped
 
 
-def number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether ``value`` is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     """Whether ``value`` is a valid count of steps, samples or tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
 
 
-def _kept(value: Any) -> Any:
+def _sanitize_value(value: Any) -> Any:
     """``value``, shortened if it is text; None if a page cannot show it."""
     if isinstance(value, str):
         return value[:_MOST_TEXT]
@@ -163,5 +163,7 @@ def _is_confusion(classes: Any = None, counts: Any = None, **others: Any) -> boo
         and all(isinstance(name, str) and len(name) <= _MOST_TEXT for name in classes)
         and isinstance(counts, list)
         and len(counts) == len(classes)
-        and all(isinstance(row, list) and len(row) == len(classes) and all(map(count, row)) for row in counts)
+        and all(
+            isinstance(row, list) and len(row) == len(classes) and all(map(is_count, row)) for row in counts
+        )
     )

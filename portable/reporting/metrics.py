@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.formatting import human_count
+from portable.formatting import format_count
 from portable.reporting.json_lines import JsonLines, drop_later_rows, read_rows
 from portable.terminal import tell
 
@@ -32,7 +32,7 @@ class MetricsFile(JsonLines):
         super().__init__(path)
         rows, unreadable = drop_later_rows(path, from_step)
         if unreadable:
-            lost = human_count(unreadable, "row")
+            lost = format_count(unreadable, "row")
             tell(f"warning: {path}: {lost} cannot be read and will not be shown")
         self._evaluated = {row["step"] for row in rows if any(map(is_evaluation, row))}
 
@@ -62,7 +62,7 @@ def is_evaluation(name: str) -> bool:
     return name.startswith(EVALUATION)
 
 
-def evaluation_in_words(values: Mapping[str, float]) -> str:
+def format_evaluation(values: Mapping[str, float]) -> str:
     """The values of an evaluation in one line; F1 of each class is left out."""
     shown = [name for name in values if not name.startswith("eval_f1.")]
     text = "  ".join(f"{name.removeprefix(EVALUATION)} {values[name]:.4f}" for name in shown[:_SHOWN])
@@ -107,7 +107,7 @@ class Throughput:
         """Return the seconds of a clock that stops during pauses, and the number of samples so far."""
         return time.perf_counter() - self.paused, self.steps * self._samples_per_step
 
-    def seconds_per_step(self) -> float:
+    def compute_seconds_per_step(self) -> float:
         """Return the mean duration of the steps of this launch, including evaluations and saves."""
         return (time.perf_counter() - self.started) / max(self.steps, 1)
 
@@ -128,8 +128,8 @@ class Throughput:
         self.waits = min(1.0, (waited - self._waited) / max(now[0] - self._logged[0], 1e-9))
         self._waited = waited
         start = self._first if steps > 1 else self._start
-        rate = _rate(max(start, self._logged), now)
-        self.launch, self._logged = _rate(start, now), now
+        rate = _compute_rate(max(start, self._logged), now)
+        self.launch, self._logged = _compute_rate(start, now), now
         return rate
 
     def pause(self, seconds: float) -> None:
@@ -137,7 +137,7 @@ class Throughput:
         self.paused += seconds
 
 
-def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:
+def _compute_rate(start: tuple[float, int], end: tuple[float, int]) -> float:
     return (end[1] - start[1]) / max(end[0] - start[0], 1e-9)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from portable.callbacks import Callback
-from portable.paths import path_inside
+from portable.paths import make_path_inside
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,5 +47,7 @@ class Profiler(Callback):
         self._profile.stop()
 
     def _write(self, recorded: profile) -> None:
-        recorded.export_chrome_trace(str(path_inside(self._folder.parent, self._folder.name, self.path.name)))
+        recorded.export_chrome_trace(
+            str(make_path_inside(self._folder.parent, self._folder.name, self.path.name))
+        )
         self.written = True

@@ -11,19 +11,19 @@ from tqdm import tqdm
 
 from portable.callbacks import Callback
 from portable.converters.console import get_terminal_width
-from portable.errors import UserError, one_line
-from portable.formatting import human_bytes, human_time, table
+from portable.errors import UserError, to_one_line
+from portable.formatting import format_bytes, format_table, format_time
 from portable.paths import REPORT_FILE
-from portable.plugins import user_code_errors
+from portable.plugins import convert_user_errors
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import (
     History,
     MetricsFile,
     Throughput,
-    evaluation_in_words,
+    format_evaluation,
 )
 from portable.reporting.trackers import KEY, Tracker, open_trackers
-from portable.terminal import LOG, at_a_terminal, tell
+from portable.terminal import LOG, shows_run_bars, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ class Reporter(Callback):
             for group in config.train.parameter_groups
             if group.learning_rate is not None
         }
-        peak = backend.peak_flops(config.precision)
+        peak = backend.get_peak_flops(config.precision)
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
         self._main = backend.rank == 0
         self._has_logged = self._has_warned = False
@@ -132,7 +132,7 @@ class Reporter(Callback):
             )
             self._trackers = open_trackers(config.log, folder, config.fingerprint(), from_step=progress.step)
             # Without a terminal, each logged step is a line in the log file.
-            self.bar = ProgressBar(prepared.steps, progress.step) if at_a_terminal() else None
+            self.bar = ProgressBar(prepared.steps, progress.step) if shows_run_bars() else None
         self._total_steps = prepared.steps
         self._first_step = run.first_step
         self.throughput = Throughput(prepared.plan.global_batch_size, batches)
@@ -147,10 +147,10 @@ class Reporter(Callback):
         of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
         run.call("on_log", {**of_step, **of_loss})
         samples_per_second = self.throughput.log(run.step + 1 - self._first_step)
-        of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}
+        of_data = {"data_wait": self._compute_wait_share(), **self._data.compute_progress(run.samples)}
         self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
 
-    def _waited(self) -> float:
+    def _compute_wait_share(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
         share = self.throughput.waits
         # The first steps also wait because the queue has to be filled.
@@ -174,7 +174,7 @@ class Reporter(Callback):
         if self._metrics is None:
             return
         tokens_per_second = samples_per_second * self._tokens_per_sample
-        memory, _ = self._backend.memory()
+        memory, _ = self._backend.measure_memory()
         values = {
             **of_step,
             **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
@@ -182,7 +182,7 @@ class Reporter(Callback):
             "samples_per_second": samples_per_second,
             "memory": memory,
             "skipped_steps": progress.skipped,
-            **self._backend.metrics(),
+            **self._backend.get_metrics(),
         }
         if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
             raise UserError(
@@ -196,7 +196,7 @@ class Reporter(Callback):
             "loss": f"{loss:.4f}",
             "lr": f"{learning_rate:.1e}",
             "tok/s": f"{tokens_per_second:,.0f}",
-            "mem": human_bytes(memory),
+            "mem": format_bytes(memory),
         }
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
@@ -205,8 +205,8 @@ class Reporter(Callback):
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
         if self.throughput.steps > 1:  # the first step, which compiles, does not tell
-            left = (self._total_steps - progress.step) * self.throughput.seconds_per_step()
-            line += f"  left {human_time(left)}"
+            remaining = (self._total_steps - progress.step) * self.throughput.compute_seconds_per_step()
+            line += f"  left {format_time(remaining)}"
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
@@ -226,7 +226,7 @@ class Reporter(Callback):
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.last_evaluation = numbers
         self._write(run.progress, values)
-        self.say(f"step {run.step}  evaluation  {evaluation_in_words(numbers)}")
+        self.say(f"step {run.step}  evaluation  {format_evaluation(numbers)}")
         self._update_report()
 
     # -- called by the run -------------------------------------------------------------------------------
@@ -245,39 +245,39 @@ class Reporter(Callback):
         if self._main:
             tell(line)
 
-    def summary(self, places: Sequence[tuple[str, str]]) -> str:
+    def format_summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
         seconds = time.perf_counter() - self.throughput.started
         rate = self.throughput.launch
-        _, peak = self._backend.memory()
-        rows = [("time", human_time(seconds))]
+        _, peak = self._backend.measure_memory()
+        rows = [("time", format_time(seconds))]
         if trained := self.throughput.steps > 0:
             first, paused = self.throughput.first_step, self.throughput.paused
             rows[0] = (
                 "time",
-                f"{human_time(seconds)}, of which first step {human_time(first)}, "
-                f"evaluations and saves {human_time(paused)}",
+                f"{format_time(seconds)}, of which first step {format_time(first)}, "
+                f"evaluations and saves {format_time(paused)}",
             )
             rows.append(("samples/s", f"{rate:,.2f}"))
             after = " in the steps after the first" if self.throughput.steps > 1 else ""
             rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}{after}"))
-        rows.append(("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
+        rows.append(("peak memory", format_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
         if trained and self._peak_flops is not None:
             mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
             rows.append(("MFU", f"{mfu:.1%}"))
-        if (counted := self._backend.diagnostics.driver_memory()) is not None:
+        if (counted := self._backend.diagnostics.query_driver_memory()) is not None:
             used, total = counted
             rows.append(
                 (
                     f"{self._backend.device.type.upper()} memory",
-                    f"{human_bytes(used)} of {human_bytes(total)} in use, reported by the driver",
+                    f"{format_bytes(used)} of {format_bytes(total)} in use, reported by the driver",
                 )
             )
         if self.last_loss is not None:
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
-            rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
-        return table([*rows, *places], get_terminal_width(sys.stderr))
+            rows.append(("evaluation", format_evaluation(self.last_evaluation)))
+        return format_table([*rows, *places], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -297,7 +297,7 @@ class Reporter(Callback):
         try:
             warnings = write_report([self._folder], self._folder / REPORT_FILE, live=not last)
         except Exception as error:  # the run continues without a report
-            warnings = [f"the report could not be written: {one_line(error)}"]
+            warnings = [f"the report could not be written: {to_one_line(error)}"]
         self._next_report = now + (time.perf_counter() - now) / _REPORT_SHARE
         for warning in warnings if last else ():
             self.say(f"warning: {warning}")
@@ -316,7 +316,7 @@ class Reporter(Callback):
         """Call something of each. One that fails gets nothing more: ``metrics.jsonl`` has the numbers."""
         for tracker in tuple(self._trackers):
             try:
-                with user_code_errors(f"{KEY}: {tracker.name}"):
+                with convert_user_errors(f"{KEY}: {tracker.name}"):
                     call(tracker)
             except UserError as error:
                 self._trackers.remove(tracker)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters.console import escape_control_characters
 from portable.converters.storage.safe_open import open_without_links
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 from portable.terminal import LOG
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunLog(logging.Handler):
         self.path: Path | None = None
         self._rank = rank
         self._file: logging.Handler | None = None
-        self._kept: list[logging.LogRecord] = []
+        self._pending_records: list[logging.LogRecord] = []
         self._latest: logging.LogRecord | None = None
         self._rerouted: list[logging.Handler] = []
         self._last_resort: logging.Handler | None = None
@@ -50,9 +50,11 @@ class RunLog(logging.Handler):
         self._last_resort = None if logging.root.handlers else logging.lastResort
         if self._last_resort is not None:  # Python prints with it what no handler took
             logging.root.addHandler(self._last_resort)
-        named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
-        handlers = {handler for logger in (logging.root, *named) for handler in logger.handlers}
-        self._rerouted = [handler for handler in handlers if _prints(handler)]
+        loggers = [
+            entry for entry in logging.root.manager.loggerDict.values() if isinstance(entry, logging.Logger)
+        ]
+        handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}
+        self._rerouted = [handler for handler in handlers if _is_console_handler(handler)]
         for logger in (LOG, logging.root):
             logger.addHandler(self)
         for handler in self._rerouted:
@@ -64,8 +66,8 @@ class RunLog(logging.Handler):
         self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
         self._file = _OwnFile(self.path, delay=self._rank != 0)
         self._file.setFormatter(_Visible(_FORMAT))
-        kept, self._kept = self._kept, []
-        for record in kept:
+        records, self._pending_records = self._pending_records, []
+        for record in records:
             self._write(record)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -77,15 +79,15 @@ class RunLog(logging.Handler):
 
     def _write(self, record: logging.LogRecord) -> None:
         if self._file is None:
-            self._kept.append(record)
+            self._pending_records.append(record)
         elif self._rank == 0 or record.name != LOG.name:  # rank 0 tells for all
             self._file.handle(record)
 
-    def failed(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Record why the run ended; a bug with its traceback."""
-        known = isinstance(error, UserError | RunError)
-        cause = None if known else (type(error), error, error.__traceback__)
-        record = logging.LogRecord(LOG.name, logging.ERROR, "", 0, one_line(error), None, cause)
+        is_expected = isinstance(error, UserError | RunError)
+        cause = None if is_expected else (type(error), error, error.__traceback__)
+        record = logging.LogRecord(LOG.name, logging.ERROR, "", 0, to_one_line(error), None, cause)
         if self._file is not None:
             self._file.handle(record)
 
@@ -104,7 +106,7 @@ class RunLog(logging.Handler):
         if self._last_resort is not None:
             logging.root.removeHandler(self._last_resort)
         logging.captureWarnings(False)
-        for record in self._kept:
+        for record in self._pending_records:
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
                 print(escape_control_characters(record.getMessage()), file=sys.stderr)
         if self._file is not None:
@@ -134,6 +136,6 @@ class _OwnFile(logging.FileHandler):
             super().handleError(record)
 
 
-def _prints(handler: logging.Handler) -> bool:
+def _is_console_handler(handler: logging.Handler) -> bool:
     standard = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
-    return isinstance(handler, logging.StreamHandler) and any(handler.stream is one for one in standard)
+    return isinstance(handler, logging.StreamHandler) and any(handler.stream is stream for stream in standard)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from portable import plugins
 from portable.errors import UserError
-from portable.paths import path_inside
-from portable.private.of_accelerate import tracker_classes
+from portable.paths import make_path_inside
+from portable.private.of_accelerate import get_tracker_classes
 from portable.reporting.metrics import read_events
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
         config: what the trackers show as the run's settings.
         from_step: the step that the launch goes on from.
     """
-    lasting, name = _lasting_id(folder), log.name or folder.name
+    lasting, name = _build_lasting_id(folder), log.name or folder.name
     facts = {
         "name": name,
         "run_name": name,
@@ -61,32 +61,32 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
         "resume": "allow",
         "purge_step": from_step + 1,
     }
-    return [_opened(tracker, log, folder, config, facts) for tracker in log.trackers]
+    return [_open_tracker(tracker, log, folder, config, facts) for tracker in log.trackers]
 
 
-def _opened(
+def _open_tracker(
     tracker: str, log: LogConfig, folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> Tracker:
-    known = tracker_classes()
-    kind: Any = known[tracker] if tracker in known else plugins.maker(KEY, tracker)
+    classes = get_tracker_classes()
+    kind: Any = classes[tracker] if tracker in classes else plugins.load_factory(KEY, tracker)
     keywords = {name: facts[name] for name in _TAKES.get(tracker, ())}
     writes_files = getattr(getattr(kind, "func", kind), "requires_logging_directory", False)
     if writes_files:  # beside config.yaml, which has the settings
-        keywords["logging_dir"] = str(path_inside(folder, tracker, "events").parent.parent)
+        keywords["logging_dir"] = str(make_path_inside(folder, tracker, "events").parent.parent)
     project = log.project or os.environ.get(f"{tracker.upper()}_PROJECT") or folder.parent.name or "portable"
-    with plugins.user_code_errors(f"{KEY}: {tracker}"):
+    with plugins.convert_user_errors(f"{KEY}: {tracker}"):
         opened = kind(tracker if writes_files else project, **keywords)
         opened.main_process_only = False  # this is the one rank that opens any
         opened.start()
         if not writes_files:
             plain = (bool, int, float, str)
-            values = {key: one if isinstance(one, plain) else str(one) for key, one in config.items()}
+            values = {key: value if isinstance(value, plain) else str(value) for key, value in config.items()}
             opened.store_init_configuration(values)
-    made: Tracker = opened
-    return made
+    instance: Tracker = opened
+    return instance
 
 
-def _lasting_id(folder: Path) -> str:
+def _build_lasting_id(folder: Path) -> str:
     """The same in every launch of a run: its folder's name, and when it first started."""
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"
@@ -96,6 +96,6 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError if the package of a tracker, or the user's class, is not there."""
     for name in names:
         if plugins.names_code(name):
-            plugins.maker(KEY, name)
+            plugins.load_factory(KEY, name)
         elif importlib.util.find_spec(name) is None:
             raise UserError(f"{KEY}: {name} is not installed; run: pip install {name.replace('_', '-')}")

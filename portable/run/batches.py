@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from portable.data.samples.loader import EvalLoader, TrainLoader
-from portable.terminal import at_a_terminal
+from portable.terminal import shows_run_bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
 
 
-def train_loader(prepared: Prepared, position: int) -> TrainLoader:
+def build_train_loader(prepared: Prepared, position: int) -> TrainLoader:
     """This rank's batches from sample ``position`` of the run's order on."""
     plan = prepared.plan
     return TrainLoader(
@@ -33,11 +33,11 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
         world_size=plan.world_size,
         part=plan.part,
         num_workers=prepared.config.data.num_workers,
-        pin_memory=_pins_memory(prepared),
+        pin_memory=_needs_pinned_memory(prepared),
     )
 
 
-def eval_loader(prepared: Prepared, samples: Samples) -> EvalLoader:
+def build_eval_loader(prepared: Prepared, samples: Samples) -> EvalLoader:
     """Build the loader of this rank's micro-batches in one evaluation."""
     plan, limit = prepared.plan, prepared.config.train.eval_batches
     return EvalLoader(
@@ -46,7 +46,7 @@ def eval_loader(prepared: Prepared, samples: Samples) -> EvalLoader:
         rank=plan.rank,
         world_size=plan.world_size,
         part=plan.part,
-        pin_memory=_pins_memory(prepared),
+        pin_memory=_needs_pinned_memory(prepared),
         # In global batches, so that every world size evaluates the same samples.
         most=None if limit is None else limit * plan.global_batch_size,
     )
@@ -68,9 +68,9 @@ def show_progress(batches: BatchIterator, total: int, *, shown: bool) -> Iterabl
         leave=False,
         delay=BAR_DELAY,
         dynamic_ncols=True,
-        disable=not shown or not at_a_terminal(),
+        disable=not shown or not shows_run_bars(),
     )
 
 
-def _pins_memory(prepared: Prepared) -> bool:
+def _needs_pinned_memory(prepared: Prepared) -> bool:
     return prepared.backend.device.type != "cpu"

@@ -10,7 +10,7 @@ from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision
 from portable.evaluation.metrics import evaluate
 from portable.reporting.metrics import EVALUATION
-from portable.run.batches import eval_loader, show_progress
+from portable.run.batches import build_eval_loader, show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -47,7 +47,7 @@ def evaluate_all(
     if averaged:
         engine.swap_ema_weights()
     for source, samples in prepared.data.evals.items():
-        loader = eval_loader(prepared, samples)
+        loader = build_eval_loader(prepared, samples)
         batches = iter(loader)
         with watch(batches):
             shown = show_progress(batches, len(loader), shown=prepared.backend.rank == 0)
@@ -62,7 +62,7 @@ def _name(value: str, source: str) -> str:
     return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
 
 
-def judge_of(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
+def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
     """What compares evaluations; None if nothing follows from them.
 
     Args:
@@ -79,14 +79,15 @@ def judge_of(config: RunConfig, sources: Collection[str], metrics: MetricSet) ->
     metric = checkpoint.best_metric or _name("loss", next(iter(sources)))
     value, _, source = metric.removeprefix(EVALUATION).partition("/")
     names = metrics.names
-    known = [_name(name, one) for one in sources for name in names or ("loss",)]
-    own = names is None and metric.startswith(EVALUATION) and source in sources
-    if metric not in known and not own:
+    available = [_name(name, evaluated) for evaluated in sources for name in names or ("loss",)]
+    is_custom = names is None and metric.startswith(EVALUATION) and source in sources
+    if metric not in available and not is_custom:
         more = "" if names is not None else ", and those of your own metrics"
         raise UserError(
-            f"checkpoint.best_metric: no evaluation of this run has {metric}; it has {', '.join(known)}{more}"
+            f"checkpoint.best_metric: no evaluation of this run has {metric}; it has "
+            f"{', '.join(available)}{more}"
         )
-    mode = metrics.mode(value) if checkpoint.best_mode == "auto" else checkpoint.best_mode
+    mode = metrics.get_mode(value) if checkpoint.best_mode == "auto" else checkpoint.best_mode
     if mode is None:
         raise UserError(
             f"checkpoint.best_mode: nothing tells whether a higher {metric} is better; set min or max"
@@ -109,28 +110,30 @@ class Evaluations(Callback):
         self._prepared = run.prepared
         self._recorded = recorded
         self._watchdog = watchdog
-        self._any = run.backend.any
+        self._any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
         """Make up for the evaluation that an earlier launch left out; end a run that has ended."""
-        progress, counts = run.progress, self._counts(run)
+        progress, counts = run.progress, self._is_counted(run)
         if not self._prepared.data.evals:
             return
         due = counts or run.step == run.until
-        if progress.step > 0 and due and self.lacks(progress, counts=counts):
+        if progress.step > 0 and due and self.is_missing(progress, counts=counts):
             self(progress, counts=counts)
         best_tracker = self._prepared.best_tracker
-        progress.ended = best_tracker is not None and self._any(best_tracker.stops(progress.eval_history))
+        progress.ended = best_tracker is not None and self._any(
+            best_tracker.should_stop(progress.eval_history)
+        )
 
     def evaluate_step(self, run: Run) -> None:
         if not self._prepared.data.evals:
             return
         run.health.check(run)
-        decision = self(run.progress, counts=self._counts(run))
+        decision = self(run.progress, counts=self._is_counted(run))
         run.progress.ended = decision.stop
         run.saving = run.saving or decision.save or decision.stop
 
-    def _counts(self, run: Run) -> bool:
+    def _is_counted(self, run: Run) -> bool:
         """Whether an evaluation after the latest step is due wherever a launch ends, and so counts."""
         train = run.config.train
         at_end = run.step == run.until == run.steps
@@ -139,7 +142,7 @@ class Evaluations(Callback):
     def __call__(self, progress: Progress, *, counts: bool) -> Decision:
         """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.eval_history``."""
         with self._run.pause():
-            values = evaluate_all(self._prepared, self._run.engine, self._watchdog.watching)
+            values = evaluate_all(self._prepared, self._run.engine, self._watchdog.watch_temporarily)
             self._run.call("on_evaluation", values)
         best_tracker = self._prepared.best_tracker
         if best_tracker is None or not counts:
@@ -148,13 +151,13 @@ class Evaluations(Callback):
         # The values are the same on all ranks; the ranks must do the same whatever happens.
         return Decision(self._any(decision.save), self._any(decision.stop))
 
-    def lacks(self, progress: Progress, *, counts: bool) -> bool:
+    def is_missing(self, progress: Progress, *, counts: bool) -> bool:
         """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
         judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
         return self._any((counts and not judged) or not self._recorded(progress.step))
 
 
-def why_ended(run: Run) -> str:
+def describe_end(run: Run) -> str:
     """Why a run ended early, for the user."""
     if run.stopping:
         return f"ended at step {run.step}, as a callback asked"
@@ -166,7 +169,7 @@ def why_ended(run: Run) -> str:
     )
 
 
-def needs_evaluation_data(data: Data) -> None:
+def check_evaluation_data(data: Data) -> None:
     """Raise UserError if there is nothing to evaluate on."""
     if not data.evals:
         raise UserError(

@@ -11,24 +11,24 @@ import torch
 
 from portable.batch import IGNORED
 from portable.batch_plan import describe_padding
-from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_step
 from portable.converters.console import get_terminal_width
-from portable.data.samples.base import sequence
+from portable.data.samples.base import select_sequence
 from portable.data.tokens.bounded_tokenizer import decode, encode
-from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, one_line
-from portable.formatting import human_bytes, human_count, human_time, table
-from portable.model.build import positions
-from portable.model.flops import parameters_in_words, shape_hints
+from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereError, UserError, to_one_line
+from portable.formatting import format_bytes, format_count, format_table, format_time
+from portable.model.build import get_max_positions
+from portable.model.flops import build_shape_hints, format_parameter_counts
 from portable.model.published import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.ranks.collectives import gather_text
 from portable.ranks.node_writers import form_node_writers
-from portable.reporting.card import CARD, model_card, usage
+from portable.reporting.card import CARD, build_model_card, list_commands
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
 from portable.run.length import describe_length
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import create_scratch_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,18 +73,18 @@ def build_export_rows(
         return []
     nodes = -(-ranks // ranks_per_node)
     seconds = model_bytes / nodes / _EXPORT_RATE
-    written = human_count(nodes, "node")
+    written = format_count(nodes, "node")
     return [
         (
             "export",
-            f"{human_bytes(model_bytes)} of {FINAL}/ are written by {written} when training ends, in "
-            f"{human_time(seconds)} at 1 GB/s a node ({ranks * seconds / 3600:.1f} idle device hours); "
+            f"{format_bytes(model_bytes)} of {FINAL}/ are written by {written} when training ends, in "
+            f"{format_time(seconds)} at 1 GB/s a node ({ranks * seconds / 3600:.1f} idle device hours); "
             "checkpoint.export: false leaves it to portable-convert RUN OUT",
         )
     ]
 
 
-def headline(prepared: Prepared, restored: Restored) -> str:
+def format_headline(prepared: Prepared, restored: Restored) -> str:
     """Model, data, ranks and batch of a launch that begins, as a table."""
     backend, config, plan = prepared.backend, prepared.config, prepared.plan
     progress, source = restored.progress, restored.source
@@ -93,41 +93,44 @@ def headline(prepared: Prepared, restored: Restored) -> str:
         start += ", which was the last: there is nothing left to train"
     auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
-        ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
+        (
+            "model",
+            f"{prepared.architecture}, {format_parameter_counts(prepared.parameters, prepared.trained)}",
+        ),
         *([("frozen", prepared.frozen)] if prepared.frozen else []),
         ("data", prepared.data.description),
         (
             "ranks",
-            f"{ranks_in_words(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
+            f"{describe_ranks(backend.world_size, backend.devices_per_rank)} on {backend.device.type}, "
             f"{config.strategy}, {config.precision}",
         ),
         (
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
-            f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
-            f"{human_count(plan.micro_batch_size, 'sequence')}{auto}{describe_padding(plan)}",
+            f"{format_count(plan.accumulation_steps, 'accumulation step')} x "
+            f"{format_count(plan.micro_batch_size, 'sequence')}{auto}{describe_padding(plan)}",
         ),
     ]
     rows.append(("steps", describe_length(config, prepared.steps, _count_samples(prepared))))
-    if _exports_in_parts(prepared):
+    if _has_partial_export(prepared):
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rows += build_export_rows(
             config, EXPORTED_BYTES * prepared.parameters, backend.world_size, ranks_per_node
         )
-    if (moved := _moved(prepared, restored)) is not None:
+    if (moved := _describe_move(prepared, restored)) is not None:
         rows.append(("moved", moved))
     rows.append(("report", f"{prepared.resolved.place / REPORT_FILE}, updated at evaluations and saves"))
     if restored.changes:
         rows.append(("changed", "; ".join(change.arrow for change in restored.changes)))
-    hints = shape_hints(
+    hints = build_shape_hints(
         prepared.model_config,
         tokens=plan.micro_batch_size * config.data.seq_len,
-        multiple=backend.shape_multiple(config.precision),
+        multiple=backend.get_shape_multiple(config.precision),
         precision=config.precision,
     )
     external = restored.external
-    begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
-    return "\n".join([start, table(rows, get_terminal_width(sys.stderr)), *begun, *hints])
+    begun = [] if external is None else ["begun at another program's checkpoint", format_table(external.rows)]
+    return "\n".join([start, format_table(rows, get_terminal_width(sys.stderr)), *begun, *hints])
 
 
 def _count_samples(prepared: Prepared) -> int | None:
@@ -135,7 +138,7 @@ def _count_samples(prepared: Prepared) -> int | None:
     return None if prepared.data.streams else prepared.data.train.epoch_samples
 
 
-def _moved(prepared: Prepared, restored: Restored) -> str | None:
+def _describe_move(prepared: Prepared, restored: Restored) -> str | None:
     """From which ranks to which the run has moved, if it has; on rank 0 only."""
     backend, source = prepared.backend, restored.source
     if source is None or restored.external is not None or backend.rank != 0:
@@ -146,7 +149,7 @@ def _moved(prepared: Prepared, restored: Restored) -> str | None:
     return None if before == now else f"{before} → {now}, at step {state.step}"
 
 
-def ranks_in_words(ranks: int, devices_per_rank: int) -> str:
+def describe_ranks(ranks: int, devices_per_rank: int) -> str:
     return str(ranks) if devices_per_rank == 1 else f"{ranks} x {devices_per_rank} devices"
 
 
@@ -154,11 +157,11 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     """Print how the trained model continues a text; all ranks call it."""
     config = prepared.config
     try:
-        prompt = sample_prompt(prepared)
+        prompt = build_sample_prompt(prepared)
     except Exception as error:  # the template is foreign code; the run is complete without a sample
-        reporter.say(f"warning: log.sample_prompt: the chat template cannot ask it: {one_line(error)}")
+        reporter.say(f"warning: log.sample_prompt: the chat template cannot ask it: {to_one_line(error)}")
         return
-    bound = positions(prepared.model_config)
+    bound = get_max_positions(prepared.model_config)
     wanted = config.log.sample_tokens
     tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
     model: Any = engine.model
@@ -167,35 +170,35 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     try:
         text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
     except Exception as error:  # of a custom model; the run is complete without a sample
-        reporter.say(f"warning: log.sample_tokens: the model cannot generate a text: {one_line(error)}")
+        reporter.say(f"warning: log.sample_tokens: the model cannot generate a text: {to_one_line(error)}")
         return
     start, rest = text[0, : prompt.shape[1]], text[0, prompt.shape[1] :]
     show = partial(decode, prepared.data.tokenizer)
     reporter.say(f"\n--- prompt\n{show(start.tolist())}\n--- the model goes on\n{show(rest.tolist())}\n---\n")
 
 
-def sample_prompt(prepared: Prepared) -> torch.Tensor:
+def build_sample_prompt(prepared: Prepared) -> torch.Tensor:
     """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``.
 
     A chat model is asked by ``log.sample_prompt`` as by a user, and a conversation ends before an answer.
     """
-    data, given = prepared.data, prepared.config.log.sample_prompt
-    if given is not None:
+    data, prompt = prepared.data, prepared.config.log.sample_prompt
+    if prompt is not None:
         if data.end_of_turn is not None and data.tokenizer.chat_template:
             from portable.data.tokens import limited
-            from portable.data.tokens.rendering import Rendering
+            from portable.data.tokens.rendering import TemplateRenderer
 
             variables = {**data.tokenizer.special_tokens_map, **prepared.config.data.chat_template_kwargs}
-            rendering = Rendering(data.tokenizer.chat_template, variables)
-            text: str = limited.call(rendering.question, given, "log.sample_prompt")
+            rendering = TemplateRenderer(data.tokenizer.chat_template, variables)
+            text: str = limited.call(rendering.render_question, prompt, "log.sample_prompt")
             chat: list[int] = encode(data.tokenizer, text, add_special_tokens=False)["input_ids"]
             return torch.tensor([chat], dtype=torch.int64)
-        ids: list[int] = encode(data.tokenizer, given)["input_ids"]
+        ids: list[int] = encode(data.tokenizer, prompt)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)
     samples = data.eval if data.eval is not None else data.train
-    batch = samples.batch([samples.example()])
+    batch = samples.build_batch([samples.find_example()])
     if samples.sequences > 1:
-        batch = sequence(batch, 0)
+        batch = select_sequence(batch, 0)
     if data.end_of_turn is not None:
         trained = (batch["labels"][0] != IGNORED).int()
         return batch["input_ids"][:, : int(trained.argmax()) + 1]
@@ -203,10 +206,10 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 
 
-def _checkpoint_to_export(run: Run, reporter: Reporter) -> Place | None:
+def _choose_export_checkpoint(run: Run, reporter: Reporter) -> Place | None:
     """The newest checkpoint, or the best with ``checkpoint.export_best``."""
-    complete = dict(run.checkpoints.complete())
-    latest: Place | None = run.checkpoints.latest()
+    complete = dict(run.checkpoints.list_complete())
+    latest: Place | None = run.checkpoints.find_latest()
     if not run.config.checkpoint.export_best:
         return latest
     best: Place | None = next(
@@ -234,15 +237,15 @@ def finish(
         warnings: of libraries, in the run's log.
     """
     prepared, folder, place = run.prepared, output.work, output.place
-    exported = _checkpoint_to_export(run, reporter) if run.rank == 0 else None
+    exported = _choose_export_checkpoint(run, reporter) if run.rank == 0 else None
     writers: NodeWriters | None = None
-    if run.complete and _exports_in_parts(prepared):
+    if run.complete and _has_partial_export(prepared):
         exported, writers = _form_writers(run, exported)
     if run.rank != 0:
         if exported is not None and writers is not None:
             _export_part(run, output, exported, writers)
         return
-    checkpoint = run.checkpoints.latest()
+    checkpoint = run.checkpoints.find_latest()
     places = [("metrics", str(place / METRICS_FILE))]
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
@@ -253,7 +256,7 @@ def finish(
             export_with_card(prepared, folder, exported, final, writers)
         except UserError as error:
             raise NotExportedError(
-                f"{one_line(error)}; the run is complete: run the same command again to export the model"
+                f"{to_one_line(error)}; the run is complete: run the same command again to export the model"
             ) from error
         for note in _build_untrained_notes(*_list_untrained(prepared)):
             reporter.say(note)
@@ -271,11 +274,11 @@ def finish(
     if uploads is not None:
         url, missing = uploads.finish(final, exported)
         places += [] if url is None else [("uploaded to", url)]
-    aside = f", with {human_count(warnings, 'warning')} of libraries" if warnings else ""
+    aside = f", with {format_count(warnings, 'warning')} of libraries" if warnings else ""
     places.append(("log", f"{place / LOG_FILE}{aside}"))
-    reporter.say(reporter.summary(places))
+    reporter.say(reporter.format_summary(places))
     if final is not None:
-        uses = usage(
+        uses = list_commands(
             prepared.config,
             str(final),
             prepared.model_config.model_type,
@@ -283,7 +286,7 @@ def finish(
             adapter=prepared.adapter,
             chat=_is_chat_model(prepared),
         )
-        reporter.say("\n" + table(uses))
+        reporter.say("\n" + format_table(uses))
     for line in missing:
         reporter.say(f"warning: {line}")
     if not run.complete:
@@ -292,7 +295,7 @@ def finish(
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
-def _exports_in_parts(prepared: Prepared) -> bool:
+def _has_partial_export(prepared: Prepared) -> bool:
     """Return whether the export may have several files. An adapter always has one."""
     export = prepared.config.checkpoint.export
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
@@ -322,8 +325,8 @@ def _export_part(run: Run, output: Output, checkpoint: Place, writers: NodeWrite
         export_with_card(run.prepared, output.work, checkpoint, output.place / FINAL, writers)
     except UserError as error:
         if writers.broken:
-            raise NotExportedError(one_line(error)) from error
-        raise ReportedElsewhereError(one_line(error), NOT_EXPORTED) from error
+            raise NotExportedError(to_one_line(error)) from error
+        raise ReportedElsewhereError(to_one_line(error), NOT_EXPORTED) from error
 
 
 def _is_chat_model(prepared: Prepared) -> bool:
@@ -364,11 +367,11 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 def _build_card(prepared: Prepared, folder: Path, checkpoint: Place) -> str:
     """Build the model card of an export; see :func:`export_with_card`."""
-    last = step_of(checkpoint.name)
+    last = parse_step(checkpoint.name)
     copied, missing = _list_untrained(prepared)
     dropped = [] if prepared.adapter is not None else collapse_numbers(prepared.names.dropped)
     rows = [row for row in read_metrics(folder) if last is None or row["step"] <= last]
-    return model_card(
+    return build_model_card(
         prepared.config,
         adapter=prepared.adapter,
         architecture=prepared.architecture,
@@ -396,7 +399,7 @@ def export_with_card(
     adapter, config = prepared.adapter, prepared.config
     # Only rank 0 writes the small files, and in a bucket only rank 0 has the metrics.
     text = _build_card(prepared, folder, checkpoint) if writers is None or writers.number == 0 else ""
-    with scratch_folder("portable-card") as temporary:
+    with create_scratch_folder("portable-card") as temporary:
         card = temporary / CARD
         card.write_text(text, "utf-8")
         beside = {CARD: card}
@@ -404,9 +407,9 @@ def export_with_card(
         base = adapter.base if adapter is not None and merges else None
         like = None
         if config.checkpoint.export == "like_base":
-            from portable.model.pretrained import layout_to_export
+            from portable.model.pretrained import open_export_layout
 
-            like = layout_to_export(config.model)
+            like = open_export_layout(config.model)
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"

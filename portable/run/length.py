@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import total_steps
-from portable.config.derived import BY_TRAINING, classify_training, warmup_steps
-from portable.formatting import human_count
+from portable.config.derived import BY_TRAINING, classify_training, compute_warmup_steps
+from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -25,7 +25,7 @@ def describe_warmup(config: RunConfig, steps: int) -> str:
     """Describe the warmup of the learning rate, such as ``6 steps, train.warmup_ratio 0.03``."""
     train = config.train
     ratio = "" if train.warmup_ratio is None else f", train.warmup_ratio {train.warmup_ratio:g}"
-    return f"{human_count(warmup_steps(train, steps), 'step')}{ratio}"
+    return f"{format_count(compute_warmup_steps(train, steps), 'step')}{ratio}"
 
 
 def explain_seq_len(resolved: Resolved, positions: int | None) -> str | None:
@@ -83,8 +83,8 @@ def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> s
     if 0 < smaller < batch:
         remedies.insert(0, f"lower train.global_batch_size to {smaller}")
     return (
-        f"train.epochs: {_describe_epochs(epochs, samples)} are only {human_count(steps, 'step')} of {batch} "
-        f"samples, which hardly change the model; {', or '.join(remedies)}"
+        f"train.epochs: {_describe_epochs(epochs, samples)} are only {format_count(steps, 'step')} of "
+        f"{batch} samples, which hardly change the model; {', or '.join(remedies)}"
     )
 
 
@@ -108,4 +108,4 @@ def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | No
 
 
 def _describe_epochs(epochs: float, samples: int) -> str:
-    return f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {human_count(samples, 'sample')}"
+    return f"{epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {format_count(samples, 'sample')}"

@@ -19,19 +19,19 @@ import numpy as np
 from tqdm import tqdm
 
 from portable import plugins
-from portable.adapters.settings import folder_of, weights_in
-from portable.config.sources import training_sources
+from portable.adapters.settings import find_adapter_folder, find_weights_file
+from portable.config.sources import get_training_sources
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.fingerprints import compute_fingerprint
 from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.model.loss import PrecomputePass
-from portable.model.pretrained import snapshot
-from portable.model.training_loss import training_loss
-from portable.paths import default_cache_dir
-from portable.temporary_folder import made_once, scratch_folder
-from portable.terminal import at_a_terminal
+from portable.model.pretrained import fetch_snapshot
+from portable.model.training_loss import build_training_loss
+from portable.paths import get_default_cache_dir
+from portable.temporary_folder import create_scratch_folder, open_or_build
+from portable.terminal import shows_run_bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -63,11 +63,11 @@ def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
             f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
             "auto cannot try; set a number"
         )
-    if any(one.stream for one in training_sources(config.data).values()):
+    if any(source_config.stream for source_config in get_training_sources(config.data).values()):
         raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
 
 
-def reference_of(config: RunConfig) -> str | None:
+def compute_reference_digest(config: RunConfig) -> str | None:
     """A digest of the weights that the loss compares with; None if there are none.
 
     They are those that the run starts from, or those of the model that the loss names.
@@ -75,36 +75,36 @@ def reference_of(config: RunConfig) -> str | None:
     Raises:
         UserError: if they cannot be read.
     """
-    loss, model, adapter = training_loss(config), config.model, config.adapter.name_or_path
+    loss, model, adapter = build_training_loss(config), config.model, config.adapter.name_or_path
     if loss is None or (loss.once is None and loss.reference is None):
         return None
     # The seed gives what no file has: a new adapter, the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
-        folders = {loss.key: snapshot(loss.reference, f"{loss.key}: reference")}
+        folders = {loss.key: fetch_snapshot(loss.reference, f"{loss.key}: reference")}
     elif not model.from_scratch:
-        folders["model.name_or_path"] = snapshot(str(model.name_or_path))
+        folders["model.name_or_path"] = fetch_snapshot(str(model.name_or_path))
     if loss.reference is None and adapter is not None:
-        folders["adapter.name_or_path"] = weights_in(folder_of(adapter))
-    found = {}
+        folders["adapter.name_or_path"] = find_weights_file(find_adapter_folder(adapter))
+    fingerprints = {}
     for key, folder in folders.items():
         try:
-            found[key] = None if folder is None else compute_fingerprint(open_checkpoint(folder))
+            fingerprints[key] = None if folder is None else compute_fingerprint(open_checkpoint(folder))
         except CheckpointError as error:
-            raise UserError(f"{key}: {one_line(error)}") from error
-    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+            raise UserError(f"{key}: {to_one_line(error)}") from error
+    return hashlib.blake2b(json.dumps(fingerprints).encode(), digest_size=16).hexdigest()
 
 
 def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> None:
     """Give the samples of ``data`` what the loss computes once, if it does.
 
     Args:
-        reference: from :func:`reference_of`.
+        reference: from :func:`compute_reference_digest`.
 
     Raises:
         UserError: where that cannot be computed.
     """
-    loss = training_loss(config)
+    loss = build_training_loss(config)
     if loss is None or loss.once is None:
         return
     check_once(config, loss)
@@ -112,11 +112,15 @@ def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str
         raise UserError(
             f"{loss.key}: on several hosts, XLA cannot compute numbers before the training; name a reference"
         )
-    root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
+    root = Path(config.data.cache_dir) if config.data.cache_dir else get_default_cache_dir()
 
-    found = {"training": data.train} | {f"evaluation {name}": one for name, one in data.evals.items()}
-    for name, samples in found.items():
-        samples.computed = Table(root / "computed" / _digest(config, data, name, samples, reference))
+    samples_by_name = {"training": data.train} | {
+        f"evaluation {name}": eval_samples for name, eval_samples in data.evals.items()
+    }
+    for name, samples in samples_by_name.items():
+        samples.computed = PrecomputedTable(
+            root / "computed" / _digest(config, data, name, samples, reference)
+        )
 
 
 def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
@@ -139,59 +143,59 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples, referenc
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-def missing(prepared: Prepared) -> list[Samples]:
+def find_missing_samples(prepared: Prepared) -> list[Samples]:
     """The samples whose numbers some rank's machine lacks; all ranks call it."""
-    found = []
+    incomplete = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
-        if isinstance(table := samples.computed, Table):
-            lacks = table.intact(table.folder) is None
-            if prepared.backend.any(lacks):
-                found.append(samples)
-    return found
+        if isinstance(table := samples.computed, PrecomputedTable):
+            lacks = table.check_intact(table.folder) is None
+            if prepared.backend.reduce_any(lacks):
+                incomplete.append(samples)
+    return incomplete
 
 
 def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
     """Compute the numbers of ``wanted`` with the weights that ``engine`` has; all ranks call it."""
     for samples in wanted:
         table, samples.computed = samples.computed, None
-        assert isinstance(table, Table)
+        assert isinstance(table, PrecomputedTable)
         shapes: dict[str, list[int]] = {}
-        rows = _rows(prepared, engine, samples, shapes)
+        rows = _compute_rows(prepared, engine, samples, shapes)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             # Ranks wait for one another for each part, and hosts for the lock of a cache that they share.
-            with scratch_folder("portable-computed") as draft:
+            with create_scratch_folder("portable-computed") as draft:
                 write_table(draft, shapes, rows)
-                made_once(table.folder, table.intact, partial(copytree, draft, dirs_exist_ok=True))
+                open_or_build(table.folder, table.check_intact, partial(copytree, draft, dirs_exist_ok=True))
         for _ in rows:  # all ranks compute, whoever writes
             pass
         samples.computed = table
         prepared.backend.barrier()
 
 
-def _rows(
+def _compute_rows(
     prepared: Prepared, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
     """Parts of the table, in order; fills ``shapes``. Ranks exchange what each computed."""
-    backend, size, left = prepared.backend, prepared.plan.micro_batch_size, len(samples)
+    backend, size, remaining = prepared.backend, prepared.plan.micro_batch_size, len(samples)
     loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
     bar = tqdm(
         loader, unit="batch", desc="computing once", leave=False, delay=1.0,
-        disable=backend.rank != 0 or not at_a_terminal(),
+        disable=backend.rank != 0 or not shows_run_bars(),
     )  # fmt: skip
-    held: list[Any] = []
+    pending: list[Any] = []
     for number, batch in enumerate(bar, start=1):
-        found = engine.evaluate(backend.place(batch), PrecomputePass(), {})
-        shapes |= {name: list(value.shape[1:]) for name, value in found.items()}
-        flat = np.array(backend.read(list(found.values())))
-        counts = np.cumsum([value.numel() for value in found.values()])[:-1]
+        columns = engine.evaluate(backend.place(batch), PrecomputePass(), {})
+        shapes |= {name: list(value.shape[1:]) for name, value in columns.items()}
+        flat = np.array(backend.read(list(columns.values())))
+        counts = np.cumsum([value.numel() for value in columns.values()])[:-1]
         parts = [part.reshape(size, -1) for part in np.split(flat, counts)]
-        held.append(np.concatenate(parts, axis=1).tolist())
+        pending.append(np.concatenate(parts, axis=1).tolist())
         if number % _BETWEEN == 0 or number == len(loader):
-            ranks = [json.loads(text) for text in backend.gather(json.dumps(held))]
+            ranks = [json.loads(text) for text in backend.gather(json.dumps(pending))]
             rows = np.array([row for batches in zip(*ranks, strict=True) for part in batches for row in part])
-            held = []
-            yield rows[:left]
-            left -= len(rows[:left])
+            pending = []
+            yield rows[:remaining]
+            remaining -= len(rows[:remaining])
 
 
 # -- the table ---------------------------------------------------------------------------------------------
@@ -210,12 +214,12 @@ def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.N
         file.write(part)
         count += len(part)
     file.close()
-    meta = {"shapes": shapes, "samples": count, "sums": file.blocks.sums().tolist()}
+    meta = {"shapes": shapes, "samples": count, "sums": file.blocks.to_array().tolist()}
     (folder / _META).write_text(json.dumps(meta), "utf-8")
 
 
 @dataclass
-class Table:
+class PrecomputedTable:
     """The columns that a folder has of each sample, from the start of the training on."""
 
     folder: Path
@@ -243,10 +247,10 @@ class Table:
             except (CacheDamagedError, MemoryError):
                 raise
             except Exception as error:  # the file may hold any values
-                raise CacheDamagedError(f"{self.folder}: {one_line(error)}") from error
+                raise CacheDamagedError(f"{self.folder}: {to_one_line(error)}") from error
         return self._opened
 
-    def intact(self, _: Path) -> Table | None:
+    def check_intact(self, _: Path) -> PrecomputedTable | None:
         """This table, if it is whole."""
         try:
             self.open()
@@ -257,9 +261,9 @@ class Table:
     def __call__(self, indices: Sequence[int]) -> Arrays:
         """The columns of some samples, float32 ``[len(indices), *shape]``."""
         shapes, values = self.open()
-        rows, at, found = values[list(indices)], 0, {}
+        rows, offset, arrays = values[list(indices)], 0, {}
         for name, shape in shapes.items():
             width = int(np.prod(shape))
-            found[name] = rows[:, at : at + width].reshape(len(indices), *shape).copy()
-            at += width
-        return found
+            arrays[name] = rows[:, offset : offset + width].reshape(len(indices), *shape).copy()
+            offset += width
+        return arrays

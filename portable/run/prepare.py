@@ -6,31 +6,31 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portable.adapters.assemble import assemble, tokenizer_hints
-from portable.batch_plan import batch_plan, total_steps
-from portable.config.origins import shown
+from portable.adapters.assemble import assemble, build_tokenizer_hints
+from portable.batch_plan import build_batch_plan, total_steps
+from portable.config.origins import format_short_value
 from portable.converters.writers.parallel import count_cores
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
-from portable.data.sources.documents import listed
+from portable.data.sources.documents import format_names
 from portable.errors import UserError
-from portable.evaluation.builtin import Setting, build_metrics
-from portable.formatting import format_short_count, human_count
+from portable.evaluation.builtin import MetricSettings, build_metrics
+from portable.formatting import format_count, format_short_count
 from portable.model import build as models
 from portable.model.auxiliary_losses import adds_router_loss
 from portable.model.document_attention import list_packing_notes
-from portable.model.flops import flops_per_token, parameter_count, trained_count
-from portable.model.freezing import tie_notes
-from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
+from portable.model.flops import compute_flops_per_token, count_parameters, count_trained_parameters
+from portable.model.freezing import build_tie_notes
+from portable.model.labels import adopt_labels, build_label_hints, find_known_classes, get_problem_type
 from portable.model.padding import explain_padding
 from portable.model.published import PublishedNames
 from portable.model.reach import get_unreached_names, summarize_parameters
 from portable.model.special_tokens import SpecialTokens
-from portable.optim.schedule import build_schedule, too_long_a_warmup
-from portable.registry import backend_package
-from portable.run.evaluation import judge_of
+from portable.optim.schedule import build_schedule, explain_long_warmup
+from portable.registry import load_backend_package
+from portable.run.evaluation import build_best_tracker
 from portable.run.length import explain_seq_len, warn_of_few_steps, warn_of_rare_checkpoints
-from portable.run.resolve import on_device
+from portable.run.resolve import resolve_precision
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
@@ -52,24 +52,26 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     Raises:
         UserError: for a model or data that cannot be used.
     """
-    resolved = on_device(resolved)
+    resolved = resolve_precision(resolved)
     config = resolved.config
-    model_config = models.model_config(config.model)
+    model_config = models.load_model_config(config.model)
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
     if config.checkpoint.export == "like_base":
-        from portable.model.pretrained import layout_to_export
+        from portable.model.pretrained import open_export_layout
 
-        layout_to_export(config.model)  # refused now, not after the last step
+        open_export_layout(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    label_notes = [] if data.classes is None else _adopted(data.classes, model_config, config, data)
-    setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
+    label_notes = [] if data.classes is None else _adopt_classes(data.classes, model_config, config, data)
+    setting = MetricSettings(
+        of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None
+    )
     metrics = build_metrics(config.train.metrics, setting)
     if metrics.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(metrics.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
-    best_tracker = judge_of(config, data.evals, metrics)
+    best_tracker = build_best_tracker(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
     if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
@@ -78,18 +80,18 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         check_merge(adapter)  # otherwise the run would fail after the last step
     reference = None
     if config.train.loss is not None:
-        from portable.run.precompute import add_computed, reference_of
+        from portable.run.precompute import add_computed, compute_reference_digest
 
-        reference = reference_of(config)
+        reference = compute_reference_digest(config)
         add_computed(config, backend, data, reference)
     config = _with_micro_batch(resolved, backend, model_config, data)
     length = total_steps(config, data.train.epoch_samples)
-    if (reason := too_long_a_warmup(config.train, length)) is not None:
+    if (reason := explain_long_warmup(config.train, length)) is not None:
         raise UserError(reason)
     published = PublishedNames(config.model, model)
     if adapter is None and config.checkpoint.export == "like_base":
         published.check_like_base()  # otherwise the run would fail after the last step
-    notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
+    notes = [*build_notes(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
         config=config,
@@ -101,11 +103,13 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         names=published,
         grown_from=assembled.grown_from,
         architecture=type(model).__name__,
-        parameters=parameter_count(model),
-        trained=trained_count(model),
+        parameters=count_parameters(model),
+        trained=count_trained_parameters(model),
         frozen="" if adapter is not None else describe_frozen(model),
-        flops_per_token=flops_per_token(model, model_config, data.train.context or config.data.seq_len),
-        plan=batch_plan(config, backend),
+        flops_per_token=compute_flops_per_token(
+            model, model_config, data.train.context or config.data.seq_len
+        ),
+        plan=build_batch_plan(config, backend),
         steps=length,
         until=min(length, config.train.stop_after or length),
         schedule=build_schedule(config.train, length),
@@ -135,7 +139,7 @@ def describe_frozen(model: PreTrainedModel) -> str:
     parts = summarize_parameters(model, frozen)
     more = f" and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
     count = format_short_count(sum(p.numel() for p in frozen.values()))
-    share = f"{count} of {format_short_count(parameter_count(model))} parameters are not reached by text"
+    share = f"{count} of {format_short_count(count_parameters(model))} parameters are not reached by text"
     return f"{', '.join(parts[:_PARTS_SHOWN])}{more} ({share})"
 
 
@@ -146,12 +150,12 @@ def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens:
         config.data,
         task=config.model.task,
         seed=config.seed,
-        decoder_start_token_id=special_tokens.decoder_start,
-        label_shift=special_tokens.label_shift,
+        decoder_start_token_id=special_tokens.find_decoder_start,
+        label_shift=special_tokens.build_label_shift,
         global_batch_size=config.train.global_batch_size,
         progress=shows_bars(),  # only the rank that builds the cache shows it
-        **(label_hints(model_config, config.model) if classifies else {}),
-        **tokenizer_hints(config, model_config),
+        **(build_label_hints(model_config, config.model) if classifies else {}),
+        **build_tokenizer_hints(config, model_config),
     )
 
 
@@ -162,11 +166,11 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     from portable.run import micro_batch
 
     backend, config = prepared.backend, prepared.config
-    found = prepared.plan.micro_batch_size
+    size = prepared.plan.micro_batch_size
     config = micro_batch.with_micro_batch(
-        config, micro_batch.smallest_over_ranks(found, config, prepared.resolved.world, backend)
+        config, micro_batch.find_smallest_over_ranks(size, config, prepared.resolved.world, backend)
     )
-    return replace(prepared, config=config, plan=batch_plan(config, backend))
+    return replace(prepared, config=config, plan=build_batch_plan(config, backend))
 
 
 def _with_micro_batch(
@@ -177,29 +181,34 @@ def _with_micro_batch(
         return config
     from portable.run import micro_batch
 
-    size = micro_batch.previous_size(config, resolved.existing, resolved.place, resolved.world)
+    size = micro_batch.get_previous_size(config, resolved.existing, resolved.place, resolved.world)
     if size is None:
         search = micro_batch.Search(backend, config, model_config, data.train, resolved.world)
-        size = micro_batch.largest(search)
+        size = micro_batch.find_largest_micro_batch(search)
     return micro_batch.with_micro_batch(config, size)
 
 
-def _adopted(classes: Classes, model_config: PretrainedConfig, config: RunConfig, data: Data) -> list[str]:
+def _adopt_classes(
+    classes: Classes, model_config: PretrainedConfig, config: RunConfig, data: Data
+) -> list[str]:
     """Give the model's config the classes of the labels; what they decide that the settings leave open."""
     notes = []
-    problem, known = problem_of(model_config, config.model), known_classes(model_config, config.model)
+    problem, model_classes = (
+        get_problem_type(model_config, config.model),
+        find_known_classes(model_config, config.model),
+    )
     if problem is None and classes.problem != SINGLE:
         notes.append(f"note: problem_type is {classes.problem}, as the labels and num_labels have it")
-    if known is not None and known.renamed(data.label_names):
+    if model_classes is not None and model_classes.is_renaming(data.label_names):
         notes.append(
-            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
-            "this order"
+            f"note: {model_classes.key} does not name its classes; they are taken for "
+            f"{format_names(data.label_names)}, in this order"
         )
     adopt_labels(model_config, classes)
     return notes
 
 
-def notes_on(
+def build_notes(
     resolved: Resolved, assembled: Assembled, model_config: PretrainedConfig, data: DataSizes
 ) -> list[str]:
     """What may surprise the user before the first step, one line each.
@@ -210,11 +219,13 @@ def notes_on(
         model_config: of its model.
         data: how much there is.
     """
-    lines = [f"note: {note}" for note in backend_package(resolved.config.backend).notes(resolved.config)]
+    lines = [
+        f"note: {note}" for note in load_backend_package(resolved.config.backend).build_notes(resolved.config)
+    ]
     if resolved.unset:
-        values = ", ".join(f"{key}: {shown(value)}" for key, value in resolved.unset.items())
+        values = ", ".join(f"{key}: {format_short_value(value)}" for key, value in resolved.unset.items())
         lines.append(f"note: the run in {resolved.place} keeps its settings that are not set here: {values}")
-    if (length := explain_seq_len(resolved, models.positions(model_config))) is not None:
+    if (length := explain_seq_len(resolved, models.get_max_positions(model_config))) is not None:
         lines.append(f"note: {length}")
     if resolved.config.data.format == "auto":
         lines.append(
@@ -244,13 +255,13 @@ def notes_on(
         lines += [f"note: {note}" for note in assembled.adapter.notes]
     lines += [f"note: {note}" for note in list_packing_notes(resolved.config, assembled.model)]
     if resolved.config.train.freezes:
-        lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
+        lines += [f"note: {note}" for note in build_tie_notes(assembled.model, resolved.config.train)]
     if (padding := explain_padding(model_config, resolved.config)) is not None:
         lines.append(f"warning: {padding}")
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := count_cores()):
         lines.append(
-            f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
+            f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
     if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:

@@ -11,28 +11,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.checkpoint.store import checkpoints_of, resume_source
+from portable.checkpoint.store import choose_resume_source, open_checkpoints
 from portable.converters.console import print_line
 from portable.errors import RUN_ERROR, ReportedElsewhereError, RunError, UserError
-from portable.formatting import table
+from portable.formatting import format_table
 from portable.hub_requests import get_revisions
 from portable.output.output_dir import open_output
-from portable.paths import path_inside, write_durably
+from portable.paths import make_path_inside, write_durably
 from portable.ranks import launch
-from portable.ranks.collectives import agree, all_or_none, settings_and_versions
+from portable.ranks.collectives import agree, agree_on_outcome, collect_settings_and_versions
 from portable.ranks.open_files import prepare_open_files
 from portable.ranks.peers import PeerWatch
 from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
-from portable.run.evaluation import evaluate_all, needs_evaluation_data
+from portable.run.evaluation import check_evaluation_data, evaluate_all
 from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from portable.run.stages import Prepared, Resolved
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
-from portable.run.user_code import digests, prepare_code
-from portable.terminal import be_quiet, tell
+from portable.run.user_code import compute_code_digests, prepare_code
+from portable.terminal import set_quiet, tell
 
 if TYPE_CHECKING:
     from portable.backend import Backend
@@ -67,7 +67,7 @@ def run_rank(
     """
     prepare_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     backend = create_backend(backend_name)
-    be_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
+    set_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
     with RunLog(backend.rank) as log:
         return _run(backend, resolved, log, eval_only, profile, replay, json_file)
 
@@ -85,8 +85,8 @@ def _run(
     if isinstance(resolved, Resolved):  # otherwise settling does
         prepare_code(config)
     output = open_output(config, backend.rank)
-    prepared = _prepared(backend, resolved, eval_only, replay)
-    peers = PeerWatch(lambda failure: log.failed(RunError(failure.describe())))
+    prepared = _try_prepare(backend, resolved, eval_only, replay)
+    peers = PeerWatch(lambda failure: log.record_failure(RunError(failure.describe())))
     with peers:
         return _run_with_peers(backend, prepared, output, log, peers, eval_only, profile, replay, json_file)
 
@@ -105,7 +105,7 @@ def _run_with_peers(
     try:
         backend.start()
         peers.start()
-        prepared = all_or_none(prepared)
+        prepared = agree_on_outcome(prepared)
         _agree(prepared, output)
         if prepared.config.log.memory_snapshot:
             backend.diagnostics.record_memory()
@@ -118,40 +118,40 @@ def _run_with_peers(
             return replay_step(prepared, replay)
         return train_run(prepared, output, log, peers, profile=profile)
     except ReportedElsewhereError:
-        peers.will_end()
+        peers.announce_end()
         raise
     except (UserError, RunError) as error:
-        log.failed(error)
-        raise _first_error(error, peers) from error.__cause__
+        log.record_failure(error)
+        raise _report_error(error, peers) from error.__cause__
     except Exception as error:
-        log.failed(error)
-        launch.failing()
-        if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
-            raise _first_error(refused, peers) from error
-        full = isinstance(error, DeviceMemoryError) or backend.ran_out_of_memory(error)
+        log.record_failure(error)
+        launch.record_failure_time()
+        if isinstance(error, OSError) and (refused := _explain_write_error(error, output)) is not None:
+            raise _report_error(refused, peers) from error
+        full = isinstance(error, DeviceMemoryError) or backend.is_out_of_memory(error)
         if not full or not isinstance(prepared, Prepared):
-            first = _first_error(error, peers)
+            first = _report_error(error, peers)
             if first is error:
                 raise
             raise first from None
         # The search for a batch that fits takes seconds, and another rank may finish it earlier.
-        peers.will_end()
+        peers.announce_end()
         step = error.step if isinstance(error, DeviceMemoryError) else None
         from portable.run import micro_batch
 
-        search = micro_batch.search_of(prepared)
+        search = micro_batch.build_search(prepared)
         sequences = prepared.plan.micro_batch_size // prepared.plan.groups
-        snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
+        snapshot = _write_memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
         del prepared  # free the model, which holds what filled the memory
         backend.leave()
     finally:
         output.close()
         backend.stop()
     # The engine is freed only here: the error's traceback referenced it.
-    raise _out_of_device_memory(search, sequences, step, output, snapshot)
+    raise _build_out_of_memory_error(search, sequences, step, output, snapshot)
 
 
-def _first_error(error: Exception, peers: PeerWatch) -> Exception:
+def _report_error(error: Exception, peers: PeerWatch) -> Exception:
     """Report an error to the other ranks, and return the error that this rank raises.
 
     Returns:
@@ -172,7 +172,7 @@ def _first_error(error: Exception, peers: PeerWatch) -> Exception:
     return RunError(f"{first.describe()}{'' if isinstance(error, RunError) else ' (traceback above)'}")
 
 
-def _prepared(
+def _try_prepare(
     backend: Backend, resolved: Resolved | RunConfig, eval_only: bool, replay: int | None
 ) -> Prepared | UserError:
     """The run, or of several ranks why this one has none: they end together."""
@@ -196,20 +196,20 @@ def _agree(prepared: Prepared, output: Output) -> None:
     facts = {
         "output_dir": output.agreed,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
-        "the code of your own": digests(prepared.config),
+        "the code of your own": compute_code_digests(prepared.config),
         "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
     facts |= {f"the commit of the {name} on the hub": commit for name, commit in get_revisions().items()}
-    agree(prepared.backend, settings_and_versions(prepared.resolved.config) | facts)
+    agree(prepared.backend, collect_settings_and_versions(prepared.resolved.config) | facts)
 
 
 def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
-    needs_evaluation_data(prepared.data)
+    check_evaluation_data(prepared.data)
     place = prepared.resolved.place
-    source = resume_source(prepared.config, checkpoints_of(place))
+    source = choose_resume_source(prepared.config, open_checkpoints(place))
     if source is None and prepared.backend.rank == 0:
-        told = f"warning: output_dir: {place} has no checkpoint"
-        tell(f"{told}; evaluating the model that a run would start with")
+        message = f"warning: output_dir: {place} has no checkpoint"
+        tell(f"{message}; evaluating the model that a run would start with")
     restored = restore(prepared, source)
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
@@ -220,26 +220,28 @@ def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
             try:
                 write_durably(Path(json_file), text)
             except OSError as error:
-                told = f"--json: {json_file}: cannot be written: {error.strerror or error}; name another file"
-                raise UserError(told) from error
+                message = (
+                    f"--json: {json_file}: cannot be written: {error.strerror or error}; name another file"
+                )
+                raise UserError(message) from error
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
             rows.append((name.replace(EVALUATION, "evaluation ", 1), shown))
-        print_line(table(rows))
+        print_line(format_table(rows))
     return EXIT_DONE
 
 
-def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None:
+def _explain_write_error(error: OSError, output: Output) -> RunError | UserError | None:
     """What the user can do about a write into the output folder that failed; None if it was no such write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        latest = checkpoints_of(output.place).latest()
+        latest = open_checkpoints(output.place).find_latest()
         return RunError(
             f"output_dir: {output.work} cannot be written to: {error.strerror}; free some space and run the "
             f"same command to go on; last good checkpoint: {latest or 'none'}"
         )
     if error.errno in _DISK_FAULTS:
-        latest = checkpoints_of(output.place).latest()
+        latest = open_checkpoints(output.place).find_latest()
         return RunError(
             f"output_dir: {output.work} cannot be written to: {error.strerror}; check the file system and "
             f"run the same command to go on; last good checkpoint: {latest or 'none'}"
@@ -251,14 +253,14 @@ def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None
     return None
 
 
-def _memory_snapshot(backend: Backend, output: Output) -> str:
+def _write_memory_snapshot(backend: Backend, output: Output) -> str:
     """Write ``log.memory_snapshot`` of this rank; returns its place."""
     name = f"memory/rank{backend.rank}.pickle"
-    backend.diagnostics.dump_memory(path_inside(output.work, name))
+    backend.diagnostics.dump_memory(make_path_inside(output.work, name))
     return str(output.place / name)
 
 
-def _out_of_device_memory(
+def _build_out_of_memory_error(
     search: Search, sequences: int, step: int | None, output: Output, snapshot: str | None
 ) -> UserError:
     """The error of a rank that ran out of device memory, with what would fit."""
@@ -268,9 +270,9 @@ def _out_of_device_memory(
     when = "at the start" if step is None else f"in step {step}"
     message = (
         f"train.micro_batch_size: out of memory {when} with {sequences} sequences at a time; "
-        f"{micro_batch.advice(search, sequences)}"
+        f"{micro_batch.describe_fitting_settings(search, sequences)}"
     )
-    latest = checkpoints_of(output.place).latest()
+    latest = open_checkpoints(output.place).find_latest()
     message += f"; last good checkpoint: {latest}" if latest is not None else ""
     message += f"; memory snapshot: {snapshot}" if snapshot is not None else ""
     return UserError(message)

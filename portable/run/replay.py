@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.checkpoint.store import checkpoints_of
+from portable.checkpoint.store import open_checkpoints
 from portable.converters.console import print_line
 from portable.data.tokens.bounded_tokenizer import decode
-from portable.errors import UserError, one_line
-from portable.formatting import table
-from portable.loop import steps
+from portable.errors import UserError, to_one_line
+from portable.formatting import format_table
+from portable.loop import iter_steps
 from portable.paths import place_of
 from portable.ranks.collectives import agree
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.restore import restore
 from portable.terminal import tell
 
@@ -76,7 +76,7 @@ def replay_step(run: Prepared, step: int) -> int:
     backend = run.backend
     if not 1 <= step <= run.steps:
         raise UserError(f"--replay: {step} is no step of this run, which has {run.steps:,}")
-    source = _last_before(run, step)
+    source = _find_checkpoint_before(run, step)
     agree(backend, {"the checkpoint to replay from": source.name if source is not None else "none"})
     restored = restore(run, source)
     engine, progress = restored.engine, restored.progress
@@ -85,29 +85,32 @@ def replay_step(run: Prepared, step: int) -> int:
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
         tell(f"going from {start} to step {step}, which is number {step - progress.step}")
-    batches = iter(train_loader(run, progress.samples))
+    batches = iter(build_train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
-        found, loss = _run_with_hooks(run, engine, batches, progress)
-        gradients = _of_all_ranks(backend, engine.nonfinite_gradients())
+        micro_batches, loss = _run_with_hooks(run, engine, batches, progress)
+        gradients = _gather_lists(backend, engine.find_nonfinite_gradients())
         (norm,) = backend.read(
             [engine.update(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
         )
     finally:
         batches.close()
-    everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
+    everything = [
+        MicroBatch(**record)
+        for record in _gather_lists(backend, [asdict(micro_batch) for micro_batch in micro_batches])
+    ]
     if run.config.tensor_parallel_size > 1:
-        everything = once_each(everything)
+        everything = drop_duplicates(everything)
     backend.barrier()
     if backend.rank == 0:
         print_line("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
     return 0
 
 
-def _last_before(run: Prepared, step: int) -> Place | None:
+def _find_checkpoint_before(run: Prepared, step: int) -> Place | None:
     """The newest checkpoint from which ``step`` is still to come; None: from the start."""
-    own = checkpoints_of(run.resolved.place).complete()
-    before: list[Place] = [folder for done, folder in own if done < step]
+    complete = open_checkpoints(run.resolved.place).list_complete()
+    before: list[Place] = [folder for done, folder in complete if done < step]
     if before:
         return before[-1]
     if run.config.checkpoint.resume in ("auto", "never"):
@@ -120,9 +123,9 @@ def _take_steps_before(
     step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> None:
     start = progress.step
-    for _ in steps(run, engine, batches, progress, step - 1):
+    for _ in iter_steps(run, engine, batches, progress, step - 1):
         pass
-    health = engine.health()
+    health = engine.read_health()
     if health.halted:
         assert health.first_bad_update is not None
         earlier = start + health.first_bad_update + 1
@@ -134,25 +137,25 @@ def _run_with_hooks(
 ) -> tuple[list[MicroBatch], Tensor]:
     """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
     backend, plan = run.backend, run.plan
-    own = [next(batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(engine.objective.weight(batch) for batch in own))
+    step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
+    valid = backend.total(sum(engine.objective.compute_weight(batch) for batch in step_batches))
     (all_tokens,) = backend.read([valid])
     # The first sample of this rank's share; where all ranks are one program, of the whole batch.
     share = plan.global_batch_size // plan.world_size
     first = progress.samples + plan.rank * share
-    found, losses = [], []
-    for index, batch in enumerate(own):
-        backend.seed(plan.dropout_seed(progress.samples, index))
-        rows, tokens = batch["labels"].shape[0], engine.objective.weight(batch)
+    results, losses = [], []
+    for index, batch in enumerate(step_batches):
+        backend.seed(plan.compute_dropout_seed(progress.samples, index))
+        rows, tokens = batch["labels"].shape[0], engine.objective.compute_weight(batch)
         if backend.one_program:  # whose loss is that of all ranks
             tokens = backend.read([backend.total(tokens)])[0]
         with _Outputs(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
             losses.append(engine.accumulate(backend.place(batch), valid, last=last).values[0])
         value, *firsts = backend.read([losses[-1], *outputs.flags])
-        at = next((number for number, row in enumerate(firsts) if row < rows), None)
-        row = None if at is None else int(firsts[at])
-        found.append(
+        bad_index = next((number for number, row in enumerate(firsts) if row < rows), None)
+        row = None if bad_index is None else int(firsts[bad_index])
+        results.append(
             MicroBatch(
                 rank=backend.rank,
                 number=index + 1,
@@ -160,19 +163,22 @@ def _run_with_hooks(
                 samples=rows,
                 tokens=int(tokens),
                 loss=value * all_tokens / max(tokens, 1),
-                module=None if at is None else outputs.names[at],
+                module=None if bad_index is None else outputs.names[bad_index],
                 bad_sample=None if row is None or row < 0 else first + index * rows + row,
             )
         )
-    return found, backend.sum(torch.stack(losses).sum())
+    return results, backend.sum(torch.stack(losses).sum())
 
 
-def once_each(found: Sequence[MicroBatch]) -> list[MicroBatch]:
+def drop_duplicates(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Of ranks that share layers, and so take the same samples: the first, or the first with a bad output."""
     taken: dict[int, MicroBatch] = {}
-    for one in found:
-        if taken.setdefault(one.first_sample, one).module is None and one.module is not None:
-            taken[one.first_sample] = one
+    for micro_batch in micro_batches:
+        if (
+            taken.setdefault(micro_batch.first_sample, micro_batch).module is None
+            and micro_batch.module is not None
+        ):
+            taken[micro_batch.first_sample] = micro_batch
     return list(taken.values())
 
 
@@ -194,24 +200,24 @@ class _Outputs:
 
     def __enter__(self) -> _Outputs:
         for name, module in self._model.named_modules():
-            told = f"{name or 'the model'} ({type(module).__name__})"
-            self._hooks.append(module.register_forward_hook(self._looker(told)))
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            self._hooks.append(module.register_forward_hook(self._make_hook(label)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _looker(self, told: str) -> Any:
+    def _make_hook(self, label: str) -> Any:
         def look(_: nn.Module, __: Any, output: Any) -> None:
             with torch.no_grad():
-                for tensor in _floating(output):
-                    self.names.append(told)
-                    self.flags.append(self._first_bad_row(tensor.detach()))
+                for tensor in _iter_floating_tensors(output):
+                    self.names.append(label)
+                    self.flags.append(self._find_first_bad_row(tensor.detach()))
 
         return look
 
-    def _first_bad_row(self, tensor: Tensor) -> Tensor:
+    def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -221,19 +227,19 @@ class _Outputs:
         return torch.where(finite, self._rows, rows).min()
 
 
-def _floating(output: Any) -> Iterator[Tensor]:
+def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
             yield output
     elif isinstance(output, dict):
-        yield from _floating(list(output.values()))
+        yield from _iter_floating_tensors(list(output.values()))
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from _floating(value)
+            yield from _iter_floating_tensors(value)
 
 
-def _of_all_ranks(backend: Backend, found: Sequence[Any]) -> list[Any]:
-    return [one for text in backend.gather(json.dumps(found)) for one in json.loads(text)]
+def _gather_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
+    return [value for text in backend.gather(json.dumps(values)) for value in json.loads(text)]
 
 
 def _report(
@@ -245,19 +251,20 @@ def _report(
     norm: float,
 ) -> list[str]:
     rate = f"learning rate {run.schedule(step - 1):.3g}"
-    first = min(one.first_sample for one in micro_batches)
-    last = max(one.first_sample + one.samples for one in micro_batches) - 1
+    first = min(micro_batch.first_sample for micro_batch in micro_batches)
+    last = max(micro_batch.first_sample + micro_batch.samples for micro_batch in micro_batches) - 1
     lines = [f"step {step}: samples {first} to {last}, {rate}"]
-    lines.append(table([_row(one) for one in micro_batches]))
-    for one in micro_batches:
-        if not math.isfinite(one.loss) and one.module is not None:
-            where = f"rank {one.rank}, micro-batch {one.number}"
-            lines.append(f"first output that is not finite in {where}: of {one.module}")
-            if one.bad_sample is not None:
-                lines.append(_sample(run, one.bad_sample))
-        elif not math.isfinite(one.loss):
+    lines.append(format_table([_format_row(micro_batch) for micro_batch in micro_batches]))
+    for micro_batch in micro_batches:
+        if not math.isfinite(micro_batch.loss) and micro_batch.module is not None:
+            location = f"rank {micro_batch.rank}, micro-batch {micro_batch.number}"
+            lines.append(f"first output that is not finite in {location}: of {micro_batch.module}")
+            if micro_batch.bad_sample is not None:
+                lines.append(_format_sample(run, micro_batch.bad_sample))
+        elif not math.isfinite(micro_batch.loss):
             lines.append(
-                f"every output is finite in rank {one.rank}, micro-batch {one.number}: it is the loss"
+                f"every output is finite in rank {micro_batch.rank}, micro-batch {micro_batch.number}: it is "
+                "the loss"
             )
     names = [name for name, _ in engine.model.named_parameters()]
     bad = [name for name in names if name in gradients]
@@ -266,7 +273,7 @@ def _report(
             f"gradients that are not finite: of {len(bad)} of {len(names)} parameters; the last in the "
             f"model, which the backward pass comes to first: {bad[-1]}"
         )
-    elif all(math.isfinite(one.loss) for one in micro_batches):
+    elif all(math.isfinite(micro_batch.loss) for micro_batch in micro_batches):
         lines.append(
             "every loss and gradient is finite this time"
             + (
@@ -279,21 +286,22 @@ def _report(
     return lines
 
 
-def _row(one: MicroBatch) -> tuple[str, str]:
-    last = one.first_sample + one.samples - 1
-    told = f"samples {one.first_sample} to {last}: loss {one.loss:.6g} over {one.tokens} tokens"
-    return f"rank {one.rank}, micro-batch {one.number}", told
+def _format_row(batch: MicroBatch) -> tuple[str, str]:
+    last = batch.first_sample + batch.samples - 1
+    text = f"samples {batch.first_sample} to {last}: loss {batch.loss:.6g} over {batch.tokens} tokens"
+    return f"rank {batch.rank}, micro-batch {batch.number}", text
 
 
-def _sample(run: Prepared, position: int) -> str:
+def _format_sample(run: Prepared, position: int) -> str:
     """A sample of the run's order, for a person."""
     samples = run.data.train
     epoch, index = samples.locate(position, run.config.seed)
-    documents = samples.documents(index)
+    documents = samples.list_documents(index)
     which = f"document {documents[0]}"
     if len(documents) > 1:
         in_a_row = isinstance(documents, range)
         which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
-    tokens = samples.batch([(epoch, index)])["input_ids"][0]
-    text = one_line(decode(run.data.tokenizer, tokens.tolist()))
-    return f"sample {position}, of {which} of {samples.source_name(index) or 'the source'}: {text[:_SHOWN]!r}"
+    tokens = samples.build_batch([(epoch, index)])["input_ids"][0]
+    text = to_one_line(decode(run.data.tokenizer, tokens.tolist()))
+    source = samples.get_source_name(index) or "the source"
+    return f"sample {position}, of {which} of {source}: {text[:_SHOWN]!r}"

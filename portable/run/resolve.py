@@ -10,17 +10,17 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portable.adapters.settings import resolved as settled_adapter
+from portable.adapters.settings import resolve_adapter as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.config.same_run import find_unset_changes
-from portable.data.sources.opening import recognise_format
+from portable.data.sources.opening import detect_run_format
 from portable.model.build import choose_seq_len
 from portable.model.document_attention import choose_packing
-from portable.output.existing_run import ExistingRun, check_same_run, existing_run
+from portable.output.existing_run import ExistingRun, check_same_run, read_existing_run
 from portable.output.output_dir import open_output
-from portable.paths import place_of, storage_errors
-from portable.registry import backend_package
+from portable.paths import convert_storage_errors, place_of
+from portable.registry import load_backend_package
 from portable.reporting.trackers import check_trackers
 from portable.run.stages import Resolved
 from portable.run.user_code import prepare_code
@@ -50,20 +50,22 @@ def resolve(
     Raises:
         UserError: for what cannot run.
     """
-    package = backend_package(backend_name)
-    world = package.world(ranks)
+    package = load_backend_package(backend_name)
+    world = package.get_world(ranks)
     place = place_of("output_dir", config.output_dir)
-    existing = existing_run(place)
+    existing = read_existing_run(place)
     check(config)  # as it was given, which messages can name
     config = settled_adapter(package.adopt(config, world))
-    known: dict[str, Any] = {"backend": package.name}
+    resolved_values: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
-        precision = _precision_begun_with(config, existing) or package.default_precision(in_rank=False)
-        known |= {} if precision is None else {"precision": precision}
-    known["data.format"] = recognise_format(
+        precision = _find_resumed_precision(config, existing) or package.choose_default_precision(
+            in_rank=False
+        )
+        resolved_values |= {} if precision is None else {"precision": precision}
+    resolved_values["data.format"] = detect_run_format(
         config.data, config.model.task, downloads=writes if downloads is None else downloads
     )
-    config = config.replaced(known)
+    config = config.replaced(resolved_values)
     check(config)
     prepare_code(config)
     launched, config = config, choose_seq_len(config)
@@ -75,7 +77,7 @@ def resolve(
     check_same_run(place, existing, config)
     if writes:
         open_output(config).check_writable()
-    first_plan(config, world)
+    plan_first_rank(config, world)
     if writes and config.hub.push is not None and os.environ.get("RANK", "0") == "0":
         from portable.output.hub import Hub
 
@@ -83,30 +85,30 @@ def resolve(
     return Resolved(config, place, existing, world, unset)
 
 
-def on_device(resolved: Resolved) -> Resolved:
+def resolve_precision(resolved: Resolved) -> Resolved:
     """``resolved`` with the precision that ``auto`` means on this rank's device."""
     config = resolved.config
     if config.precision != "auto":
         return resolved
-    precision = backend_package(config.backend).default_precision(in_rank=True)
+    precision = load_backend_package(config.backend).choose_default_precision(in_rank=True)
     return replace(resolved, config=config.replaced({"precision": precision}))
 
 
-def first_plan(config: RunConfig, world: World) -> BatchPlan:
+def plan_first_rank(config: RunConfig, world: World) -> BatchPlan:
     """The batch plan of rank 0; of one sequence at a time where the micro-batch is still to be found."""
     if config.train.micro_batch_size == "auto":
         config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world.ranks, rank=0, devices_per_rank=world.devices_per_rank)
 
 
-def _precision_begun_with(config: RunConfig, existing: ExistingRun) -> str | None:
+def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
     """The precision of the run that this one resumes: it keeps it on any machine."""
     if existing.config is not None:
         return existing.config.precision
     if config.checkpoint.resume in ("auto", "never"):
         return None
-    from portable.checkpoint.external import state_of_run
+    from portable.checkpoint.external import read_run_state
 
-    with storage_errors("checkpoint.resume"):
-        state = state_of_run(place_of("checkpoint.resume", config.checkpoint.resume))
+    with convert_storage_errors("checkpoint.resume"):
+        state = read_run_state(place_of("checkpoint.resume", config.checkpoint.resume))
     return None if state is None else str(state.run["precision"])

@@ -11,18 +11,18 @@ from portable.config import find_changes
 from portable.config.same_run import may_change_in_new_folder
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.storage.path_or_url import resolve_links
-from portable.errors import DamagedError, RunError, UserError, one_line
+from portable.errors import DamagedError, RunError, UserError, to_one_line
 from portable.evaluation.best_tracker import EvalHistory
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.model.reach import get_unreached_names
 from portable.node_folder import build_once, remove_shared_files
-from portable.paths import read_json, storage_errors
+from portable.paths import convert_storage_errors, read_json
 from portable.progress import Progress
 from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored
-from portable.run.user_code import changed, digests
+from portable.run.user_code import compute_code_digests, find_changed_code
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
-    from portable.config.same_run import Change
+    from portable.config.same_run import SettingChange
     from portable.converters import Checkpoint
     from portable.converters.storage.path_or_url import Place
     from portable.data.samples.base import Samples
@@ -63,23 +63,29 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_given()
-    uncomputed = _uncomputed(prepared)
+    uncomputed = _find_uncomputed(prepared)
     blueprint, pretrained = None, None
     if source is None or uncomputed:
-        blueprint = _blueprint(prepared)
-        pretrained = _pretrained(prepared, blueprint)
+        blueprint = _build_blueprint(prepared)
+        pretrained = _open_pretrained(prepared, blueprint)
     if source is None:
         assert blueprint is not None
-        engine = _engine(prepared, dict if pretrained is None else lambda: pretrained.found)
+        engine = _build_engine(prepared, dict if pretrained is None else lambda: pretrained.found)
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
         return Restored(engine, Progress(0, 0))
-    own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
-    external = None if source in own else _external(prepared, source)  # before the model is touched
-    candidates = own[own.index(source) :] if source in own else [source]
-    stored = (
-        partial(_tensors, candidates, backend) if external is None else lambda: external.checkpoint.tensors
+    own_checkpoints = (
+        [folder for _, folder in reversed(checkpoints.list_complete())] if checkpoints is not None else []
     )
-    engine = _engine(prepared, stored)
+    external = (
+        None if source in own_checkpoints else _adopt_external(prepared, source)
+    )  # before the model is touched
+    candidates = own_checkpoints[own_checkpoints.index(source) :] if source in own_checkpoints else [source]
+    stored = (
+        partial(_read_tensors, candidates, backend)
+        if external is None
+        else lambda: external.checkpoint.tensors
+    )
+    engine = _build_engine(prepared, stored)
     if blueprint is not None:
         _begin(engine, blueprint, pretrained, prepared, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
@@ -94,7 +100,7 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
         except DamagedError as error:
             outcome = error
         # A rank reads only its own shards, so it sees only their damage.
-        unreadable = backend.any(isinstance(outcome, DamagedError))
+        unreadable = backend.reduce_any(isinstance(outcome, DamagedError))
         if not unreadable and isinstance(outcome, Progress):
             if checkpoints is not None and backend.rank == 0:
                 _set_aside(damaged, checkpoints, candidate)
@@ -105,13 +111,13 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
 
-def _uncomputed(prepared: Prepared) -> list[Samples]:
+def _find_uncomputed(prepared: Prepared) -> list[Samples]:
     """The samples that lack what the loss computes with the weights that the run starts from."""
     if prepared.config.train.loss is None:
         return []
-    from portable.run.precompute import missing
+    from portable.run.precompute import find_missing_samples
 
-    return missing(prepared)
+    return find_missing_samples(prepared)
 
 
 def _begin(
@@ -124,14 +130,16 @@ def _begin(
     """Give ``engine`` all the weights that the run starts from, and compute with them what is missing."""
     _initialize(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
-        engine.load_weights(prepared.adapter.initial({} if pretrained is None else pretrained.found))
+        engine.load_weights(
+            prepared.adapter.get_initial_values({} if pretrained is None else pretrained.found)
+        )
     if uncomputed:
         from portable.run.precompute import compute
 
         compute(prepared, engine, uncomputed)
 
 
-def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
+def _build_engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
     """Build the engine of the run, in which frozen parameters have room for exactly their stored values.
 
     Args:
@@ -143,7 +151,7 @@ def _engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -
     return prepared.backend.prepare(prepared.model, prepared.config)
 
 
-def _tensors(candidates: Sequence[Place], backend: Backend) -> Mapping[str, Any]:
+def _read_tensors(candidates: Sequence[Place], backend: Backend) -> Mapping[str, Any]:
     """Return the tensors of the newest readable checkpoint. The dtypes are the same in all of them."""
     for candidate in candidates:
         try:
@@ -164,11 +172,11 @@ def _set_aside(
 ) -> None:
     for folder, reason in damaged:
         aside = checkpoints.set_aside(folder)
-        why = one_line(reason or "another rank could not read it")
+        why = to_one_line(reason or "another rank could not read it")
         tell(f"warning: {why}; set aside as {aside}, going on from {instead}")
 
 
-def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
+def _adopt_external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     """What ``source`` holds for this run, if another program wrote it."""
     from portable.checkpoint.external import open_for_model
     from portable.checkpoint.resume_external import adopt_checkpoint
@@ -182,7 +190,7 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
     except UserError as found:
         error = found
-    if backend.any(error is not None):
+    if backend.reduce_any(error is not None):
         raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
     if taken is not None:
         agree(backend, {f"where {source.name} stands": [taken.step, taken.samples]})
@@ -218,11 +226,11 @@ def load(
         UserError: If the checkpoint belongs to another run of this program.
     """
     try:
-        with storage_errors("checkpoint.resume"):  # a store out of reach is no damage
+        with convert_storage_errors("checkpoint.resume"):  # a store out of reach is no damage
             if external is not None:
                 if prepared.adapter is not None:
-                    blueprint = _blueprint(prepared)
-                    _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
+                    blueprint = _build_blueprint(prepared)
+                    _initialize(engine, blueprint, _open_pretrained(prepared, blueprint), prepared)
                 engine.load(external.checkpoint)
                 return Progress(external.step, external.samples)
             rank = prepared.backend.rank, prepared.backend.world_size
@@ -233,7 +241,7 @@ def load(
                 tell(f"warning: {warning}")
             changes = find_changes(state.run, prepared.config.fingerprint())
             for change in changes:
-                if not (change.adjustable or (not same_folder and may_change_in_new_folder(change))):
+                if not (change.is_adjustable or (not same_folder and may_change_in_new_folder(change))):
                     raise UserError(
                         f"checkpoint.resume: {source} belongs to another run ({change}); set "
                         f"{change.setting} as that run has it, or set checkpoint.resume: never"
@@ -258,15 +266,15 @@ def load(
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)
-                blueprint = _blueprint(prepared)
-                _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
+                blueprint = _build_blueprint(prepared)
+                _initialize(engine, blueprint, _open_pretrained(prepared, blueprint), prepared)
             engine.load(checkpoint)
             prepared.names.resume(checkpoint)
             if prepared.data.streams and same_data:
                 try:
-                    prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
+                    prepared.data.train.load_state_dict(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
-                    raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
+                    raise DamagedError(f"{source}: its manifest is damaged ({to_one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     if same_folder:
@@ -307,7 +315,7 @@ def _find_start(
 
 def _read_changes(
     source: Place, external: AdoptedCheckpoint | None, prepared: Prepared
-) -> tuple[Change, ...]:
+) -> tuple[SettingChange, ...]:
     """Find the settings of the run that differ from its checkpoint's. Only rank 0 reports them."""
     if external is not None or prepared.backend.rank != 0:
         return ()
@@ -334,31 +342,33 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared, *, chang
     Raises:
         UserError: If the code of the model or the loss has changed.
     """
-    refused, told = changed(state.metadata.get("code", {}), digests(prepared.config))
+    refused, harmless = find_changed_code(
+        state.metadata.get("code", {}), compute_code_digests(prepared.config)
+    )
     refused = [key for key in refused if key != "train.loss" or not changed_loss]
     if refused:
         raise UserError(
             f"checkpoint.resume: {source} was trained with other code of {refused[0]}; restore that, or "
             "choose another output_dir"
         )
-    if told and prepared.backend.rank == 0:
-        tell(f"note: the code of {', '.join(told)} has changed since {source}")
+    if harmless and prepared.backend.rank == 0:
+        tell(f"note: the code of {', '.join(harmless)} has changed since {source}")
 
 
-def _blueprint(prepared: Prepared) -> InitialWeights:
+def _build_blueprint(prepared: Prepared) -> InitialWeights:
     """The model whose weights the run starts from: with an adapter, the base model."""
     if prepared.adapter is not None:
         return prepared.adapter.blueprint
-    return InitialWeights.of(prepared.model, prepared.config.model.function)
+    return InitialWeights.from_model(prepared.model, prepared.config.model.function)
 
 
-def _pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeights | None:
+def _open_pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeights | None:
     settings = prepared.config.model
     if settings.from_scratch:
         return None
-    from portable.model.pretrained import pretrained_weights
+    from portable.model.pretrained import load_pretrained_weights
 
-    return pretrained_weights(settings, blueprint.model, prepared.grown_from)
+    return load_pretrained_weights(settings, blueprint.model, prepared.grown_from)
 
 
 def _initialize(
@@ -368,10 +378,10 @@ def _initialize(
     config, adapter = prepared.config, prepared.adapter
 
     def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
-        engine.load_weights(weights if adapter is None else adapter.of_base(weights))
+        engine.load_weights(weights if adapter is None else adapter.map_base_weights(weights))
 
     def draw_weights() -> Mapping[str, ReadableTensor]:
-        weights = blueprint.initial_weights(config.seed)
+        weights = blueprint.build_weights(config.seed)
         if blueprint.not_recorded is not None and prepared.backend.rank == 0:
             tell(
                 "note: every rank computes the initial weights of the whole model, because its construction "
@@ -387,7 +397,7 @@ def _initialize(
     if prepared.backend.rank == 0:
         names = prepared.names
         notes = [] if adapter is not None else names.build_notes(reported=pretrained.unexpected)
-        for note in (*pretrained.notes(), *notes):
+        for note in (*pretrained.build_notes(), *notes):
             tell(note)
     if pretrained.missing:
         # A new head, for example: initialize what the checkpoint lacks, then load the rest.

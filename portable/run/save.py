@@ -12,7 +12,7 @@ import torch
 from portable.callbacks import Callback
 from portable.checkpoint.trainer_state import TrainerState
 from portable.ranks.collectives import agree
-from portable.run.user_code import digests
+from portable.run.user_code import compute_code_digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
     background = config.checkpoint.async_
     train = prepared.data.train
     if prepared.data.streams:  # every rank has read up to the last step
-        consumed = train.consumed(max(0, progress.samples - config.train.global_batch_size))
+        consumed = train.digest_consumed(max(0, progress.samples - config.train.global_batch_size))
         agree(backend, {"the parts of data.stream that were read": consumed})
     state = TrainerState(
         step=progress.step,
@@ -51,11 +51,11 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         data=prepared.data.fingerprint,
         metadata={
             "skipped_steps": progress.skipped,
-            "code": digests(config),
-            "standing": progress.eval_history.stored(),
+            "code": compute_code_digests(config),
+            "standing": progress.eval_history.to_json(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
             **({} if prepared.reference is None else {REFERENCE: prepared.reference}),
-            **({"streams": json.dumps(train.state())} if prepared.data.streams else {}),
+            **({"streams": json.dumps(train.state_dict())} if prepared.data.streams else {}),
             **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
         },
     )
@@ -91,7 +91,7 @@ class Saving(Callback):
             return
         run.health.check_state(run)
         with run.pause():
-            with self._watchdog.paused():
+            with self._watchdog.pause():
                 save(run.prepared, run.checkpoints, run.engine, run.progress)
             run.call("on_save")
         self._saved = run.step
@@ -120,5 +120,5 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
     prepared.data.tokenizer.save_pretrained(folder)
     if prepared.adapter is None:
         data = prepared.config.data
-        own = data.tokenizer is None and data.chat_template is None and not data.added_tokens
-        prepared.names.write_small_files(folder, tokenizer=own)
+        copies_tokenizer = data.tokenizer is None and data.chat_template is None and not data.added_tokens
+        prepared.names.write_small_files(folder, tokenizer=copies_tokenizer)

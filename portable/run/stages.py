@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
-    from portable.config.same_run import Change
+    from portable.config.same_run import SettingChange
     from portable.converters.storage.path_or_url import Place
     from portable.data.dataset import Data
     from portable.evaluation.best_tracker import BestTracker
@@ -33,7 +33,8 @@ class Resolved:
 
     Attributes:
         config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
-            where only a rank may open the device to find out: see :func:`portable.run.resolve.on_device`.
+            where only a rank may open the device to find out: see
+            :func:`portable.run.resolve.resolve_precision`.
         place: what ``output_dir`` names.
         existing: the run that ``place`` held already.
         world: the ranks of this launch.
@@ -117,4 +118,4 @@ class Restored:
     progress: Progress
     source: Place | None = None
     external: AdoptedCheckpoint | None = None
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SettingChange, ...] = ()

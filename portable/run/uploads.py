@@ -7,11 +7,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from portable.callbacks import Callback
-from portable.checkpoint.store import in_background
-from portable.checkpoint.trainer_state import step_of
+from portable.checkpoint.store import run_in_background
+from portable.checkpoint.trainer_state import parse_step
 from portable.converters.storage.path_or_url import in_store
-from portable.errors import one_line
-from portable.formatting import human_count
+from portable.errors import to_one_line
+from portable.formatting import format_count
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class Uploads(Callback):
                 self._missed, self._reason = self._missed + 1, "a newer one came"
             self._waiting = checkpoint
             if self._worker is None:
-                self._worker = in_background(self._work, name="hub")
+                self._worker = run_in_background(self._upload_waiting, name="hub")
 
-    def in_use(self) -> set[int]:
+    def list_steps_in_use(self) -> set[int]:
         """The steps of checkpoints that are still to be read."""
         with self._lock:
-            steps = [step_of(one.name) for one in (self._waiting, self._reading) if one is not None]
+            steps = [parse_step(place.name) for place in (self._waiting, self._reading) if place is not None]
         return {step for step in steps if step is not None}
 
     def finish(self, final: Place | None, checkpoint: Place | None) -> tuple[str | None, list[str]]:
@@ -88,10 +88,10 @@ class Uploads(Callback):
             worker.result()
         url, lines = None, []
         if self._missed:
-            missed = human_count(self._missed, "checkpoint")
+            missed = format_count(self._missed, "checkpoint")
             lines.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
         if final is not None and checkpoint is not None:
-            message = f"Final model, step {step_of(checkpoint.name)}"
+            message = f"Final model, step {parse_step(checkpoint.name)}"
             try:
                 if not in_store(final):
                     url = self._hub.push(final, message)
@@ -99,13 +99,13 @@ class Uploads(Callback):
                     url = self._upload(checkpoint, message)
             except Exception as error:
                 lines.append(
-                    f"hub.push: {final} was not uploaded ({one_line(error)}); upload it by hand: "
+                    f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
                     + ("" if not in_store(final) else "copy it to a local folder, FOLDER, and run: ")
-                    + self._hub.by_hand("FOLDER" if in_store(final) else final)
+                    + self._hub.format_upload_command("FOLDER" if in_store(final) else final)
                 )
         return url, lines
 
-    def _work(self) -> None:
+    def _upload_waiting(self) -> None:
         while True:
             with self._lock:
                 self._reading, self._waiting = self._waiting, None
@@ -113,9 +113,9 @@ class Uploads(Callback):
                     self._worker = None
                     return
             try:
-                self._upload(checkpoint, f"Step {step_of(checkpoint.name)}")
+                self._upload(checkpoint, f"Step {parse_step(checkpoint.name)}")
             except Exception as error:
-                self._failed(error)
+                self._record_failure(error)
 
     def _upload(self, checkpoint: Place, message: str) -> str:
         """Export a checkpoint and upload it; return the repository's URL."""
@@ -129,8 +129,8 @@ class Uploads(Callback):
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         with self._lock:
-            first, self._missed, self._reason = not self._missed, self._missed + 1, one_line(error)
+            first, self._missed, self._reason = not self._missed, self._missed + 1, to_one_line(error)
         if first:
             tell(f"warning: hub.push: {self._reason}; the run goes on")

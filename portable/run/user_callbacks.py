@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 
 
-def callback_order(config: RunConfig, *, profile: bool = False) -> list[str]:
+def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
     """List the names of all callbacks of a run, in the order in which they are called.
 
     Custom callbacks come before the reporter, so that the row of a step includes the values that they log.
@@ -61,10 +61,10 @@ class UserCallback(Callback):
         Raises:
             UserError: If the method fails or changes parameters of the model.
         """
-        name, before = f"{self._name}: {method}", _versions(run.model)
-        with plugins.user_code_errors(name), WholeValues(name, differentiated=False):
+        name, before = f"{self._name}: {method}", _get_parameter_versions(run.model)
+        with plugins.convert_user_errors(name), WholeValues(name, differentiated=False):
             function(run, *values)
-        after = _versions(run.model)
+        after = _get_parameter_versions(run.model)
         if any(before.get(parameter, version) != version for parameter, version in after.items()):
             raise UserError(
                 f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
@@ -79,7 +79,7 @@ def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
         names: Value of ``train.callbacks``.
 
     Returns:
-        The callbacks, keyed by their names in :func:`callback_order`.
+        The callbacks, keyed by their names in :func:`list_callback_names`.
 
     Raises:
         UserError: If a name does not refer to a callback.
@@ -96,9 +96,9 @@ def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
     return callbacks
 
 
-def _versions(model: nn.Module) -> dict[int, int]:
+def _get_parameter_versions(model: nn.Module) -> dict[int, int]:
     """Return the number of in-place changes of each parameter, keyed by its ID, without a host-device sync.
 
     After a forward pass, the model may have other parameters, such as gathered ones.
     """
-    return {id(parameter): of_torch.changes(parameter) for parameter in model.parameters()}
+    return {id(parameter): of_torch.get_version(parameter) for parameter in model.parameters()}

@@ -23,10 +23,10 @@ def prepare_code(config: RunConfig) -> None:
     if config.model.function is not None:
         plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
-        from portable.model.training_loss import training_loss
+        from portable.model.training_loss import build_training_loss
         from portable.run.precompute import check_once
 
-        check_once(config, training_loss(config))
+        check_once(config, build_training_loss(config))
     if plugins.names_code(config.train.optimizer):
         from portable.optim import user_optimizer
 
@@ -44,25 +44,25 @@ def prepare_code(config: RunConfig) -> None:
         load_callbacks(config.train.callbacks)
 
 
-def named_code(config: RunConfig) -> dict[str, str]:
+def find_named_code(config: RunConfig) -> dict[str, str]:
     """The code of the user's that the steps and evaluations of a run call, by the setting that names it."""
     train = config.train
     alone = {"train.loss": train.loss, "model.function": config.model.function}
-    named = {key: name for key, name in alone.items() if name is not None}
+    code_by_key = {key: name for key, name in alone.items() if name is not None}
     for key in ("train.optimizer", "train.schedule"):
         if plugins.names_code(config.get(key)):
-            named[key] = config.get(key)
-    named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
-    return named | {f"train.callbacks {name}": name for name in train.callbacks}
+            code_by_key[key] = config.get(key)
+    code_by_key |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
+    return code_by_key | {f"train.callbacks {name}": name for name in train.callbacks}
 
 
-def digests(config: RunConfig) -> dict[str, str]:
+def compute_code_digests(config: RunConfig) -> dict[str, str]:
     """A digest of each piece of it. The tokens that ``data.source`` comes to are compared themselves."""
-    found = {key: plugins.digest(name) for key, name in named_code(config).items()}
-    return {key: value for key, value in found.items() if value}
+    all_digests = {key: plugins.digest(name) for key, name in find_named_code(config).items()}
+    return {key: value for key, value in all_digests.items() if value}
 
 
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """The settings whose code has changed: those that the training depends on, and others."""
     differ = [key for key, value in now.items() if before.get(key, value) != value]
     harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from portable.config.reference import json_schema
+from portable.config.reference import build_json_schema
 from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class Generator:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._schema = json_schema()
+        self._schema = build_json_schema()
         self._leaves = list(self._iter_leaves(self._schema, ()))
 
     def build_case(self, number: int) -> Case:

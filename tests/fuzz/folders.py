@@ -960,14 +960,14 @@ def use_tokenizer(folder: str, out: str) -> int:
     """Load a tokenizer as a run does, encode texts with it and save it."""
     from portable.converters.console import print_error
     from portable.data.tokens import tokenize
-    from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer, tokenizer_digest
+    from portable.data.tokens.tokenizer import Vocabulary, compute_tokenizer_digest, load_tokenizer
     from portable.errors import UserError
 
     try:
         loaded = load_tokenizer(folder, offline=True)
-        Vocabulary.of(loaded)
+        Vocabulary.from_tokenizer(loaded)
         tokenize._encode(loaded, ["words of a text", "", "0 a \x00 é"])
-        tokenizer_digest(loaded)
+        compute_tokenizer_digest(loaded)
     except UserError as error:
         print_error(f"error: {error}")
         return 2

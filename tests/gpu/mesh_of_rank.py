@@ -18,7 +18,7 @@ NODE = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def main(folder: Path, arguments: list[str]) -> int:
-    original = sharding._mesh
+    original = sharding._build_mesh
 
     def recorded(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
         mesh = original(config, machine, group)
@@ -30,7 +30,7 @@ def main(folder: Path, arguments: list[str]) -> int:
         (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
         return mesh
 
-    sharding._mesh = recorded
+    sharding._build_mesh = recorded
     return cli.main(arguments)
 
 

@@ -15,8 +15,8 @@ from portable.config import RunConfig, load_config
 from portable.engines.compiling import compile_layers
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
-from portable.registry import World, backend_package
-from portable.run.batches import eval_loader
+from portable.registry import World, load_backend_package
+from portable.run.batches import build_eval_loader
 from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
@@ -43,7 +43,7 @@ def compilations(config: RunConfig) -> list[int]:
         def evaluation() -> int:
             held_out = trial.run.data.eval
             assert held_out is not None
-            evaluate(trial.backend, trial.engine, eval_loader(trial.run, held_out))
+            evaluate(trial.backend, trial.engine, build_eval_loader(trial.run, held_out))
             return graphs()
 
         return [step(), step(), step(), evaluation(), step(), evaluation()]
@@ -121,5 +121,5 @@ def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus:
     config = configured(tmp_path, corpus, compile=True, **settings)
     with pytest.raises(UserError) as refused:
         check(config, late=True)
-        backend_package("cpu").check(config, World(1))
+        load_backend_package("cpu").check(config, World(1))
     assert message in str(refused.value)

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from portable.converters import Tensor as StoredTensor
 from portable.converters import open_checkpoint
 from portable.engines.fsdp import sharding
-from portable.engines.machine import transport
+from portable.engines.machine import get_dist_backend
 from portable.errors import UserError
 from portable.gpu.memory import CudaDiagnostics
 from portable.model.tensors import to_torch
-from portable.optim.sharded import local
+from portable.optim.sharded import to_local
 from portable.registry import create_backend
 from portable.reporting import reporter
 from portable.reporting.metrics import read_metrics
@@ -90,11 +90,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     """DDP and FSDP on a process group of one rank, where the program would leave the model as it is."""
 
     def join(device: str) -> None:
-        monkeypatch.setattr(sharding, "stands_alone", lambda *_, **__: False)
+        monkeypatch.setattr(sharding, "is_unsharded", lambda *_, **__: False)
         if device == "cuda":
             torch.cuda.set_device(0)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(transport(torch.device(device)), store=store, rank=0, world_size=1)
+        dist.init_process_group(get_dist_backend(torch.device(device)), store=store, rank=0, world_size=1)
 
     yield join
     if dist.is_initialized():
@@ -285,7 +285,7 @@ def test_a_run_goes_on_bit_for_bit(
 ) -> None:
     """On a CPU, other tests hold it: ``test_run``, ``test_moves`` and ``test_optimizers``."""
     if kind == "sharded":
-        monkeypatch.setattr(sharding, "stands_alone", lambda *_, **__: False)
+        monkeypatch.setattr(sharding, "is_unsharded", lambda *_, **__: False)
     whole = leg(tmp_path / "whole", corpus, cuda, **RESUMED[kind])
     leg(tmp_path / "parts", corpus, cuda, train__stop_after=3, **RESUMED[kind])
     assert leg(tmp_path / "parts", corpus, cuda, **RESUMED[kind]) == whole
@@ -423,13 +423,15 @@ def test_a_save_has_the_state_of_its_step(
             trial.step()
         handle = engine.save(folder, background=True)
         parameters = engine._optimized
-        kept = {name: local(p.detach()).cpu().clone() for name, p in parameters.items()}
-        moments = {name: local(engine._optimizer.state[p]["exp_avg"]).cpu() for name, p in parameters.items()}
+        kept = {name: to_local(p.detach()).cpu().clone() for name, p in parameters.items()}
+        moments = {
+            name: to_local(engine._optimizer.state[p]["exp_avg"]).cpu() for name, p in parameters.items()
+        }
         moments = {name: moment.clone() for name, moment in moments.items()}
         for _ in range(3):
             trial.step()
         handle.wait()
-        pinned = [local(p).is_pinned() for p in parameters.values()]
+        pinned = [to_local(p).is_pinned() for p in parameters.values()]
     stored = open_checkpoint(folder)
     assert stored.optimizer is not None
     for name, value in kept.items():
@@ -453,15 +455,16 @@ def test_dropout_is_drawn_again_alike(device: str, run: Run) -> None:
 def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, corpus: Path) -> None:
     settings = {"precision": "fp16", "fp16__initial_scale_power": 30, "fp16__hysteresis": 1}
     with opened(configured(tmp_path, corpus, backend=device, **settings)) as trial:
-        before = [local(p.detach()).clone() for p in trial.engine.model.parameters()]
+        before = [to_local(p.detach()).clone() for p in trial.engine.model.parameters()]
         trial.step()
         same = [
-            torch.equal(local(p), old) for p, old in zip(trial.engine.model.parameters(), before, strict=True)
+            torch.equal(to_local(p), old)
+            for p, old in zip(trial.engine.model.parameters(), before, strict=True)
         ]
         assert all(same)  # the update overflowed, and was left out
         results = [trial.step() for _ in range(19)]
-        counted = trial.backend.metrics()
-        assert trial.engine.health().first_bad_update is None
+        counted = trial.backend.get_metrics()
+        assert trial.engine.read_health().first_bad_update is None
         losses = trial.backend.read([result.loss for result in results])
     assert counted["loss_scale"] == 2.0 ** (30 - counted["overflows"])
     assert 1 < counted["overflows"] < 20
@@ -598,7 +601,7 @@ def test_savings_save(saving: dict[str, Any], ratio: float, cuda: str, run: Run)
 
 def test_what_the_driver_counts(cuda: str, tmp_path: Path, corpus: Path, capfd: Any) -> None:
     backend = create_backend(cuda)
-    counted = backend.diagnostics.driver_memory()
+    counted = backend.diagnostics.query_driver_memory()
     assert counted is not None
     used, total = counted
     assert torch.cuda.memory_allocated() <= used <= total

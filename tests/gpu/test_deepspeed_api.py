@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 from portable.gpu.zero import private_api
 from portable.gpu.zero import runtime as zero_runtime
 from portable.importing.deepspeed import KEYS, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
-from portable.importing.foreign_keys import Ignored, Refused
+from portable.importing.foreign_keys import IgnoredKey, RefusedKey
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
         "sgd": defaults(SGD),
     }
     for name, found in theirs.items():
-        assert found.keys() <= private_api.params(name)
-        for param in private_api.params(name):
+        assert found.keys() <= private_api.list_params(name)
+        for param in private_api.list_params(name):
             key = KEYS[f"optimizer.params.{param}"]
             if param in OPTIMIZERS[name]:
                 assert found[param] == OPTIMIZERS[name][param]
-            elif isinstance(key, Refused):  # except for the default
+            elif isinstance(key, RefusedKey):  # except for the default
                 assert found[param] in (False, *key.unless)
             else:
-                assert isinstance(key, Ignored) or found.get(param, True) is True
+                assert isinstance(key, IgnoredKey) or found.get(param, True) is True
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -57,7 +57,7 @@ def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None
     from deepspeed.runtime import lr_schedules
 
     found = defaults(getattr(lr_schedules, kind))
-    assert found.keys() == private_api.params(kind)
+    assert found.keys() == private_api.list_params(kind)
     settings = {
         name
         for name in found

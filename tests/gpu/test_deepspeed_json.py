@@ -132,7 +132,7 @@ def models() -> dict[str, Any]:
     """The models that the installed DeepSpeed reads sections with."""
     return {
         section: model
-        for section, model in private_api.config_models().items()
+        for section, model in private_api.get_config_models().items()
         if inspect.isclass(model) and issubclass(model, BaseModel)
     }
 

@@ -49,7 +49,7 @@ def test_rates_and_betas_are_deepspeeds(block: dict[str, Any]) -> None:
     for step in range(STEPS):
         (group,) = optimizer.param_groups
         assert ours(step) == pytest.approx(group["lr"], rel=1e-12, abs=1e-18), step
-        betas = ours.betas(step) if isinstance(ours, OneCycle) else None
+        betas = ours.compute_betas(step) if isinstance(ours, OneCycle) else None
         assert (betas or (0.7, 0.71)) == pytest.approx(group["betas"], rel=1e-12), step
         optimizer.step()
         theirs.step()  # after the optimizer's, as DeepSpeed's engine does

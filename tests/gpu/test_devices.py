@@ -19,15 +19,15 @@ from portable.gpu import device_specs as devices
     ],
 )
 def test_peaks(name: str, bf16: float | None) -> None:
-    assert devices.peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16 * 1e12))
-    assert devices.peak_flops(name, "fp32") is None
+    assert devices.get_peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16 * 1e12))
+    assert devices.get_peak_flops(name, "fp32") is None
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in devices.BOUND_BY_SRUN:
         monkeypatch.delenv(name, raising=False)
-    assert devices.index(7, 8) == 7
+    assert devices.find_gpu_index(7, 8) == 7
     with pytest.raises(UserError, match="local rank 3 has no GPU; this process sees 1"):
-        devices.index(3, 1)
+        devices.find_gpu_index(3, 1)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # each task sees one, and calls it 0
-    assert devices.index(3, 1) == 0
+    assert devices.find_gpu_index(3, 1) == 0

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
+from portable.adapters.adapter import build_training_model
+from portable.adapters.settings import resolve_adapter
 from portable.config import RunConfig
 from portable.engines.footprint import footprint, units
 from portable.model import build as models
@@ -135,7 +135,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 
 def planned(config: RunConfig, ranks: int) -> Any:
-    model = training_model(models.model_config(config.model), resolved(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
     sharing = config.tensor_parallel_size
     inventory = inspect(model, config.train, units(model, config), sharing=sharing)
     return footprint(inventory, config, Cluster(ranks, ranks))
@@ -248,9 +248,10 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     """Names, shapes and pickles take some more, which does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
-    model = training_model(models.model_config(config.model), resolved(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
     tensors = (
-        inspect(model, config.train).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
+        inspect(model, config.train).compute_checkpoint_bytes(config.train)
+        + planned(config, world_size).also_saved
     )
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))

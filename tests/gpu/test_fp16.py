@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from portable.config import RunConfig, load_config
-from portable.engines.fsdp.device_loss_scale import DeviceScaler
+from portable.engines.fsdp.device_loss_scale import DeviceLossScale
 from portable.engines.loss_scale import STATE
 from portable.errors import ReportedElsewhereError, RunError
 from portable.reporting.metrics import read_metrics
@@ -34,7 +34,7 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scaling.dist, "get_rank", lambda: 1)  # the first rank prints
     draw = random.Random(seed)
     settings = {"initial_scale_power": 10, "loss_scale_window": 5, "hysteresis": 2, "min_loss_scale": 0.25}
-    ours = DeviceScaler(load_config({"fp16": settings}).fp16, torch.device("cpu"))
+    ours = DeviceLossScale(load_config({"fp16": settings}).fp16, torch.device("cpu"))
     theirs = scaling.DynamicLossScaler(
         init_scale=2**10,
         scale_window=5,
@@ -57,7 +57,7 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
             return
         assert not exhausted
         expected = {**{name: getattr(theirs, name) for name in STATE}, "overflows": overflows}
-        assert ours.state() == expected
+        assert ours.read_state() == expected
         assert float(ours.scale) == theirs.cur_scale
     pytest.fail("the lowest scale was not reached")
 
@@ -149,9 +149,9 @@ def test_the_scale_and_its_counters_move_along(tmp_path: Path, corpus: Path, ran
     for number, (strategy, world_size) in enumerate(ROUTE, 1):
         config = searching(tmp_path, corpus, strategy, total)
         assert ranks.run(world_size, leg, config, 3 * number) == ""
-    scaler = DeviceScaler(config.fp16, torch.device("cpu"))
+    scaler = DeviceLossScale(config.fp16, torch.device("cpu"))
     for scale, overflows in search(tmp_path):
-        scaler.update(torch.tensor(overflows > scaler.state()["overflows"]))
-        assert (float(scaler.scale), scaler.state()["overflows"]) == (scale, overflows)
-    assert saved(tmp_path, total) == scaler.state()
-    assert scaler.state()["overflows"] >= 2 and len({scale for scale, _ in search(tmp_path)}) > 1
+        scaler.update(torch.tensor(overflows > scaler.read_state()["overflows"]))
+        assert (float(scaler.scale), scaler.read_state()["overflows"]) == (scale, overflows)
+    assert saved(tmp_path, total) == scaler.read_state()
+    assert scaler.read_state()["overflows"] >= 2 and len({scale for scale, _ in search(tmp_path)}) > 1

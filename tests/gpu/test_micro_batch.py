@@ -19,7 +19,7 @@ from portable.config import load_config
 from portable.engines import memory_trial
 from portable.errors import UserError
 from portable.gpu import device_specs as devices
-from portable.run.micro_batch import divisors, largest_fitting
+from portable.run.micro_batch import find_largest_fitting, list_divisors
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses, weights
@@ -30,7 +30,7 @@ M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 @pytest.mark.parametrize("share", [1, 12, 5040])
 def test_the_largest_is_found_with_few_tries(share: int) -> None:
-    sizes = divisors(share)
+    sizes = list_divisors(share)
     assert sizes == [n for n in range(1, share + 1) if share % n == 0]
     for most in (0, *sizes):
         tried: list[int] = []
@@ -41,10 +41,10 @@ def test_the_largest_is_found_with_few_tries(share: int) -> None:
 
         for first in (1, most, sizes[-1]):  # whatever the planner says
             tried.clear()
-            assert largest_fitting(sizes, fits, first) == (most or None)
+            assert find_largest_fitting(sizes, fits, first) == (most or None)
             assert len(tried) == len(set(tried)) <= 2 * math.log2(len(sizes) + 1) + 2
         tried.clear()
-        largest_fitting(sizes, fits, most)
+        find_largest_fitting(sizes, fits, most)
         assert len(tried) <= 2 or not most  # a right guess needs no search
 
 
@@ -85,8 +85,8 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
     """A leg of a run on ranks that have so many MiB each while they try what fits."""
     room = mebibytes[int(os.environ["RANK"])] * MIB
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_trial, "host_can_tell", lambda: True)
-        patch.setattr(memory_trial, "limit_on_host", lambda: memory_limit(room))
+        patch.setattr(memory_trial, "has_host_limit", lambda: True)
+        patch.setattr(memory_trial, "limit_host_memory", lambda: memory_limit(room))
         return free_leg(folder, corpus, settings)
 
 
@@ -142,7 +142,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
     taken = 0
     accumulate = TorchEngine.accumulate
-    tries = memory_trial.fits
+    tries = memory_trial.run_memory_trial
 
     def out_of_memory(self: TorchEngine, *arguments: Any, **keywords: Any) -> Any:
         nonlocal taken
@@ -158,7 +158,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchEngine, "accumulate", out_of_memory)
-        patch.setattr(memory_trial, "fits", fits)
+        patch.setattr(memory_trial, "run_memory_trial", fits)
         with pytest.raises(UserError) as refused:
             limited_leg(folder, corpus, settings, mebibytes)
     return str(refused.value)
@@ -178,7 +178,7 @@ def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
     settings = {"strategy": "no_shard", "train__micro_batch_size": 16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "KEPT_FOR_COLLECTIVES", 0)
-        patch.setattr(Diagnostics, "driver_memory", lambda _: (0, 12 * MIB))
+        patch.setattr(Diagnostics, "query_driver_memory", lambda _: (0, 12 * MIB))
         return refusal(folder, corpus, settings, [30, 30], 0)
 
 
@@ -215,4 +215,4 @@ def test_out_of_memory_later_names_the_last_checkpoint(tmp_path: Path, corpus: P
 )
 def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) -> None:
     """Kernels, pinned memory and libraries ask the driver, past torch's allocator and its own error."""
-    assert memory_trial.ran_out_of_memory(error) is full
+    assert memory_trial.is_out_of_memory(error) is full

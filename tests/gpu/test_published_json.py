@@ -21,8 +21,8 @@ from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.gpu.zero import config as deepspeed_json
 from portable.gpu.zero import runtime as zero_runtime
-from portable.gpu.zero.buckets import automatic
-from portable.gpu.zero.settings import ModelSizes, settings_for
+from portable.gpu.zero.buckets import compute_auto_sizes
+from portable.gpu.zero.settings import ModelSizes, build_settings
 from portable.optim.schedule import SCHEDULES
 from tests import published
 from tests.published import Shape, shapes
@@ -52,7 +52,7 @@ def read(deepspeed: Any) -> Any:
     return read
 
 
-def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.Document]:
+def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.DeepSpeedDocument]:
     """The run that a shape comes to on GPUs, by the file that it is."""
     file = folder / "ds.json"
     file.write_text(json.dumps(shape.config))
@@ -106,19 +106,19 @@ def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, An
         zero = {k: v for k, v in zero.items() if not str(k).startswith(("_", "//"))}
         if "aio" in zero:  # its old place
             found["aio"] = zero.pop("aio")
-        sizes = automatic(HIDDEN)
+        sizes = compute_auto_sizes(HIDDEN)
         found["zero_optimization"] = {k: sizes.get(k, v) if v == "auto" else v for k, v in zero.items()}
     return {k: v for k, v in found.items() if v != "auto"}
 
 
 def different(
-    shape: Shape, config: RunConfig, document: deepspeed_json.Document, read: Any
+    shape: Shape, config: RunConfig, document: deepspeed_json.DeepSpeedDocument, read: Any
 ) -> dict[str, tuple[Any, Any]]:
     plan = plan_batches(config, world_size=shape.ranks, rank=0)
     theirs = read(filled(shape.config, config, plan), shape.ranks)
     found = dict(adopted(config, plan, theirs, shape))
     if config.strategy != "no_shard":
-        settings = settings_for(config, plan, SIZES, document, "cuda")
+        settings = build_settings(config, plan, SIZES, document, "cuda")
         ours = dict(leaves(read(settings, shape.ranks)))
         other = dict(leaves(theirs))
         for path in ours.keys() | other.keys():
@@ -197,7 +197,7 @@ def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, 
     apart = different(shape, config, document, read)
     assert apart.keys() == {*shape.apart}, apart
     assert {key: config.get(key) for key in shape.comes_to} == shape.comes_to
-    notes = deepspeed_json.notes(config, document)
+    notes = deepspeed_json.build_notes(config, document)
     assert len(notes) == len(shape.told)
     for words in shape.told:
         assert any(words in note for note in notes)

@@ -9,7 +9,7 @@ import pytest
 
 from portable.cli import main
 from portable.errors import UserError
-from portable.registry import World, backend_package
+from portable.registry import World, load_backend_package
 from tests.runs import configured, flags, tiny
 
 
@@ -54,4 +54,4 @@ def test_flash_attention_that_is_not_installed(
     with pytest.raises(
         UserError, match=r"model\.attention: .*flash-attn or kernels, which is not installed.*use sdpa"
     ):
-        backend_package("cuda").check(config, World(1))
+        load_backend_package("cuda").check(config, World(1))

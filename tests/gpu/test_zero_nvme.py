@@ -84,7 +84,7 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
     assert "is not a folder" in refused(tmp_path, corpus, file)
     assert "free some space" in refused(tmp_path, corpus, tmp_path)
-    if nvme.filesystem(Path("/dev/shm")) == "tmpfs":
+    if nvme.find_filesystem(Path("/dev/shm")) == "tmpfs":
         assert "is in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
 
 

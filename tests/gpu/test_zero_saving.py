@@ -44,7 +44,7 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
         patch.setattr(zero_saving._File, "write", held_up)
         handle = trial.engine.save(other, background=True)
         for _ in range(2):
-            assert not handle.done()
+            assert not handle.is_done()
             trial.step(3e-3)
         go.set()
         handle.wait()

@@ -13,7 +13,7 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner runs the passes of a model once in a session, for tests of what it makes of them."""
     from portable.planner import activations as passes
 
-    run = passes.activations
+    run = passes.measure_activations
 
     def known(model: Any, request: Any) -> Any:
         config = model.config
@@ -22,7 +22,7 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
             _passes[key] = run(model, request)
         return _passes[key]
 
-    monkeypatch.setattr(passes, "activations", known)
+    monkeypatch.setattr(passes, "measure_activations", known)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 
 from portable.config.sections import DataConfig
 from portable.data.sources.opening import open_source
-from portable.data.sources.source import Source, SourceSettings
+from portable.data.sources.source import DataSource, SourceSettings
 from portable.data.tokens import tokenizer as tokenizer_module
 from portable.data.tokens.cache import TokenCache, TokenWriter
 
@@ -42,7 +42,7 @@ def settings_of(name: Any = None, task: str = "causal-lm", **data: Any) -> Sourc
     return SourceSettings(Settings(**({"source": name, "format": "text"} | data)), task)
 
 
-def source(name: Any, task: str = "causal-lm", **data: Any) -> Source:
+def source(name: Any, task: str = "causal-lm", **data: Any) -> DataSource:
     """The source of a name, opened alone."""
     return open_source(settings_of(name, task, **data))
 

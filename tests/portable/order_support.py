@@ -130,7 +130,7 @@ def main(folder: Path, world_size: int, workers: int, count: int) -> None:
     if saved.exists():
         state = json.loads(saved.read_text())
         begun = state["step"]
-        data.train.adopt(state["streams"])
+        data.train.load_state_dict(state["streams"])
     taken = steps(data, world_size, workers, begun * BATCH)
     with (folder / "taken").open("ab", buffering=0) as file:
         for step in range(begun, count):
@@ -138,7 +138,7 @@ def main(folder: Path, world_size: int, workers: int, count: int) -> None:
             file.write(row.astype("<i8").tobytes())
             if (step + 1) % SAVED_EVERY == 0 or step + 1 == count:
                 draft = folder / "position.draft"
-                draft.write_text(json.dumps({"step": step + 1, "streams": data.train.state()}))
+                draft.write_text(json.dumps({"step": step + 1, "streams": data.train.state_dict()}))
                 draft.replace(saved)
     taken.close()
 

@@ -14,18 +14,18 @@ import yaml
 from torch import nn
 
 from benchmarks.allocator import allocations
-from portable.adapters.adapter import training_model
+from portable.adapters.adapter import build_training_model
 from portable.config import RunConfig, load_config
 from portable.model import build as models
-from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.chunked_loss import chunked_head
-from portable.model.freezing import freeze, frozen_names
-from portable.model.layers import every_parameter_gets_gradient, transformer_layers
-from portable.model.loss import token_loss
+from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.chunked_loss import install_chunked_head
+from portable.model.freezing import find_frozen_names, freeze
+from portable.model.layers import find_transformer_layers, trains_all_parameters
+from portable.model.loss import compute_token_loss
 from portable.model.parameters import replace_tensors
-from portable.planner.activations import DTYPES, activations, fake_batch
+from portable.planner.activations import DTYPES, build_fake_batch, measure_activations
 from portable.planner.passes import Compute, Request
-from portable.private.of_transformers import no_value_checks
+from portable.private.of_transformers import disable_value_checks
 from tests.promises import record
 
 FAMILIES = yaml.safe_load(Path(__file__).with_name("activations_models.yaml").read_text("utf-8"))
@@ -50,7 +50,7 @@ def config_of(family: str, precision: str, recompute: str, **more: Any) -> RunCo
 
 
 def built(config: RunConfig) -> Any:
-    return training_model(models.model_config(config.model), config)
+    return build_training_model(models.load_model_config(config.model), config)
 
 
 def measured(model: nn.Module, request: Request) -> int:
@@ -63,19 +63,19 @@ def measured(model: nn.Module, request: Request) -> int:
         lambda _, p: nn.Parameter(0.02 * torch.randn(p.shape).to(dtype or p.dtype), p.requires_grad),
         lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
     )
-    head = chunked_head(real, request.loss_chunk_tokens)
+    head = install_chunked_head(real, request.loss_chunk_tokens)
     if request.recompute != "none":
-        checkpoint_activations(real, request.recompute)
+        enable_activation_checkpointing(real, request.recompute)
     real.train()
     if request.compiled:  # inductor's graphs, run as they are
-        for _, layer in transformer_layers(real):
+        for _, layer in find_transformer_layers(real):
             layer.compile(backend="aot_eager_decomp_partition")
-    batch = fake_batch(real, request)
+    batch = build_fake_batch(real, request)
 
     def passes() -> None:
         cast = request.compute == "autocast"
-        with torch.autocast("cpu", computed) if cast else nullcontext(), no_value_checks():
-            loss = token_loss(real, batch, head)
+        with torch.autocast("cpu", computed) if cast else nullcontext(), disable_value_checks():
+            loss = compute_token_loss(real, batch, head)
         loss.backward()
 
     passes()
@@ -114,14 +114,14 @@ def test_within_a_tenth_of_what_is_allocated(
     config = config_of(family, precision, recompute, **more)
     model = built(config)
     if "train.frozen" in more:
-        freeze(model, frozen_names(model), torch.bfloat16)
-    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+        freeze(model, find_frozen_names(model), torch.bfloat16)
+    request = Request.from_config(config, micro_batch=BATCH, compute=compute, on_gpu=False)
     assert request.compiled == ("compile" in more)
-    planned, allocated = activations(model, request).total, measured(model, request)
+    planned, allocated = measure_activations(model, request).total, measured(model, request)
     assert planned == pytest.approx(allocated, rel=0.1)
     record([planned], [allocated], 0.1)
     if request.compiled:
-        assert planned < activations(model, replace(request, compiled=False)).total
+        assert planned < measure_activations(model, replace(request, compiled=False)).total
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -131,9 +131,9 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     found = {}
     for base in ("auto", kind):
         config = config_of("llama", "bf16", "full", **{"adapter.type": "lora", "adapter.base": base})
-        model = training_model(models.model_config(config.model), config)
-        request = Request.of(config, micro_batch=1, compute="autocast", on_gpu=True)
-        peaks = activations(model, request)
+        model = build_training_model(models.load_model_config(config.model), config)
+        request = Request.from_config(config, micro_batch=1, compute="autocast", on_gpu=True)
+        peaks = measure_activations(model, request)
         assert peaks.failure is None and peaks.in_layers.copies >= 0
         found[base] = peaks.total
     largest = 2 * FAMILIES["llama"]["hidden_size"] * FAMILIES["llama"]["intermediate_size"]
@@ -142,9 +142,9 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
 
 def test_every_trained_parameter_gets_a_gradient_if_the_others_are_frozen() -> None:
     model = built(config_of("xlnet", "fp32", "none"))  # no batch uses its mask and segment embeddings
-    assert "transformer.mask_emb" in frozen_names(model) and every_parameter_gets_gradient(model)
+    assert "transformer.mask_emb" in find_frozen_names(model) and trains_all_parameters(model)
 
 
 @pytest.mark.parametrize("family", ["longformer", "opt"])
 def test_or_it_is_known_that_some_may_not(family: str) -> None:
-    assert not every_parameter_gets_gradient(built(config_of(family, "fp32", "none")))
+    assert not trains_all_parameters(built(config_of(family, "fp32", "none")))

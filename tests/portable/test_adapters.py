@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from portable.adapters.adapter import Adapter, adapt
-from portable.adapters.settings import as_json, resolved
+from portable.adapters.settings import as_json, resolve_adapter
 from portable.checks import check
 from portable.converters.adapters import patterns
 from portable.errors import UserError
 from portable.model import build as models
-from portable.model.initialize import derived_seed
-from portable.model.parameters import materialize, stored_tensors
+from portable.model.initialize import derive_named_seed
+from portable.model.parameters import get_stored_tensors, materialize
 from portable.private.of_peft import peft
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
@@ -30,9 +30,9 @@ def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     """A model on the meta device with its adapter."""
     config = configured(folder, folder, **{"adapter__type": "lora", **settings})
     check(config)
-    config = resolved(config)
-    model_config = models.model_config(config.model)
-    model = models.training_model(model_config, config)
+    config = resolve_adapter(config)
+    model_config = models.load_model_config(config.model)
+    model = models.build_base_model(model_config, config)
     found = adapt(model, model_config, config)
     assert found is not None
     return model, found
@@ -66,7 +66,7 @@ def test_what_is_stored_and_its_names_are_pefts(kind: dict[str, Any], tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.get_peft_model_state_dict(model)
-    ours = {adapter._files[name]: tensor for name, tensor in stored_tensors(model).items()}
+    ours = {adapter._files[name]: tensor for name, tensor in get_stored_tensors(model).items()}
     assert set(ours) == {f"base_model.model.{name}" for name in theirs}
     assert all(ours[f"base_model.model.{name}"].shape == tensor.shape for name, tensor in theirs.items())
 
@@ -76,13 +76,13 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
 
     for init in (True, "gaussian", "orthogonal"):
         _, adapter = adapted(tmp_path, adapter__init=init, adapter__r=4)
-        values = adapter.initial({})
+        values = adapter.get_initial_values({})
         name = "model.layers.1.mlp.up_proj"
         layer = torch.nn.Linear(48, 80, bias=False)
-        torch.manual_seed(derived_seed(0, name))
+        torch.manual_seed(derive_named_seed(0, name))
         lone: Any = Linear(layer, "default", adapter.config, r=4, lora_alpha=32)
         if init == "orthogonal":  # which draws after what it replaces was made
-            torch.manual_seed(derived_seed(0, name))
+            torch.manual_seed(derive_named_seed(0, name))
             layers: Any = lone
             layers.lora_A["default"].reset_parameters()
             layers.lora_B["default"].reset_parameters()
@@ -120,7 +120,7 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
     config.save_pretrained(str(tmp_path))
     path = tmp_path / "adapter_config.json"
     model, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
-    shapes = {name: tuple(t.shape) for name, t in stored_tensors(model).items()}
+    shapes = {name: tuple(t.shape) for name, t in get_stored_tensors(model).items()}
     assert shapes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (3, 48)
     assert shapes["model.layers.0.mlp.up_proj.lora_A.default.weight"] == (2, 48)
     assert (as_json(adapter.config)["lora_alpha"], as_json(adapter.config)["use_rslora"]) == (5, True)
@@ -150,5 +150,5 @@ def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
     """A pretrained model has none, so the adapter is worth nothing without it."""
     given = {"model__task": "sequence-classification", "model__config": tiny_config("bert")}
     model, adapter = adapted(tmp_path, **given)
-    assert any(name.startswith("classifier.modules_to_save.") for name in stored_tensors(model))
+    assert any(name.startswith("classifier.modules_to_save.") for name in get_stored_tensors(model))
     assert as_json(adapter.config)["task_type"] == "SEQ_CLS"

@@ -26,12 +26,12 @@ from transformers.trainer_utils import align_special_tokens
 from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.samples.base import LAST_LABEL
-from portable.data.samples.classes import KnownClasses, number_classes
+from portable.data.samples.classes import KnownClasses, number_labels
 from portable.errors import UserError
-from portable.model.build import build_model, model_config
-from portable.model.labels import known_classes
+from portable.model.build import build_model, load_model_config
+from portable.model.labels import find_known_classes
 from portable.model.special_tokens import SpecialTokens
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.rank import run_rank
 from portable.run.save import write_model_files
 from tests.parity import opened
@@ -81,7 +81,7 @@ def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_p
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
     config = run_of(folder, TEXT, data__packing=packing, data__seq_len=8, train__micro_batch_size=2)
     with opened(config) as trial:
-        batch = trial.run.data.train.batch([(0, i) for i in range(2)])
+        batch = trial.run.data.train.build_batch([(0, i) for i in range(2)])
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         align_special_tokens(theirs, tokenizer)
         logits = theirs(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
@@ -103,7 +103,7 @@ def aligned(
     """The model, the config to save and the notes, without a run."""
     chosen: Any = {"name_or_path": str(folder), "config": None} if folder else {"config": settings}
     chosen = ModelConfig(task=task, **chosen)  # type: ignore[arg-type]
-    config = model_config(chosen)
+    config = load_model_config(chosen)
     special = SpecialTokens(config, chosen)
     special.prepare(tokenizer)
     model = build_model(config, chosen)
@@ -186,7 +186,7 @@ def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tm
     model.save_pretrained(tmp_path)
     tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
     settings = ModelConfig(name_or_path=str(tmp_path), config=None, task="seq2seq-lm")
-    found = SpecialTokens(model_config(settings), settings).decoder_start(tokenizer)
+    found = SpecialTokens(load_model_config(settings), settings).find_decoder_start(tokenizer)
     labels = torch.tensor([[20, 21, 22, 2]])
     decoder = [labels[0, -1] if found == LAST_LABEL else found, *labels[0, :-1]]
     inputs = {"input_ids": torch.tensor([[30, 31, 2]])}
@@ -208,9 +208,9 @@ def test_classes_are_the_models_and_others_are_refused(row: dict[str, Any]) -> N
     given = row["labels"], row.get("declared"), KNOWN.get(row.get("known"))
     if "refused" in row:
         with pytest.raises(UserError, match=f"^data.label_field: .*{row['refused']}"):
-            number_classes(*given)
+            number_labels(*given)
         return
-    found = number_classes(*given)
+    found = number_labels(*given)
     assert (list(found.names), list(found.ids)) == (row["names"], row["ids"])
 
 
@@ -242,7 +242,7 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
         names = data.label_names
         assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
-            label, found = labels[data.train.documents(index)[0]], data.train[index]["labels"]
+            label, found = labels[data.train.list_documents(index)[0]], data.train[index]["labels"]
             if problem == SINGLE:
                 expected: Any = names.index(str(label))
             elif problem == MULTI and not any(isinstance(item, bool | float) for item in label):
@@ -252,7 +252,7 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
                 expected = label
             assert found.dtype == (torch.int64 if problem == SINGLE else torch.float32)
             assert torch.equal(found, torch.tensor(expected).to(found.dtype))
-        batch = next(iter(train_loader(trial.run, 0)))
+        batch = next(iter(build_train_loader(trial.run, 0)))
         with torch.no_grad():
             loss = model(**batch).loss
         assert float(trial.step().loss) == pytest.approx(float(loss), rel=1e-5)
@@ -278,13 +278,13 @@ def test_which_models_have_classes(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     task: Any = {"task": "sequence-classification"}
     head = ModelConfig(name_or_path=str(tmp_path), config=None, **task)
-    found = known_classes(model_config(head), head)
+    found = find_known_classes(load_model_config(head), head)
     assert found is not None and found.names == ("no", "yes")
     scratch = ModelConfig(name_or_path=str(tmp_path), config=None, init="scratch", **task)
-    assert known_classes(model_config(scratch), scratch) is None
+    assert find_known_classes(load_model_config(scratch), scratch) is None
     bare = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertModel"]}
     (tmp_path / "config.json").write_text(json.dumps(bare))
-    assert known_classes(model_config(head), head) is None
+    assert find_known_classes(load_model_config(head), head) is None
 
 
 @pytest.mark.parametrize("pad", [None, "</s>", "<pad>"])
@@ -306,11 +306,11 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
     with opened(given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         assert data.label_names == ("POSITIVE", "NEGATIVE")
-        batch = data.train.batch([(0, i) for i in range(6)])
+        batch = data.train.build_batch([(0, i) for i in range(6)])
         with torch.no_grad():
             together = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             for row in range(6):
-                document = data.train.documents(row)[0]
+                document = data.train.list_documents(row)[0]
                 assert names[int(batch["labels"][row])].casefold() == rows[document]["label"]
                 ids = tokenizer(rows[document]["text"], return_tensors="pt")["input_ids"]
                 alone = theirs(input_ids=ids).logits  # of a batch of one: at the last token
@@ -336,7 +336,7 @@ def test_a_text_ends_where_its_classifier_looks(kind: str, tmp_path: Path) -> No
     )
     with opened(given) as trial:
         model = trial.run.model
-        batch = next(iter(train_loader(trial.run, 0)))
+        batch = next(iter(build_train_loader(trial.run, 0)))
         assert (batch["input_ids"] == model.config.eos_token_id).sum(1).tolist() == [1] * 6
         expected = model(**batch).loss.detach()
         assert float(trial.step().loss) == pytest.approx(float(expected), rel=1e-5)
@@ -379,12 +379,12 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
     )
     with opened(given) as trial:
         data = trial.run.data.train
-        batch = data.batch([(0, i) for i in range(6)])
+        batch = data.build_batch([(0, i) for i in range(6)])
         tokens = AutoTokenizer.from_pretrained(
             tmp_path / "model", src_lang=languages["source"], tgt_lang=languages["target"]
         )
         for row in range(6):
-            text = TEXT[data.documents(row)[0]]["text"]
+            text = TEXT[data.list_documents(row)[0]]["text"]
             expected = tokens(text, text_target=text[::-1], truncation=True, max_length=8)
             ids, labels = batch["input_ids"][row], batch["labels"][row]
             assert ids[batch["attention_mask"][row] == 1].tolist() == expected["input_ids"]

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from portable.batch import IGNORED
-from portable.checkpoint.store import checkpoints_of
+from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
 from portable.data.samples.loader import EVAL_EPOCH
@@ -198,7 +198,9 @@ def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[flo
 
 
 def row_of(samples: Any, place: tuple[int, int], task: str) -> dict[str, Tensor]:
-    return as_transformers_has_it({name: values[0] for name, values in samples.batch([place]).items()}, task)
+    return as_transformers_has_it(
+        {name: values[0] for name, values in samples.build_batch([place]).items()}, task
+    )
 
 
 def ours(config: RunConfig) -> tuple[list[float], list[float]]:
@@ -273,7 +275,7 @@ def test_it_judges_as_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
     assert 3 < rows[-1]["step"] < 20
     assert [row["eval_accuracy"] for row in rows] == [row["eval_accuracy"] for row in theirs]
     assert [row["eval_loss"] for row in rows] == pytest.approx([row["eval_loss"] for row in theirs], rel=1e-4)
-    latest = checkpoints_of(tmp_path / "ours").latest()
+    latest = open_checkpoints(tmp_path / "ours").find_latest()
     best = TrainerState.read(latest or tmp_path).eval_history.best
     first = min(theirs, key=lambda row: row["eval_loss"])["step"]
     assert [step for step, _ in best] == [first]

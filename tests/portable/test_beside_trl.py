@@ -131,7 +131,7 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
     with opened(run) as trial:
         count = trial.run.steps * run.train.global_batch_size
         places = [locate(at, len(trial.run.data.train), run.seed) for at in range(count)]
-        order = [trial.run.data.train.documents(index)[0] for _, index in places]
+        order = [trial.run.data.train.list_documents(index)[0] for _, index in places]
     settings = {
         key: value for key, value in given.items() if key not in ("model_name_or_path", "dataset_name")
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from portable.checkpoint.store import checkpoints_of
+from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.dataset import build_data
 from portable.errors import UserError
@@ -57,7 +57,7 @@ def leg(folder: Path | str, corpus: Path, **overrides: Any) -> int:
 
 
 def kept(folder: Any) -> list[int]:
-    return [step for step, _ in checkpoints_of(folder).complete()]
+    return [step for step, _ in open_checkpoints(folder).list_complete()]
 
 
 # -- which checkpoints stay --------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     assert {name for name in rows[-1] if name.startswith("eval_")} == {
         f"eval_{name}/{source}" for name in names for source in ("news", "code", "held_out")
     }
-    state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
+    state = TrainerState.read(open_checkpoints(tmp_path).find_latest() or tmp_path)
     assert state.metadata["evaluation_data"].keys() == {"news", "code"}
     assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
 
@@ -213,7 +213,7 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
         )
         data = build_data(settings, task="sequence-classification")
         assert data.eval is not None
-        found: list[Any] = data.eval.batch([(0, i) for i in range(len(labels))])["labels"].tolist()
+        found: list[Any] = data.eval.build_batch([(0, i) for i in range(len(labels))])["labels"].tolist()
         return sorted(found)
 
     assert evals(["a", "b", "c"] * 3, ["c", "c", "C"]) == [2, 2, 2]  # one class of three

@@ -15,7 +15,7 @@ import yaml
 from portable.data.sources.conversations import read_preference
 from portable.data.sources.documents import ANSWERING, Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded
-from portable.data.tokens.rendering import DAY, Rendering
+from portable.data.tokens.rendering import DAY, TemplateRenderer
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -116,7 +116,7 @@ def test_empty_keys_mean_missing_keys_in_every_template() -> None:
     assert len(EVERY_TEMPLATE) > 80
     written = 0
     for path in EVERY_TEMPLATE:
-        rendering = Rendering(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
+        rendering = TemplateRenderer(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
         for answer in ("It is 5.", "<think>\nhm\n</think>\n\nIt is 5."):
             plain, *others = (
                 [
@@ -126,7 +126,8 @@ def test_empty_keys_mean_missing_keys_in_every_template() -> None:
                 for more in ({}, *EMPTY)
             )
             drafts = [
-                rendering.drafts([record({"messages": talk})], collect=True)[0] for talk in (plain, *others)
+                rendering.render_documents([record({"messages": talk})], collect=True)[0]
+                for talk in (plain, *others)
             ]
             texts = [
                 [draft.text for draft in each] if isinstance(each, list) else str(each) for each in drafts
@@ -140,11 +141,11 @@ def test_a_call_without_words_is_the_same_call_in_every_template() -> None:
     """A call has the same text if ``content`` is null, empty or missing."""
     compared = 0
     for path in EVERY_TEMPLATE:
-        rendering = Rendering(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
+        rendering = TemplateRenderer(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})
         asks, call, *rest = ROWS["calls"]
         talks = [[asks, {**call, **said}, *rest] for said in ({"content": None}, {"content": ""}, {})]
         rows = [record({"messages": talk, "tools": ROWS["tools"]}) for talk in talks]
-        drafts = [rendering.drafts([row], collect=True)[0] for row in rows]
+        drafts = [rendering.render_documents([row], collect=True)[0] for row in rows]
         texts = {str([draft.text for draft in each] if isinstance(each, list) else each) for each in drafts}
         assert len(texts) == 1, (path.name, texts)
         compared += all(isinstance(each, list) for each in drafts)

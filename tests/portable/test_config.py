@@ -25,7 +25,7 @@ from portable.optim.schedule import build_schedule
 from tests.fuzz.configs import run_cases
 from tests.runs import checked
 
-TABLE = keys.settings(RunConfig)
+TABLE = keys.get_settings(RunConfig)
 ROWS = yaml.safe_load(Path(__file__).with_name("config_rows.yaml").read_text("utf-8"))
 
 
@@ -64,7 +64,7 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
 
 @each("files", "text", "key", "value")
 def test_files(text: str, key: str, value: Any, file: Path) -> None:
-    got = keys.plain(loaded(file, text).get(key))
+    got = keys.to_plain(loaded(file, text).get(key))
     assert got == value
     assert type(got) is type(value)
     check(load_config(file))
@@ -74,7 +74,7 @@ def test_files(text: str, key: str, value: Any, file: Path) -> None:
 def test_flags(flags: str, key: str, value: Any) -> None:
     # The brace argument is one word to the shell.
     config = parse_args(flags.split(" ", 1) if "{" in flags else flags.split()).config
-    got = keys.plain(config.get(key))
+    got = keys.to_plain(config.get(key))
     assert got == value
     assert type(got) is type(value)
     assert config.is_set(key)
@@ -84,7 +84,7 @@ def test_flags(flags: str, key: str, value: Any) -> None:
 def test_every_setting_has_a_flag(key: str) -> None:
     """The default, written as a flag, gives the default."""
     default = RunConfig().get(key)
-    text = "null" if default is None else str(keys.plain(default)).replace("'", "")
+    text = "null" if default is None else str(keys.to_plain(default)).replace("'", "")
     text = text.replace("True", "true").replace("False", "false")
     if key == "model.config":
         assert parse_args([f"--{key}", text]).config == RunConfig()
@@ -272,13 +272,13 @@ def test_find_changes_reads_fingerprints_back_from_json() -> None:
 
 
 def test_adjustable_settings_define_the_run() -> None:
-    assert {key for key, setting in TABLE.items() if setting.identity} >= ADJUSTABLE
+    assert {key for key, setting in TABLE.items() if setting.is_identity} >= ADJUSTABLE
 
 
 def iter_numbers(model: type[BaseModel]) -> Iterator[tuple[str, list[Any]]]:
     """Yield each number that the schema takes, also inside lists and groups, with its constraints."""
-    for key, setting in keys.settings(model).items():
-        for kind, marks in keys.parts(setting.field.annotation, tuple(setting.field.metadata)):
+    for key, setting in keys.get_settings(model).items():
+        for kind, marks in keys.iter_parts(setting.field.annotation, tuple(setting.field.metadata)):
             if kind in (int, float):
                 yield key, [inner for mark in marks for inner in getattr(mark, "metadata", None) or (mark,)]
             elif isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -302,7 +302,7 @@ def test_every_number_has_bounds_with_a_reason() -> None:
 # Nothing but a UserError, whatever the input
 
 words = st.one_of(
-    st.sampled_from([*keys.settings(RunConfig), *keys.sections(RunConfig)]).map(
+    st.sampled_from([*keys.get_settings(RunConfig), *keys.get_sections(RunConfig)]).map(
         lambda key: key.split(".")[-1]
     ),
     st.text(max_size=8),
@@ -331,11 +331,11 @@ def test_no_bytes_bring_a_traceback(file: Path, content: bytes) -> None:
 
 
 @QUIET
-@given(key=st.sampled_from(sorted(keys.settings(RunConfig))), value=trees)
+@given(key=st.sampled_from(sorted(keys.get_settings(RunConfig))), value=trees)
 @example(key="train.schedule_params", value={"\x1b": None})
 def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> None:
     try:
-        load_config(keys.nested({key: value}))
+        load_config(keys.nest_keys({key: value}))
     except UserError as error:
         assert str(error).isprintable()
 

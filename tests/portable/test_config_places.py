@@ -12,7 +12,7 @@ from portable.config import RunConfig, keys, load_config
 from portable.errors import UserError
 from tests.runs import checked
 
-PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
+PLACES = {key for key, setting in keys.get_settings(RunConfig).items() if setting.may_be_path}
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ from portable.cli import main
 from portable.config import load_config
 from portable.converters.cli import main as convert
 from portable.data.dataset import build_data, inspect_data
-from portable.data.sources.conversations import Completion, read_conversation, recognise
+from portable.data.sources.conversations import Completion, detect_format, read_conversation
 from portable.data.sources.documents import Conversation
 from portable.data.tokens import tokenize as tokenizing
-from portable.data.tokens.parallel import ordered_map
+from portable.data.tokens.parallel import map_in_order
 from portable.errors import MistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.converters.compare import tree
@@ -80,7 +80,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", ROWS["formats"], ids=str)
 def test_formats_that_mean_the_same(case: dict[str, Any], settings: Settings) -> None:
-    assert recognise(case["row"], "text", "x") == case["kind"]
+    assert detect_format(case["row"], "text", "x") == case["kind"]
     ((whole, answer),) = texts(written(settings, case["row"]))
     assert whole.endswith("What is 2 + 3?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nIt is 5.")
     assert answer == "It is 5.<|eot_id|>"
@@ -280,7 +280,7 @@ def test_truncation_is_said(mode: Any, kept: list[int], warning: str, settings: 
     (line,) = data.sizes.warnings
     assert re.search(f"^data.truncation: of the samples, {warning}", line)
     assert inspect_data(given).warnings == [line]
-    numbers = [data.train.documents(index)[0] for index in range(len(data.train))]
+    numbers = [data.train.list_documents(index)[0] for index in range(len(data.train))]
     assert sorted(numbers) == kept
     answers = dict(zip(numbers, (answer for _, answer in texts(given)), strict=True))
     assert all(answers.values())
@@ -308,7 +308,7 @@ def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     assert data.tokens is not None and data.train.valid_tokens is None
     ids, trained = (
         data.tokens.tokens["text"][:].astype(np.int64),
-        data.tokens.trained_between(0, data.tokens.total_tokens),
+        data.tokens.read_trained_range(0, data.tokens.total_tokens),
     )
     assert trained is not None
     expected = [
@@ -360,15 +360,15 @@ def test_a_build_that_is_killed_is_continued(
 
 def test_a_map_in_processes() -> None:
     """In order, with an error of the work, and with the death of a process."""
-    assert list(ordered_map(work, range(9), processes=1)) == [n * n for n in range(9)]
-    assert list(ordered_map(work, range(3), processes=2, alone=5)) == [0, 1, 4]
-    found = ordered_map(work, [*range(5), -1, 7], processes=2, alone=1)
+    assert list(map_in_order(work, range(9), processes=1)) == [n * n for n in range(9)]
+    assert list(map_in_order(work, range(3), processes=2, alone=5)) == [0, 1, 4]
+    found = map_in_order(work, [*range(5), -1, 7], processes=2, alone=1)
     with pytest.raises(UserError, match="refused"):
         assert [next(found) for _ in range(5)] == [0, 1, 4, 9, 16] and next(found)
     with pytest.raises(RunError, match="a process that tokenizes ended with code -9"):
-        list(ordered_map(work, [1, -2, 3], processes=2))
+        list(map_in_order(work, [1, -2, 3], processes=2))
     with pytest.raises(RunError, match=r"a process that tokenizes failed \(OSError: no room\)"):
-        list(ordered_map(work, [1, -3], processes=2))
+        list(map_in_order(work, [1, -3], processes=2))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------

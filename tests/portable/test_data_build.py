@@ -121,7 +121,7 @@ def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.Monke
     data = build_data(given, task="sequence-classification")
     assert data.label_names == tuple(names)
     found = [int(data.train[i]["labels"]) for i in range(20)]
-    assert found == [labels[data.train.documents(i)[0]] for i in range(20)]
+    assert found == [labels[data.train.list_documents(i)[0]] for i in range(20)]
     known = KnownClasses("model.name_or_path", ("Business", "Sports", "World"))
     data = build_data(given, task="sequence-classification", known_classes=known)
     assert data.label_names == known.names

@@ -18,11 +18,11 @@ import pytest
 
 from portable.data.sources.documents import Document
 from portable.data.sources.records import Cell
-from portable.data.sources.source import Shard, Source, TokenSource
+from portable.data.sources.source import DataSource, SourceShard, TokenSource
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.frame import special_token_frame
+from portable.data.tokens.frame import build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
@@ -30,7 +30,7 @@ from tests.converters.compare import tree
 from tests.portable.data_support import corpus, kill_build, settings_of, source, texts, write_jsonl
 
 
-class Given(Source):
+class Given(DataSource):
     """Documents in memory, which counts how often they are read."""
 
     def __init__(self, documents: list[Document], task: str = "causal-lm", **data: Any) -> None:
@@ -43,7 +43,7 @@ class Given(Source):
     def digest(self) -> str:
         return repr(self.given)
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         self.reads += 1
         return iter(self.given)
 
@@ -64,7 +64,7 @@ class GivenTokens(TokenSource):
     def digest(self) -> str:
         return "80 arrays"
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         raise NotImplementedError
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
@@ -86,7 +86,7 @@ class Interrupted(Given):
         self.__dict__.update(given.__dict__)
         self.number = number
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         yield from self.given[: self.number]
         raise KeyboardInterrupt
 
@@ -97,10 +97,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_tokenizer(source(str(corpus(folder))), 300, folder)
 
 
-def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
-    vocabulary = Vocabulary.of(tokenizer)
-    frame = special_token_frame(given.settings.task, vocabulary)
-    return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokens(given)
+def build(given: DataSource, tokenizer: Any, cache: Path) -> TokenCache:
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    frame = build_special_token_frame(given.settings.task, vocabulary)
+    return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokenize(given)
 
 
 def test_batches_and_pieces_do_not_show(
@@ -111,11 +111,11 @@ def test_batches_and_pieces_do_not_show(
     monkeypatch.setattr(tokenizing, "_BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 100)
     monkeypatch.setattr(tokenizing, "PIECE_CHARS", 100)
-    assert len(list(tokenizing._in_pieces(iter(documents)))) > 12
+    assert len(list(tokenizing._iter_pieces(iter(documents)))) > 12
     cut = build(Given(documents), tokenizer, tmp_path / "cut")
     assert cut.documents == 4
     for number, document in enumerate(documents):
-        assert tokenizer.decode(cut.document("text", number)) == document.text + tokenizer.eos_token
+        assert tokenizer.decode(cut.read_document("text", number)) == document.text + tokenizer.eos_token
     # Only where a piece ends may a token differ; these lines begin no token that spans their end.
     assert cut.fingerprint == whole.fingerprint
 
@@ -165,8 +165,8 @@ def test_processes_and_kills_do_not_show(
     """The files are those of one process that is not interrupted, byte for byte."""
     task, data, document = KINDS[kind]
     texts_in_memory = Given([document(n) for n in range(80)], task, **data)
-    in_memory: Source = texts_in_memory
-    interrupted: Source = Interrupted(texts_in_memory, 60)
+    in_memory: DataSource = texts_in_memory
+    interrupted: DataSource = Interrupted(texts_in_memory, 60)
     if kind == "tokens":  # read again in longer arrays, as another version may do
         in_memory, interrupted = GivenTokens(size=56), GivenTokens(stop=60)
     monkeypatch.setattr(tokenizing, "PIECE_CHARS", 60)
@@ -327,7 +327,7 @@ import portable
 package = sys.modules["portable.data"] = types.ModuleType("portable.data")
 package.__path__ = [portable.__path__[0] + "/data"]
 import time
-from portable.temporary_folder import made_once
+from portable.temporary_folder import open_or_build
 from portable.data.tokens.cache import TokenCache, TokenWriter
 folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def write(draft):
@@ -338,7 +338,7 @@ def write(draft):
     time.sleep(delay)
     writer.add("text", [3], [1])
     writer.finish()
-print(made_once(folder, TokenCache.intact, write).tokens["text"].tolist())
+print(open_or_build(folder, TokenCache.open_if_intact, write).tokens["text"].tolist())
 """
 
 
@@ -370,7 +370,7 @@ def test_memory_does_not_grow_with_the_data(tokenizer: Any, tmp_path: Path) -> N
     held = 0
 
     class Counted(Given):
-        def documents(self) -> Iterator[Document]:
+        def iter_documents(self) -> Iterator[Document]:
             nonlocal held
             for number in range(10_000):
                 if number == 9_999:

@@ -15,7 +15,7 @@ import yaml
 
 from portable.data.sources import opening
 from portable.data.sources.opening import StreamedFiles
-from portable.data.sources.source import Source
+from portable.data.sources.source import DataSource
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -96,13 +96,13 @@ def written(folder: Path, kind: str, texts: list[str], monkeypatch: pytest.Monke
     return f"records_of_{folder.name}:records"
 
 
-def opened(name: str, folder: Path, **data: Any) -> Source:
+def opened(name: str, folder: Path, **data: Any) -> DataSource:
     return source(name, text_split="line", cache_dir=folder / "cache", **data)
 
 
-def checked(found: Source) -> list[str]:
-    with found.unchanged():
-        return [document.text for document in found.documents()]
+def checked(found: DataSource) -> list[str]:
+    with found.check_unchanged():
+        return [document.text for document in found.iter_documents()]
 
 
 def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
@@ -130,9 +130,9 @@ def test_the_texts_and_the_key_of_every_kind(
             checked(opened(name, tmp_path, text_field="txt"))
     with (
         pytest.raises(UserError, match=r"changed while it was read; wait until nothing writes"),
-        whole.unchanged(),
+        whole.check_unchanged(),
     ):
-        next(documents := whole.documents())
+        next(documents := whole.iter_documents())
         if kind == "saved":
             shutil.rmtree(tmp_path / kind)
         KINDS[kind](tmp_path / kind, ["other", *TEXTS[1:]])

@@ -50,7 +50,7 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, s
     )
     data = build_data(settings, task="sequence-classification", pad_left=kind == "xlnet")
     for index in range(60):
-        row = rows[data.train.documents(index)[0]]
+        row = rows[data.train.list_documents(index)[0]]
         theirs = tokenizer(
             row["text"],
             row["other"],
@@ -91,7 +91,7 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
     data = build_data(settings, task="seq2seq-lm", decoder_start_token_id=7)
     lengths = set()
     for index in range(30):
-        row = TRANSLATIONS[data.train.documents(index)[0]]["translation"]
+        row = TRANSLATIONS[data.train.list_documents(index)[0]]["translation"]
         text, target = f"w1 w2 : {row['en']}", row["de"]
         sample = data.train[index]
         theirs = data.tokenizer(text, truncation=True, max_length=8, padding="max_length")
@@ -181,7 +181,7 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
         data = build_classifier_data(path, tmp_path)
         assert data.label_names == wanted
         names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
-        texts = [data.train.documents(i)[0] for i in range(len(labels))]
+        texts = [data.train.list_documents(i)[0] for i in range(len(labels))]
         spelled = [labels[number] for number in texts]
         same = [
             name == label or float(name) == float(label) for name, label in zip(names, spelled, strict=True)
@@ -263,4 +263,4 @@ def test_a_rendered_text_has_one_bos(
         eval_fraction=0.0,
         cache_dir=tmp_path / "cache",
     )
-    assert build_data(settings, task=task).tokens.document("text", 0).tolist() == tokens
+    assert build_data(settings, task=task).tokens.read_document("text", 0).tolist() == tokens

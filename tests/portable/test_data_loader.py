@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from portable.batch import IGNORED
-from portable.data.samples.base import Arrays, PackedCausal, Part, Samples
+from portable.data.samples.base import Arrays, PackedCausal, SampleRange, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from tests.portable.data_support import token_cache
 
@@ -20,7 +20,7 @@ LENGTH, COUNT = 4, 37
 @pytest.fixture
 def samples(tmp_path: Path) -> PackedCausal:
     cache = token_cache(tmp_path / "cache", [list(range(LENGTH * COUNT + 1))])
-    return PackedCausal(cache, Part(0, COUNT), LENGTH)
+    return PackedCausal(cache, SampleRange(0, COUNT), LENGTH)
 
 
 # --- reading ahead
@@ -35,10 +35,10 @@ class Counting(Samples):
         self.breaks_at = breaks_at
         self.reads = 0
 
-    def documents(self, index: int) -> range:
+    def list_documents(self, index: int) -> range:
         return range(index, index + 1)
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         self.reads += 1
         if self.reads - 1 == self.breaks_at:
             raise RuntimeError("the disk is gone")

@@ -12,7 +12,7 @@ from portable.data.samples.order import Permutation, locate
 def test_bijection_for_every_small_n(seed: int) -> None:
     for n in range(1, 100):
         for epoch in (0, 7):
-            order = Permutation(n, seed, epoch).array(np.arange(n))
+            order = Permutation(n, seed, epoch).permute_array(np.arange(n))
             assert np.array_equal(np.sort(order), np.arange(n)), (n, seed, epoch)
 
 
@@ -20,7 +20,7 @@ def test_bijection_for_every_small_n(seed: int) -> None:
 def test_scalar_and_array_agree(n: int) -> None:
     order = Permutation(n, 11, 4)
     indices = np.unique(np.linspace(0, n - 1, num=50, dtype=np.int64).clip(0, n - 1))
-    assert [order(int(i)) for i in indices] == order.array(indices).tolist()
+    assert [order(int(i)) for i in indices] == order.permute_array(indices).tolist()
 
 
 GOLDEN_10 = [6, 8, 4, 7, 0, 9, 1, 3, 2, 5]
@@ -29,5 +29,5 @@ GOLDEN_BIG = [(0, 262543658), (0, 777627447), (0, 863938572), (1, 190983117)]
 
 def test_the_numbers_are_part_of_the_format() -> None:
     """A resumed run must find the order that its first leg had: these may never change."""
-    assert Permutation(10, 0, 0).array(np.arange(10)).tolist() == GOLDEN_10
+    assert Permutation(10, 0, 0).permute_array(np.arange(10)).tolist() == GOLDEN_10
     assert [locate(p, 1_000_000_007, 42) for p in (0, 1, 1_000_000_006, 1_000_000_007)] == GOLDEN_BIG

@@ -15,8 +15,8 @@ from portable.config import load_config
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples import packing
-from portable.data.samples.base import PaddedCausal, Part, split_documents
-from portable.data.samples.packing import PackedDocuments, best_fit, packed_sizes, planned
+from portable.data.samples.base import PaddedCausal, SampleRange, split_documents
+from portable.data.samples.packing import PackedDocuments, compute_packed_sizes, pack_best_fit, plan_packing
 from portable.data.tokens.cache import TokenCache
 from portable.errors import UserError
 from portable.registry import create_backend
@@ -53,7 +53,7 @@ def test_best_fit_decreasing(seed: int) -> None:
     capacity, count = int(random.integers(1, 60)), int(random.integers(1, 150))
     spread = random.lognormal(1.5, 1, count).astype(np.int64)
     lengths = np.clip(spread, 1, capacity) if seed % 2 else random.integers(1, capacity + 1, count)
-    items, counts = best_fit(lengths, capacity)
+    items, counts = pack_best_fit(lengths, capacity)
     assert sorted(items) == list(range(count))
     filled = np.add.reduceat(lengths[items], np.cumsum(counts) - counts)
     assert sorted((capacity - filled).tolist()) == naive_rooms(lengths, capacity)
@@ -62,7 +62,7 @@ def test_best_fit_decreasing(seed: int) -> None:
 def test_a_million_documents_take_a_moment_and_little_padding() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64), 1, 4096)
     start = time.process_time()
-    _, counts = best_fit(lengths, 4096)
+    _, counts = pack_best_fit(lengths, 4096)
     assert time.process_time() - start < 5
     assert 1 - lengths.sum() / (len(counts) * 4096) < 0.001
 
@@ -74,7 +74,7 @@ def test_every_document_is_whole_and_once(
     monkeypatch.setattr(packing, "WINDOW", window)
     for part in split_documents(len(DOCUMENTS), 0.2):
         single = PaddedCausal(cache, part, LENGTH, PAD)
-        samples = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
+        samples = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
         expected = []  # the inputs and labels of each document alone
         for index in range(len(single)):
             sample = single[index]
@@ -85,11 +85,11 @@ def test_every_document_is_whole_and_once(
             sample = samples[index]
             lengths = sample["document_lengths"].tolist()
             assert {values.dtype for values in sample.values()} == {torch.int64} and sum(lengths) == LENGTH
-            texts = lengths[: len(samples.documents(index))]
+            texts = lengths[: len(samples.list_documents(index))]
             positions = [position for length in texts for position in range(length)]
             assert sample["position_ids"].tolist() == positions + [0] * (LENGTH - sum(texts))
             at = 0
-            for number, length in zip(samples.documents(index), lengths, strict=False):
+            for number, length in zip(samples.list_documents(index), lengths, strict=False):
                 piece = slice(at, at + length)
                 found.append((sample["input_ids"][piece].tolist(), sample["labels"][piece].tolist()))
                 places.append(number)
@@ -102,23 +102,23 @@ def test_every_document_is_whole_and_once(
         each = [len(inputs) for inputs, _ in found]
         assert samples.context == pytest.approx(sum(n * n for n in each) / sum(each))
         assert len(set(places)) == len(places)
-        assert packed_sizes(cache, part, LENGTH).samples == len(samples)
+        assert compute_packed_sizes(cache, part, LENGTH).samples == len(samples)
 
 
 def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part(0, len(DOCUMENTS))
-    without = packed_sizes(cache, part, LENGTH)
-    samples = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
-    first = [list(samples.documents(index)) for index in range(len(samples))]
-    monkeypatch.setattr(packing, "best_fit", None)  # from here on it is read
-    assert packed_sizes(cache, part, LENGTH) == without
+    part = SampleRange(0, len(DOCUMENTS))
+    without = compute_packed_sizes(cache, part, LENGTH)
+    samples = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
+    first = [list(samples.list_documents(index)) for index in range(len(samples))]
+    monkeypatch.setattr(packing, "pack_best_fit", None)  # from here on it is read
+    assert compute_packed_sizes(cache, part, LENGTH) == without
     monkeypatch.undo()
-    plan = planned(cache, part, LENGTH)
-    assert planned(cache, part, LENGTH // 2).folder != plan.folder
+    plan = plan_packing(cache, part, LENGTH)
+    assert plan_packing(cache, part, LENGTH // 2).folder != plan.folder
     damaged = plan.folder / "documents.bin"
     damaged.write_bytes(bytes(len(damaged.read_bytes())))
-    repaired = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
-    assert [list(repaired.documents(index)) for index in range(len(repaired))] == first
+    repaired = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
+    assert [list(repaired.list_documents(index)) for index in range(len(repaired))] == first
 
 
 @pytest.mark.parametrize("truncation", ["end", "start"])
@@ -176,5 +176,5 @@ def test_what_is_counted(tmp_path: Path) -> None:
 def test_no_text_with_two_tokens(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "cache", [[5], [6], []])
     with pytest.raises(UserError, match=r"data\.source: no text has two tokens"):
-        planned(cache, Part(0, 3), LENGTH)
-    assert packed_sizes(cache, Part(0, 3), LENGTH).samples == 0
+        plan_packing(cache, SampleRange(0, 3), LENGTH)
+    assert compute_packed_sizes(cache, SampleRange(0, 3), LENGTH).samples == 0

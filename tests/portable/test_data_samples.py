@@ -14,8 +14,8 @@ from portable.batch import IGNORED
 from portable.data.samples.base import (
     PackedCausal,
     PaddedCausal,
-    Part,
-    packed_samples,
+    SampleRange,
+    count_packed_samples,
     split_blocks,
     split_documents,
 )
@@ -43,8 +43,8 @@ def cache(tmp_path: Path) -> TokenCache:
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 16, 100])
 def test_packing_is_exact(cache: TokenCache, length: int) -> None:
     stream = list(itertools.chain.from_iterable(DOCUMENTS))
-    blocks = packed_samples(len(stream), length, shifted=True)
-    samples = PackedCausal(cache, Part(0, blocks), length)
+    blocks = count_packed_samples(len(stream), length, shifted=True)
+    samples = PackedCausal(cache, SampleRange(0, blocks), length)
     assert len(samples) == samples.num_samples == (len(stream) - 1) // length
     assert samples.valid_tokens == length
     for index in range(blocks):
@@ -60,15 +60,15 @@ def test_packing_is_exact(cache: TokenCache, length: int) -> None:
 
 def test_too_little_text() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len: the source has 10 tokens, .* at most 9"):
-        packed_samples(10, 10, shifted=True)
-    assert packed_samples(10, 10, shifted=False) == 1
+        count_packed_samples(10, 10, shifted=True)
+    assert count_packed_samples(10, 10, shifted=False) == 1
 
 
 # --- padded
 
 
 def test_padding_a_document_a_sample(cache: TokenCache) -> None:
-    samples = PaddedCausal(cache, Part(0, len(DOCUMENTS)), 6, PAD)
+    samples = PaddedCausal(cache, SampleRange(0, len(DOCUMENTS)), 6, PAD)
     for index, document in enumerate(DOCUMENTS):
         sample = samples[index]
         inputs, labels = document[:-1][:6], document[1:][:6]
@@ -115,7 +115,7 @@ def test_a_sorted_source_is_no_biased_evaluation_set() -> None:
 
 def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) -> MaskedLM:
     count = cache.total_tokens // length if packed else cache.documents
-    part = Part(0, count)
+    part = SampleRange(0, count)
     return MaskedLM(cache, part, length, VOCABULARY, mask=MASK, suffix=(END,), seed=seed, packed=packed)
 
 
@@ -142,7 +142,7 @@ def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
 def test_masking_shares(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "big", [[int(n) for n in range(3, 483)] for _ in range(200)])
     samples = masked(cache, packed=True, length=96)
-    batch = samples.batch([(0, i) for i in range(len(samples))])
+    batch = samples.build_batch([(0, i) for i in range(len(samples))])
     target = batch["labels"] != IGNORED
     assert abs(target.float().mean().item() - 0.15) < 0.01
     hidden, truth = batch["input_ids"][target], batch["labels"][target]
@@ -153,11 +153,11 @@ def test_masking_shares(tmp_path: Path) -> None:
 def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
     samples = masked(cache, packed=True)
     places = [(epoch, index) for epoch in (0, 1, 2**63 - 1) for index in range(len(samples))]
-    together = samples.batch(places)
+    together = samples.build_batch(places)
     for row, place in enumerate(places):
-        alone = masked(cache, packed=True).batch([place])
+        alone = masked(cache, packed=True).build_batch([place])
         assert torch.equal(alone["input_ids"][0], together["input_ids"][row])
     count = len(samples)
     assert not torch.equal(together["labels"][:count], together["labels"][count : 2 * count])
-    other = masked(cache, packed=True, seed=-1).batch(places)
+    other = masked(cache, packed=True, seed=-1).build_batch(places)
     assert not torch.equal(other["labels"], together["labels"])

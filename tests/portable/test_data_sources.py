@@ -27,12 +27,12 @@ TEXTS = ["one", "two\nlines", "drei ß"]
 
 
 def read(name: Any, task: str = "causal-lm", **data: Any) -> list[str]:
-    return [document.text for document in source(name, task, **data).documents()]
+    return [document.text for document in source(name, task, **data).iter_documents()]
 
 
 def refusal(name: Any, task: str = "causal-lm", **data: Any) -> str:
     with pytest.raises(UserError) as caught:
-        list(source(name, task, **data).documents())
+        list(source(name, task, **data).iter_documents())
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -49,8 +49,10 @@ def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.py").write_text(f"name = {name!r}")
     library = StandardLibrary(settings_of(), root=tmp_path)
-    assert sorted(document.text for document in library.documents()) == [f"name = {name!r}" for name in "abc"]
-    assert len(list(StandardLibrary(settings_of(max_samples=2), root=tmp_path).documents())) == 2
+    assert sorted(document.text for document in library.iter_documents()) == [
+        f"name = {name!r}" for name in "abc"
+    ]
+    assert len(list(StandardLibrary(settings_of(max_samples=2), root=tmp_path).iter_documents())) == 2
 
 
 # --- files
@@ -85,7 +87,7 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
         "file": "first line  second thirdfourthfifth|",
     }
     for split, expected in whole.items():
-        pieces = source(str(path), text_split=split).documents()
+        pieces = source(str(path), text_split=split).iter_documents()
         joined = "".join(piece.text + "|" * piece.ends for piece in pieces)
         assert joined.replace("\r", "").replace("\n", "") == expected
 
@@ -109,9 +111,9 @@ def test_targets_and_labels(tmp_path: Path) -> None:
         {"en": "d", "de": "e", "c": 3},
     ]
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    found = source(path, "seq2seq-lm", text_field="en", target_field="de").documents()
+    found = source(path, "seq2seq-lm", text_field="en", target_field="de").iter_documents()
     assert list(found) == [Document("a", "b"), Document("d", "e")]
-    found = source(path, "sequence-classification", text_field="en", label_field="c").documents()
+    found = source(path, "sequence-classification", text_field="en", label_field="c").iter_documents()
     assert list(found) == [Document("a", label=1), Document("c", label=0), Document("d", label=3)]
 
 

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.tokens.frame import Frame, special_token_frame
+from portable.data.tokens.frame import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import (
     Vocabulary,
+    compute_tokenizer_digest,
+    get_trained_vocab_size,
     load_tokenizer,
-    tokenizer_digest,
     train_tokenizer,
-    trained_vocab_size,
 )
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, source, word_level, write_jsonl
@@ -50,7 +50,7 @@ def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
     assert again.decode(again(HARD)["input_ids"]) == HARD
     assert again.all_special_ids == trained.all_special_ids
     assert (again.eos_token, again.pad_token, again.mask_token) == ("<|endoftext|>", "<|pad|>", "<|mask|>")
-    assert tokenizer_digest(again) == tokenizer_digest(trained)
+    assert compute_tokenizer_digest(again) == compute_tokenizer_digest(trained)
 
 
 def _cut(text: str) -> str:
@@ -71,12 +71,12 @@ def _other_merges(text: str) -> str:
 )
 def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callable[[str], str]) -> None:
     given = source(str(corpus(tmp_path)))
-    digest = tokenizer_digest(train_tokenizer(given, 300, tmp_path))
+    digest = compute_tokenizer_digest(train_tokenizer(given, 300, tmp_path))
     (path,) = (tmp_path / "tokenizers").glob(f"*/{damage}")
     before = path.read_text()
     path.write_text(how(before))
     assert path.read_text() != before
-    assert tokenizer_digest(train_tokenizer(given, 300, tmp_path)) == digest
+    assert compute_tokenizer_digest(train_tokenizer(given, 300, tmp_path)) == digest
 
 
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
@@ -84,14 +84,18 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.portable.data_support import source\n"
         "from portable.data.tokens.tokenizer import *\n"
-        "print(tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, Path(sys.argv[1]))))"
+        "tokenizer = train_tokenizer(source(None, max_samples=40), 1000, Path(sys.argv[1]))\n"
+        "print(compute_tokenizer_digest(tokenizer))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(tmp_path / "other")]
     other = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout.strip()
-    assert tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, tmp_path / "here")) == other
+    assert (
+        compute_tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, tmp_path / "here"))
+        == other
+    )
 
 
 FRAMES = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_text("utf-8"))["frames"]
@@ -99,8 +103,10 @@ FRAMES = yaml.safe_load(Path(__file__).with_name("tokenizer_kinds.yaml").read_te
 
 @pytest.mark.parametrize("row", FRAMES, ids=str)
 def test_what_stands_around_a_text(row: dict[str, Any]) -> None:
-    vocabulary = Vocabulary.of(word_tokenizer(row["template"], **row["special"]))
-    assert special_token_frame(row["task"], vocabulary) == Frame(tuple(row["before"]), tuple(row["after"]))
+    vocabulary = Vocabulary.from_tokenizer(word_tokenizer(row["template"], **row["special"]))
+    assert build_special_token_frame(row["task"], vocabulary) == Frame(
+        tuple(row["before"]), tuple(row["after"])
+    )
 
 
 def test_the_digest_of_a_python_tokenizer_covers_its_files(tmp_path: Path) -> None:
@@ -108,7 +114,7 @@ def test_the_digest_of_a_python_tokenizer_covers_its_files(tmp_path: Path) -> No
     digests = set()
     for words in ("<cls>\n<pad>\n<eos>\n<unk>\nA\nB\n", "<cls>\n<pad>\n<eos>\n<unk>\nB\nA\n"):
         (tmp_path / "vocab.txt").write_text(words)
-        digests.add(tokenizer_digest(EsmTokenizer(str(tmp_path / "vocab.txt"))))
+        digests.add(compute_tokenizer_digest(EsmTokenizer(str(tmp_path / "vocab.txt"))))
     assert len(digests) == 2
 
 
@@ -127,27 +133,32 @@ def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
     words = word_tokenizer("$A </s>", **special).backend_tokenizer
     tokenizer = TwoSides(tokenizer_object=words, **special)  # type: ignore[no-untyped-call, unused-ignore]
     path = write_jsonl(tmp_path / "p.jsonl", [{"text": "a b", "target": "a b"}])
-    vocabulary = Vocabulary.of(tokenizer)
-    around = special_token_frame("seq2seq-lm", vocabulary, Vocabulary.of(tokenizer, targets=True))
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    around = build_special_token_frame(
+        "seq2seq-lm", vocabulary, Vocabulary.from_tokenizer(tokenizer, targets=True)
+    )
     given = source(str(path), "seq2seq-lm", target_field="target")
-    cache = TokenizeJob(given.settings, tokenizer, vocabulary, around, tmp_path / "cache").tokens(given)
+    cache = TokenizeJob(given.settings, tokenizer, vocabulary, around, tmp_path / "cache").tokenize(given)
     expected = tokenizer("a b", text_target="a b")
-    assert cache.document("text", 0).tolist() == expected["input_ids"] == [2, 3, 1]
-    assert cache.document("target", 0).tolist() == expected["labels"] == [4, 3, 1]
+    assert cache.read_document("text", 0).tolist() == expected["input_ids"] == [2, 3, 1]
+    assert cache.read_document("target", 0).tolist() == expected["labels"] == [4, 3, 1]
 
 
 def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
-    endless = Vocabulary.of(word_tokenizer("", unk_token="<unk>"))
-    assert special_token_frame("sequence-classification", endless) == Frame((), ())
+    endless = Vocabulary.from_tokenizer(word_tokenizer("", unk_token="<unk>"))
+    assert build_special_token_frame("sequence-classification", endless) == Frame((), ())
     with pytest.raises(UserError, match="no eos_token"):
-        special_token_frame("causal-lm", endless)
+        build_special_token_frame("causal-lm", endless)
     with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
-        trained_vocab_size(258, mask=True)
+        get_trained_vocab_size(258, mask=True)
     with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one"):
         load_tokenizer(str(tmp_path))
     # A model with a too small embedding must be told of the largest id, not of the number of tokens.
     sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))
-    assert Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")).size == 1000
+    assert (
+        Vocabulary.from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")).size
+        == 1000
+    )
 
 
 EVIL = """

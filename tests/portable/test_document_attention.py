@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from portable.batch import Batch
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
-from portable.model.activation_checkpointing import checkpoint_activations
-from portable.model.build import build_model, model_config
+from portable.model.activation_checkpointing import enable_activation_checkpointing
+from portable.model.build import build_model, load_model_config
 from portable.model.document_attention import (
     KEEP_DOCUMENTS_APART,
     LAYERS_THAT_KEEP_DOCUMENTS_APART,
@@ -24,9 +24,9 @@ from portable.model.document_attention import (
     check_documents,
     explain_mixing,
 )
-from portable.model.loss import token_loss
-from portable.private.of_transformers import no_value_checks
-from portable.run.batches import eval_loader
+from portable.model.loss import compute_token_loss
+from portable.private.of_transformers import disable_value_checks
+from portable.run.batches import build_eval_loader
 from tests.composite import build_composite_config
 from tests.parity import opened
 from tests.runs import configured
@@ -110,8 +110,8 @@ def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[st
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
-        with no_value_checks():
-            loss = token_loss(model, batch)
+        with disable_value_checks():
+            loss = compute_token_loss(model, batch)
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -145,7 +145,7 @@ def test_equals_single_documents(model_type: str) -> None:
     most = 1e-5 if model_type in USUAL else 1e-4
     assert gap(model, batch, documents) < most and gap(model, masked, documents) < most
     if model_type == "mistral":  # layers that are computed again run outside of the forward pass's context
-        checkpoint_activations(model, "full")
+        enable_activation_checkpointing(model, "full")
         assert gap(model, batch, documents) < most
 
 
@@ -173,7 +173,9 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
         with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
             run = trial.run
             assert run.data.eval is not None
-            found.append(evaluate(trial.backend, trial.engine, eval_loader(run, run.data.eval), run.metrics))
+            found.append(
+                evaluate(trial.backend, trial.engine, build_eval_loader(run, run.data.eval), run.metrics)
+            )
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
@@ -231,11 +233,11 @@ def test_flex_attention_keeps_documents_apart() -> None:
     model = tiny("gemma2", "flex_attention")
     assert model.config._attn_implementation == "flex_attention"
     alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
-    with torch.no_grad(), no_value_checks(), torch.compiler.set_stance("force_eager"):
-        expected = sum(float(token_loss(model, one)) for one in alone)
-        assert float(token_loss(model, batch)) == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad(), disable_value_checks(), torch.compiler.set_stance("force_eager"):
+        expected = sum(float(compute_token_loss(model, one)) for one in alone)
+        assert float(compute_token_loss(model, batch)) == pytest.approx(expected, rel=1e-5)
         mixed = {name: values for name, values in batch.items() if name in ("input_ids", "labels")}
-        assert float(token_loss(model, mixed)) != pytest.approx(expected, rel=1e-3)
+        assert float(compute_token_loss(model, mixed)) != pytest.approx(expected, rel=1e-3)
     check_documents(model)
 
 
@@ -252,7 +254,7 @@ def test_a_model_that_cannot_is_refused_by_name(
     ):
         given = {**tiny_config(kind, "causal-lm"), **more}
         config = configured(tmp_path, corpus, model__config=given, data__packing="documents")
-        model = build_model(model_config(config.model), config.model)
+        model = build_model(load_model_config(config.model), config.model)
         with pytest.raises(
             UserError, match=f"data.packing: {type(model).__name__} {why}.*; set data.packing"
         ):

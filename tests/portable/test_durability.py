@@ -31,7 +31,7 @@ from portable.converters.writers.replace_folder import exchange
 from portable.engines.fsdp import saving, shard_writer
 from portable.engines.fsdp.saving import Saver
 from portable.errors import RunError, UserError
-from portable.paths import path_inside
+from portable.paths import make_path_inside
 from portable.run.rank import run_rank
 from tests.engines import Engines
 from tests.ranks import RankPool
@@ -145,7 +145,7 @@ class _Written:
         self._go = go
         self._failure = failure
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._go is None or self._go.is_set()
 
     def wait(self) -> None:
@@ -184,7 +184,7 @@ def test_never_two_saves_at_once(tmp_path: Path) -> None:
     second.join(60)
     assert (tmp_path / "step-000001").is_dir()
     checkpoints.finish()
-    assert [step for step, _ in checkpoints.complete()] == [1, 2]
+    assert [step for step, _ in checkpoints.list_complete()] == [1, 2]
 
 
 def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
         while True:
             checkpoints.finish_if_written()
             time.sleep(0.01)
-    assert [step for step, _ in checkpoints.complete()] == [1]
+    assert [step for step, _ in checkpoints.list_complete()] == [1]
     save(checkpoints, 3)
-    assert [step for step, _ in checkpoints.complete()] == [1, 3]
+    assert [step for step, _ in checkpoints.list_complete()] == [1, 3]
 
 
 def dies_after(calls: int) -> Callable[[Any], Any]:
@@ -227,12 +227,12 @@ def test_half_a_checkpoint_never_passes_for_one(
     checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     dies = dies_after(removed)(os.unlink)
-    assert [step for step, _ in checkpoints.complete()] == [1]
+    assert [step for step, _ in checkpoints.list_complete()] == [1]
     with monkeypatch.context() as patch, pytest.raises(RunError):
         patch.setattr(os, "unlink", dies)
         patch.setattr(os, "remove", dies)
         save(checkpoints, 2)
-    found = Checkpoints(tmp_path, keep=1).complete()
+    found = Checkpoints(tmp_path, keep=1).list_complete()
     assert [step for step, _ in found] == [2]
     assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
     checkpoints.remove_partial()
@@ -251,7 +251,7 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
             patch.setattr(checkpointing, "exchange", dying(exchange))
             patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
             save(checkpoints, 1)
-        assert [step for step, _ in Checkpoints(folder).complete()] == [1]
+        assert [step for step, _ in Checkpoints(folder).list_complete()] == [1]
         Checkpoints(folder).remove_partial()
         assert [path.name for path in folder.iterdir()] == ["step-000001"]
 
@@ -266,7 +266,7 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
     assert "moved to" in capsys.readouterr().err
-    assert [step for step, _ in checkpoints.complete()] == [1]
+    assert [step for step, _ in checkpoints.list_complete()] == [1]
 
 
 def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
     (mine / "file").write_text("mine")
     (run / "profile").mkdir()
     (run / "profile" / "rank0.json.gz").symlink_to(mine / "file")
-    path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
+    make_path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
     (run / "memory").symlink_to(mine)
     with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
-        path_inside(run, "memory/rank0.pickle")
+        make_path_inside(run, "memory/rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
 
 

@@ -106,7 +106,7 @@ def test_a_reward_model(tmp_path: Path, brief_runs: None) -> None:
         ours = float(trial.step().loss)
         train = trial.run.data.train
         places = [train.locate(at, 0)[1] for at in range(4)]
-        numbers = [int(train.documents(index)[0]) // 2 for index in places]
+        numbers = [int(train.list_documents(index)[0]) // 2 for index in places]
 
     def score(model: Any, number: int, key: str) -> torch.Tensor:
         row = pairs(60)[number]

@@ -15,7 +15,7 @@ from portable.importing.hints import FOREIGN_NAMES
 from portable.registry import World
 from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
 
-TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
+TABLE, SECTIONS = keys.get_settings(RunConfig), keys.get_sections(RunConfig)
 HINTS = sorted({meaning.advice for meaning in FOREIGN_NAMES.keys.values() if meaning.advice})
 
 
@@ -24,7 +24,7 @@ def test_a_hint_names_settings_that_there_are(hint: str) -> None:
     named = re.findall(rf"(?:{'|'.join(SECTIONS)})\.[a-z_]+", hint)
     assert all(key in TABLE or key.startswith("model.config.") for key in named)
     told = re.findall(r"--([a-z-]+)", hint)
-    assert set(told) <= {name.replace("_", "-") for name in keys.settings(TrainOptions)}
+    assert set(told) <= {name.replace("_", "-") for name in keys.get_settings(TrainOptions)}
 
 
 POPULAR = Path(__file__).with_name("imports").joinpath("popular.txt").read_text("utf-8").split()

@@ -27,7 +27,7 @@ from pyarrow import parquet
 from transformers import CONFIG_MAPPING
 
 from benchmarks import inotify
-from portable.adapters.settings import folder_of
+from portable.adapters.settings import find_adapter_folder
 from portable.batch import Batch
 from portable.cli import main
 from portable.commands import resume_info
@@ -41,7 +41,7 @@ from portable.data.tokens import bounded_tokenizer, limited, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
-from portable.model.build import model_config
+from portable.model.build import load_model_config
 from portable.model.config_values import check_config_values
 from portable.model.training_loss import Outputs
 from portable.paths import check_folder
@@ -112,7 +112,7 @@ def test_nothing_that_informs_runs_code(
 def test_a_large_global_batch_is_described_quickly() -> None:
     config = RunConfig().replaced({"train.global_batch_size": 16_000_000, "train.micro_batch_size": 1})
     start = time.process_time()
-    sizes = resume_info._world_sizes(config)
+    sizes = resume_info._list_world_sizes(config)
     assert sizes[:5] == [1, 2, 4, 5, 8] and sizes[-1] == 64_000
     assert time.process_time() - start < 5
 
@@ -124,7 +124,7 @@ def test_columns_of_a_shard_are_added_once() -> None:
     data = np.array([samples, *offsets, *range(samples)], "<u4").tobytes()
     piece = {"sizes": [4] + [0] * columns, "column": 0, "dtype": "<u4", "shaped": True}
     start = time.process_time()
-    documents = sharded_tokens._documents(data, piece)
+    documents = sharded_tokens._parse_documents(data, piece)
     assert np.concatenate(documents).tolist() == list(range(samples))
     assert time.process_time() - start < 10
 
@@ -144,7 +144,7 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     "dry": lambda folder: main(["--output_dir", str(folder), "--dry-run"]),
     "resume": lambda folder: main(["--resume-info", str(folder / "checkpoints" / "step-000002")]),
     "data.tokenizer": lambda folder: load_tokenizer(str(folder)),
-    "adapter.name_or_path": lambda folder: folder_of(str(folder)),
+    "adapter.name_or_path": lambda folder: find_adapter_folder(str(folder)),
     "model.name_or_path": lambda folder: main(["--model.name_or_path", str(folder), "--dry-run"]),
 }
 
@@ -225,7 +225,7 @@ def test_settings_of_a_model_name_no_file_outside(
     with pytest.raises(
         UserError, match=rf"^model.name_or_path: .*{file}: .* names a file outside the folder"
     ):
-        model_config(ModelConfig(name_or_path=str(folder), config=None))
+        load_model_config(ModelConfig(name_or_path=str(folder), config=None))
 
 
 def test_settings_of_published_tokenizers_are_accepted(
@@ -271,7 +271,7 @@ def test_the_numbers_of_a_model_config_are_bounded(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values}))
     with pytest.raises(UserError, match=f"^model.name_or_path: {tmp_path}/config.json: .*{words}"):
-        model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
+        load_model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_impossible_settings_of_a_config_are_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
     with pytest.raises(UserError, match=message):
-        model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
+        load_model_config(ModelConfig(name_or_path=str(tmp_path), config=None))
 
 
 @pytest.mark.exhaustive
@@ -575,9 +575,9 @@ def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, s
             opened = source(place)
             opened.digest()
             if isinstance(opened, TokenSource):
-                list(opened.tokens(1 << 20, None))
+                list(opened.iter_tokens(1 << 20, None))
             else:
-                found = "".join(document.text for document in opened.documents())
+                found = "".join(document.text for document in opened.iter_documents())
                 pytest.fail(f"read {found[:60]}")
         assert list(watch.drain()) == []
     line = str(refused.value)
@@ -602,7 +602,7 @@ def test_integers_of_any_length_are_refused_with_their_record(key: str, tmp_path
     more: dict[str, Any] = {"label_field": "label"} if labelled else {"columns": ("weight",)}
     opened = source(str(path), "sequence-classification" if labelled else "causal-lm", **more)
     with pytest.raises(UserError, match=r"a.jsonl:1: "):
-        list(opened.documents())
+        list(opened.iter_documents())
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     assert "\n" not in str(refused.value)
     assert time.monotonic() - began < 30
     assert ChatTemplate(tokenizer("qwen2_5"), SAYS, NO_FRAME).encode([record({"messages": TALK})]).stopping
-    status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
+    status = Path(f"/proc/{limited._workers[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
 
@@ -659,7 +659,7 @@ def write_tokenizer(folder: Path, **parts: Any) -> str:
 def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
         loaded = load_tokenizer(write_tokenizer(tmp_path, **TOKENIZERS[case]))
-        Vocabulary.of(loaded)
+        Vocabulary.from_tokenizer(loaded)
         tokenize._encode(loaded, ["a" * 40 + "c"])
     assert str(refused.value).isprintable()
 
@@ -701,7 +701,7 @@ def test_a_tokenizer_without_end_is_one_line(
     monkeypatch.setattr(bounded_tokenizer, "MEMORY", 1 << 25)
     with pytest.raises(UserError) as refused:
         loaded = load_tokenizer(write_tokenizer(tmp_path, **parts))
-        Vocabulary.of(loaded)
+        Vocabulary.from_tokenizer(loaded)
         tokenize._encode(loaded, ["a" * 1500 + "c"])
     assert str(refused.value) == (
         f"data.tokenizer: {str(tmp_path)!r} takes too much time or memory to {action}; use another "

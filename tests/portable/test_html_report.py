@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from portable.errors import UserError
-from portable.reporting.html_report import POINTS, main, thinned
+from portable.reporting.html_report import POINTS, main, thin_points
 from portable.reporting.metrics import MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -102,7 +102,7 @@ def test_two_runs_lie_beside_each_other(
 def test_long_curves_keep_their_spikes() -> None:
     points: list[Any] = [(step, None, None, step % 7 / 7) for step in range(300_001)]
     points[123_456] = (123_456, None, None, 50.0)
-    kept = thinned(points)
+    kept = thin_points(points)
     assert POINTS / 2 < len(kept) <= POINTS + 2
     assert points[123_456] in kept and kept[-1] == points[-1] and kept == sorted(kept)
 

@@ -280,15 +280,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from portable.config import load_config
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.hub_requests import get_revisions
-from portable.model.build import build_model, model_config
-from portable.model.pretrained import pretrained_weights
+from portable.model.build import build_model, load_model_config
+from portable.model.pretrained import load_pretrained_weights
 
 def load(name):
     settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
-    model = build_model(model_config(settings), settings)
+    model = build_model(load_model_config(settings), settings)
     load_tokenizer(name)
     assert get_revisions() == {f"model {name}": sys.argv[1]}
-    return sorted(pretrained_weights(settings, model).found)
+    return sorted(load_pretrained_weights(settings, model).found)
 """
 LOAD_DATASET = """
 import datasets
@@ -299,7 +299,7 @@ from portable.data.sources.source import SourceSettings
 
 def load(name):
     source = HubDataset(name, SourceSettings(DataConfig(source=name)))
-    texts = [document.text for document in source.documents()]
+    texts = [document.text for document in source.iter_documents()]
     assert len(texts) == 3, texts
     return [texts, source.digest(), [shard.identity for shard in source.shards(1000)]]
 """

@@ -20,13 +20,13 @@ from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
 from portable.config.origins import Origin
-from portable.config.yaml_text import Document, parse
+from portable.config.yaml_text import YamlDocument, parse
 from portable.importing import axolotl, trl
-from portable.importing.foreign_file import ForeignFile, Program
+from portable.importing.foreign_file import ForeignFile, ForeignProgram
 from portable.importing.programs import PROGRAMS, TORCHTUNE, TRL, read_file
 from tests.published import tree
 
-TABLE = keys.settings(RunConfig)
+TABLE = keys.get_settings(RunConfig)
 IMPORTS = Path(__file__).with_name("imports")
 EXPECTED = parse((IMPORTS / "expected.yaml").read_text("utf-8"), "expected.yaml").value
 TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
@@ -40,7 +40,7 @@ def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
     import_files(words)
     text = capsys.readouterr().out
     config = load_config(parse(text, "run.yaml").value)
-    return {key: keys.plain(config.get(key)) for key in TABLE if config.is_set(key)}, text
+    return {key: keys.to_plain(config.get(key)) for key in TABLE if config.is_set(key)}, text
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -74,7 +74,7 @@ KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
 def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
-    found = read_file(Document(row["given"], {}), "theirs.yaml")
+    found = read_file(YamlDocument(row["given"], {}), "theirs.yaml")
     assert not found.refused
     expected = row["comes_to"]
     assert {key: found.values.get(key) for key in expected} == expected
@@ -193,10 +193,10 @@ def with_key(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings of the run that a file describes, and the refused keys."""
-    imported_run = read_file(Document(theirs, {}), "theirs.yaml")
+    imported_run = read_file(YamlDocument(theirs, {}), "theirs.yaml")
     pairs = {"data.format": "preference"} if "train.loss" in imported_run.values else {}
     config = load_config(None, {**pairs, **imported_run.values})
-    return {key: keys.plain(config.get(key)) for key in TABLE}, imported_run.refused
+    return {key: keys.to_plain(config.get(key)) for key in TABLE}, imported_run.refused
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -210,9 +210,9 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
         if key in start or program.find_key(key) is None or SAME_MEANING.get(key) == value:
             continue
         compared += 1
-        named = read_file(Document(with_key(start, key, value), {}), "theirs.yaml")
+        named = read_file(YamlDocument(with_key(start, key, value), {}), "theirs.yaml")
         assert not named.refused
-        if named.values == read_file(Document(start, {}), "theirs.yaml").values:
+        if named.values == read_file(YamlDocument(start, {}), "theirs.yaml").values:
             continue
         actual, _ = effective(with_key(start, key, value))
         other = {setting: actual[setting] for setting in actual if actual[setting] != expected[setting]}
@@ -246,7 +246,7 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
             continue
         section, _, _ = dotted.rpartition(".")
         misspelled = f"{section}.misspelled".strip(".")
-        imported_run = read_file(Document(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
+        imported_run = read_file(YamlDocument(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
         lines = [*imported_run.refused, *imported_run.notes]
         around = section.split(".")[0]
         named = [line for line in lines if "misspelled" in line]
@@ -262,7 +262,7 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_targets_are_settings(program: Program) -> None:
+def test_targets_are_settings(program: ForeignProgram) -> None:
     """A setting that a key becomes exists, and so does each setting among the defaults of the program."""
     tables = [program.keys, axolotl.ENTRY_KEYS, trl.MIXTURE_ENTRY_KEYS]
     targets = {
@@ -273,7 +273,7 @@ def test_targets_are_settings(program: Program) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_values_become_the_settings_that_the_table_names(program: Program) -> None:
+def test_values_become_the_settings_that_the_table_names(program: ForeignProgram) -> None:
     for name, key in program.keys.items():
         for value in (True, 1, 0.5, "x", "cpu", "fp32", ["x"], {"x": 1}, *key.unless):
             file = ForeignFile(program, tree(name, value), lambda path: Origin(".".join(path), 0))
@@ -306,7 +306,7 @@ def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
     results = []
     for entry in (start, {**start, key: values.get(key, "xyz")}):
         imported_run = read_file(
-            Document({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml"
+            YamlDocument({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml"
         )
         results.append((imported_run.values, imported_run.notes, imported_run.refused))
     assert (results[0] != results[1]) == (key not in SILENT)
@@ -330,7 +330,7 @@ def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
                 "packed": False,
                 **more,
             }
-            imported_run = read_file(Document({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
+            imported_run = read_file(YamlDocument({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
             results.append((imported_run.values, imported_run.notes, imported_run.refused))
         is_supported = not any("has no counterpart: set data.source" in line for line in results[0][2])
         assert results[0] != results[1] or not is_supported, key
@@ -410,5 +410,5 @@ def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
         start: dict[str, Any] = dict.fromkeys((program.own_keys or program.usual_keys)[:2])
         start |= WITH_ADAPTER.get(program.name, {})
         for name in program.keys:
-            found = read_file(Document({**start, **tree(name, value)}, {}), "theirs.yaml")
+            found = read_file(YamlDocument({**start, **tree(name, value)}, {}), "theirs.yaml")
             assert all("\n" not in line for line in (*found.refused, *found.notes))

@@ -18,7 +18,7 @@ import torch
 
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.loop import StopSignals
-from portable.output.output_dir import locked
+from portable.output.output_dir import lock_folder
 from portable.ranks.launch import launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -122,12 +122,12 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     workers = ranks_of(scratch)
     assert sorted(workers) == [0, 1]
     assert all(alive(pid) for pid in workers.values())
-    with pytest.raises(UserError, match="in use"), locked(folder):
+    with pytest.raises(UserError, match="in use"), lock_folder(folder):
         pass
     os.kill(parent_of(workers[0]), signal.SIGKILL)
     run.communicate(timeout=AT_MOST)
     wait_for(lambda: not any(alive(pid) for pid in workers.values()))
-    with locked(folder):
+    with lock_folder(folder):
         pass
 
     # One rank killed: the launcher says which, and how it ended.
@@ -185,7 +185,7 @@ def test_a_refusal_is_told_once(
             environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if command == TORCHRUN:
             (tmp_path / "out").mkdir()
-            held.enter_context(locked(tmp_path / "out"))
+            held.enter_context(lock_folder(tmp_path / "out"))
         done = zygote.run(*command, *settings, **environment)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and told.format(port=port) in lines[0], done.stderr
@@ -311,7 +311,7 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
     patch = pytest.MonkeyPatch()  # for good: this process ends with it
     if counted:
         readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
-        patch.setattr("portable.ranks.oom_kills.oom_kills", lambda: next(readings))
+        patch.setattr("portable.ranks.oom_kills.read_oom_kills", lambda: next(readings))
     if how == "breaks":
         patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
     if how == "asked twice":

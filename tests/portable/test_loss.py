@@ -18,10 +18,10 @@ from portable.batch import IGNORED
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
-from portable.model.build import AUTO_CLASSES, model_config
-from portable.model.chunked_loss import chunked_head
-from portable.model.loss import Objective, divide_by_global_weight, forward_loss, token_loss
-from portable.run.batches import train_loader
+from portable.model.build import AUTO_CLASSES, load_model_config
+from portable.model.chunked_loss import install_chunked_head
+from portable.model.loss import Objective, compute_token_loss, divide_by_global_weight, forward_loss
+from portable.run.batches import build_train_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
@@ -117,7 +117,7 @@ def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> No
     loss.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-7)
-    alone = token_loss(model, batch) / valid
+    alone = compute_token_loss(model, batch) / valid
     assert loss > alone + 0.05  # something is added, and the cross-entropy is without it
 
 
@@ -154,9 +154,12 @@ def test_nothing_is_added_unless_the_config_asks_for_it(model_type: str, off: di
     """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
     batch = inputs(MODELS.get(model_type, "causal-lm"))
     model, valid = built(model_type, **off), torch.tensor(7)
-    assert loss_of(Objective(model, 3), model, batch, valid).equal(token_loss(model, batch) / valid)
+    assert loss_of(Objective(model, 3), model, batch, valid).equal(compute_token_loss(model, batch) / valid)
     if model_type == "bamba":
-        assert chunked_head(model, "auto") is not None and chunked_head(built("bamba"), "auto") is None
+        assert (
+            install_chunked_head(model, "auto") is not None
+            and install_chunked_head(built("bamba"), "auto") is None
+        )
 
 
 ROWS: dict[str, Any] = {
@@ -173,7 +176,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
     with opened(config) as trial:
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
-        rows = [next(iter(train_loader(trial.run, first))) for first in range(4)]
+        rows = [next(iter(build_train_loader(trial.run, first))) for first in range(4)]
         losses = [model(**row, shift_labels=row["labels"]).loss for row in rows]
         truth = torch.stack(losses).mean()
         truth.backward()
@@ -184,7 +187,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         # An evaluation tells the cross-entropy alone.
         batch = trial.backend.place(rows[0])
         labels = int((rows[0]["labels"] != IGNORED).sum())
-        alone = token_loss(trial.engine.model, batch) / labels
+        alone = compute_token_loss(trial.engine.model, batch) / labels
         evaluated = trial.engine.evaluate(batch, NOTHING, {})["loss"] / labels
         torch.testing.assert_close(evaluated.float(), alone.detach(), rtol=1e-6, atol=0)
 
@@ -234,8 +237,8 @@ def test_padding_is_not_among_the_tokens_of_a_router(
         cache, gates, total, labels = trial.run.data.tokens, [], 0.0, 0
         with torch.no_grad():
             for number in range(2):
-                ids = torch.from_numpy(cache.document("text", number).astype("int64"))
-                mask: Any = cache.trained("text", number)
+                ids = torch.from_numpy(cache.read_document("text", number).astype("int64"))
+                mask: Any = cache.read_trained_mask("text", number)
                 trained = torch.from_numpy(mask.copy())[1:]
                 output = plain(ids[None], output_router_logits=True)
                 log_probs = output.logits[0, :-1].log_softmax(-1)
@@ -319,7 +322,7 @@ def test_keys_of_a_pretrained_models_config(tmp_path: Path, corpus: Path) -> Non
 
     def found(**own: Any) -> Any:
         named = {"model__name_or_path": str(tmp_path), "model__config": own}
-        return model_config(configured(tmp_path / "run", corpus, **named).model)
+        return load_model_config(configured(tmp_path / "run", corpus, **named).model)
 
     taken = found(hidden_act="gelu", rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert taken.hidden_act == "gelu"

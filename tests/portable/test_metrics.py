@@ -17,12 +17,12 @@ from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
-from portable.evaluation.builtin import KNOWN, Setting, build_metrics
-from portable.evaluation.generation import rouge_l
+from portable.evaluation.builtin import KNOWN, MetricSettings, build_metrics
+from portable.evaluation.generation import compute_rouge_l
 from portable.evaluation.metrics import evaluate
 from portable.evaluation.totals import add_to_totals
 from portable.model.training_loss import Outputs
-from portable.run.batches import eval_loader
+from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines
 from tests.parity import Opened, opened
 from tests.portable.data_support import write_jsonl
@@ -31,7 +31,9 @@ from tests.runs import configured, write_labelled
 NAMES = ("a", "b", "c", "never")
 
 
-def values_of(setting: Setting, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()) -> Any:
+def values_of(
+    setting: MetricSettings, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()
+) -> Any:
     """The values over micro-batches of ``size`` rows, the last filled up with rows that must not count."""
     measures = build_metrics((*KNOWN[setting.task], *more), setting)
     floats = labels.is_floating_point()
@@ -46,7 +48,7 @@ def values_of(setting: Setting, logits: Tensor, labels: Tensor, size: int, more:
         totals = add_to_totals(totals, {name: value.double() for name, value in sums.items()})
     valid = (~labels.isnan() if floats else labels != IGNORED).sum()
     totals = {"labels": valid, "loss": 2 * valid, **totals}
-    return measures.values({name: total.double() for name, total in totals.items()})
+    return measures.compute_values({name: total.double() for name, total in totals.items()})
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
@@ -55,7 +57,7 @@ def test_one_class_per_text(size: int) -> None:
     labels = torch.randint(0, 3, (40,))
     logits = torch.randn(40, 4) + 2 * functional.one_hot(labels, 4)
     logits[:, 3] = -100
-    found = values_of(Setting(SINGLE, NAMES), logits, labels, size)
+    found = values_of(MetricSettings(SINGLE, NAMES), logits, labels, size)
     pairs = list(zip(labels.tolist(), logits.argmax(dim=-1).tolist(), strict=True))
     counts = [[pairs.count((row, column)) for column in range(4)] for row in range(4)]
     assert found["confusion"] == {"classes": list(NAMES), "counts": counts}
@@ -76,7 +78,7 @@ def test_several_classes_per_text(size: int) -> None:
     labels = torch.randint(0, 2, (40, 3)).float()
     labels[5, 1] = math.nan
     logits = torch.randn(40, 3) + labels.nan_to_num()
-    found = values_of(Setting(MULTI, NAMES[:3]), logits, labels, size)
+    found = values_of(MetricSettings(MULTI, NAMES[:3]), logits, labels, size)
     right, wrong, missed, rows = [0] * 3, [0] * 3, [0] * 3, 0
     for row, wanted in zip((logits > 0).tolist(), labels.tolist(), strict=True):
         rows += all(
@@ -103,7 +105,7 @@ def test_numbers(outputs: int, size: int) -> None:
     torch.manual_seed(2)
     labels = 1000 + torch.randn(40, outputs) * torch.tensor([1.0, 5.0][:outputs])
     logits = labels + torch.randn(40, outputs)
-    found = values_of(Setting(REGRESSION), logits, labels if outputs > 1 else labels[:, 0], size)
+    found = values_of(MetricSettings(REGRESSION), logits, labels if outputs > 1 else labels[:, 0], size)
     errors = (logits.double() - labels.double()).square()
     variance = (labels.double() - labels.double().mean(dim=0)).square()
     assert found["mse"] == pytest.approx(float(errors.mean()), rel=1e-9)
@@ -130,7 +132,7 @@ def test_numbers(outputs: int, size: int) -> None:
 )
 @pytest.mark.parametrize("size", [1, 4])
 def test_r2_of_degenerate_labels_matches_sklearn(labels: Any, predictions: Any, r2: float, size: int) -> None:
-    values = values_of(Setting(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
+    values = values_of(MetricSettings(REGRESSION), torch.tensor(predictions), torch.tensor(labels), size)
     assert values["r2"] == pytest.approx(r2, abs=1e-6, nan_ok=True)
 
 
@@ -167,7 +169,7 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
         names = "mean_squared_error", "mean_absolute_error", "r2_score"
         mse, mae, r2 = (getattr(metrics, name)(labels, predictions) for name in names)
         truth = {"mse": mse, "mae": mae, "r2": r2}
-        values = values_of(Setting(problem), torch.tensor(predictions), torch.tensor(labels), size)
+        values = values_of(MetricSettings(problem), torch.tensor(predictions), torch.tensor(labels), size)
     elif problem == SINGLE:
         each = metrics.f1_score(labels, predictions, labels=range(4), average=None, zero_division=0)
         truth = {
@@ -176,7 +178,7 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
             **{f"f1.{name}": value for name, value in zip(NAMES, each, strict=True)},
         }
         logits = functional.one_hot(torch.tensor(predictions), 4).float()
-        values = values_of(Setting(problem, NAMES), logits, torch.tensor(labels), size)
+        values = values_of(MetricSettings(problem, NAMES), logits, torch.tensor(labels), size)
         counts = metrics.confusion_matrix(labels, predictions, labels=range(4)).tolist()
         assert values["confusion"]["counts"] == counts
     else:
@@ -188,7 +190,7 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
             "f1_macro": metrics.f1_score(labels, chosen, average="macro", zero_division=0),
             **{f"f1.{name}": value for name, value in zip(NAMES, each, strict=False)},
         }
-        setting = Setting(problem, NAMES[:3])
+        setting = MetricSettings(problem, NAMES[:3])
         values = values_of(setting, torch.tensor(predictions), torch.tensor(labels), size)
     assert {name: values[name] for name in truth} == pytest.approx(truth, rel=1e-6, abs=1e-12)
 
@@ -196,9 +198,9 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
 def test_f1_of_absent_classes_matches_sklearn() -> None:
     """The macro mean includes all classes for multilabel data, and otherwise only classes that occur."""
     labels, logits = torch.tensor([[1.0, 0, 0], [0, 1, 0]]), torch.tensor([[1.0, -1, -1], [-1, -1, -1]])
-    values = values_of(Setting(MULTI, NAMES[:3]), logits, labels, 2)
+    values = values_of(MetricSettings(MULTI, NAMES[:3]), logits, labels, 2)
     assert values["f1_macro"] == pytest.approx(1 / 3) and values["f1_micro"] == pytest.approx(2 / 3)
-    values = values_of(Setting(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
+    values = values_of(MetricSettings(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
     assert values["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
@@ -209,7 +211,7 @@ def test_tokens() -> None:
     right = (logits.argmax(dim=-1) == labels)[:, :4].double().mean()
     wanted = {"loss": 2, "perplexity": pytest.approx(math.e**2), "accuracy": pytest.approx(float(right))}
     for size in (1, 4, 10):
-        assert values_of(Setting("causal-lm"), logits, labels, size) == wanted
+        assert values_of(MetricSettings("causal-lm"), logits, labels, size) == wanted
 
 
 # -- the user's own ----------------------------------------------------------------------------------------
@@ -255,12 +257,16 @@ def test_metrics_by_import_path() -> None:
     torch.manual_seed(4)
     labels = torch.randint(0, 4, (40,))
     own = (f"{__name__}:long_words", f"{__name__}:Largest")
-    found = [values_of(Setting(SINGLE, NAMES), torch.randn(40, 4), labels, size, own) for size in (1, 7, 40)]
+    found = [
+        values_of(MetricSettings(SINGLE, NAMES), torch.randn(40, 4), labels, size, own) for size in (1, 7, 40)
+    ]
     assert [one["mean_label"] for one in found] == [float(labels.double().mean())] * 3
     assert [one["large"] for one in found] == [float((labels > 1).double().mean())] * 3
     assert [one["mode"] for one in found] == [float(labels.bincount().argmax())] * 3
-    measures = build_metrics(own, Setting("causal-lm"))
-    assert measures.names is None and measures.mode("mode") == "max" and measures.mode("large") is None
+    measures = build_metrics(own, MetricSettings("causal-lm"))
+    assert (
+        measures.names is None and measures.get_mode("mode") == "max" and measures.get_mode("large") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +280,7 @@ def test_metrics_by_import_path() -> None:
 )
 def test_what_is_no_metric_is_refused(name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        values_of(Setting(SINGLE, NAMES), torch.randn(4, 4), torch.arange(4), 2, (name,))
+        values_of(MetricSettings(SINGLE, NAMES), torch.randn(4, 4), torch.arange(4), 2, (name,))
     assert str(caught.value).startswith("train.metrics: ") and told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -314,7 +320,7 @@ def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
             trial.step()
         run = trial.run
         assert run.data.eval is not None
-        yield trial, evaluate(trial.backend, trial.engine, eval_loader(run, run.data.eval), run.metrics)
+        yield trial, evaluate(trial.backend, trial.engine, build_eval_loader(run, run.data.eval), run.metrics)
 
 
 def evaluated(config: RunConfig) -> dict[str, Any]:
@@ -322,7 +328,7 @@ def evaluated(config: RunConfig) -> dict[str, Any]:
     with trained(config) as (trial, found):
         graphs: Any = getattr(trial.engine, "graphs", None)
         if graphs is not None and config.model.task == "seq2seq-lm":
-            assert set(graphs.distinct.values()) == {1}
+            assert set(graphs.graph_counts.values()) == {1}
         return found
 
 
@@ -344,7 +350,7 @@ def alone(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         with trained(config) as (trial, found[kind]):
             held_out = trial.run.data.eval
             assert held_out is not None
-            batch = held_out.batch([(0, index) for index in range(len(held_out))])
+            batch = held_out.build_batch([(0, index) for index in range(len(held_out))])
             by_hand = classes_by_hand if kind == "classes" else texts_by_hand
             with torch.no_grad():
                 found[kind, "by hand"] = by_hand(trial.engine.model.eval(), batch, trial.run.data.tokenizer)
@@ -370,7 +376,7 @@ def texts_by_hand(model: Any, batch: dict[str, Tensor], tokenizer: Any) -> dict[
     )  # fmt: skip
     said = tokenizer.batch_decode(tokens[:, 1:], skip_special_tokens=True)
     targets = [tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in labels]
-    scores = [rouge_l(a, b) for a, b in zip(said, targets, strict=True)]
+    scores = [compute_rouge_l(a, b) for a, b in zip(said, targets, strict=True)]
     exact = [a.strip() == b.strip() for a, b in zip(said, targets, strict=True)]
     assert sum(scores) > 0 and len(set(said)) > 1  # it has learned to say different things
     means = {"exact_match": sum(exact) / len(exact), "rouge_l": sum(scores) / len(scores)}
@@ -419,8 +425,8 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
         head.register_forward_hook(lambda *call: widths.append(call[-1].shape[-1]))
         assert run.data.eval is not None
         for own in ((), (f"{__name__}:long_words",)):  # the second needs all logits
-            measures = build_metrics(("accuracy", *own), Setting("causal-lm"))
-            batches = eval_loader(run, run.data.eval)
+            measures = build_metrics(("accuracy", *own), MetricSettings("causal-lm"))
+            batches = build_eval_loader(run, run.data.eval)
             found.append(evaluate(trial.backend, trial.engine, batches, measures))
     # A token's loss and its prediction.
     assert set(widths) == {384, 2} and (widths[0], widths[-1]) == (2, 384)
@@ -438,4 +444,4 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_rouge_l(text: str, target: str, score: float) -> None:
-    assert rouge_l(text, target) == pytest.approx(score)
+    assert compute_rouge_l(text, target) == pytest.approx(score)

@@ -21,9 +21,9 @@ import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.samples.base import PackedCausal, Part, Samples
-from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
-from portable.data.samples.order import seed_of
+from portable.data.samples.base import PackedCausal, SampleRange, Samples
+from portable.data.samples.mixture import Interleave, Mixture, MixtureSchedule, MixtureShare
+from portable.data.samples.order import derive_seed
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -44,14 +44,14 @@ WEIGHTS: list[Sequence[float]] = [
 
 
 def test_each_source_has_a_seed_of_its_own() -> None:
-    assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
+    assert len({derive_seed(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
-def dealt(deal: Interleave | Schedule, sources: int, count: int) -> Iterator[list[int]]:
+def dealt(deal: Interleave | MixtureSchedule, sources: int, count: int) -> Iterator[list[int]]:
     """Check that each position has one source, which counts up by one; yield how often each came so far."""
     seen = [0] * sources
     for position in range(count):
-        assert deal.counts(position) == seen
+        assert deal.count_per_source(position) == seen
         source, number = deal(position)
         assert number == seen[source]
         seen[source] += 1
@@ -67,32 +67,36 @@ def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
     for at, seen in enumerate(dealt(deal, len(weights), 4000), 1):
         assert max(abs(n - share * at) for n, share in zip(seen, shares, strict=True)) <= bound
     far = 10**15 + 7
-    counts = deal.counts(far)
+    counts = deal.count_per_source(far)
     source, number = deal(far)
     assert sum(counts) == far and number == counts[source]
 
 
 def test_a_schedule_changes_weights_and_goes_on() -> None:
-    deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
+    deal = MixtureSchedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
     *_, seen = dealt(deal, 2, 2000)
-    assert deal.counts(100) == [50, 50] and deal.counts(1000) == [50, 950] and seen == [800, 1200]
+    assert (
+        deal.count_per_source(100) == [50, 50]
+        and deal.count_per_source(1000) == [50, 950]
+        and seen == [800, 1200]
+    )
 
 
 # -- the order of samples -----------------------------------------------------------------------------------
 
 
-def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
+def mixture(folder: Path, shares: Sequence[MixtureShare]) -> Mixture:
     """Sources whose tokens tell them apart: the first of sample s of source j is 3 s + j."""
     parts: dict[str, Samples] = {}
     for number, (name, count) in enumerate((("web", 300), ("code", 120), ("books", 7))):
         tokens = [3 * at + number for at in range(count) for _ in range(4)]
         cache = token_cache(folder / name, [[*tokens, 0]])
-        parts[name] = PackedCausal(cache, Part(0, count), 4)
+        parts[name] = PackedCausal(cache, SampleRange(0, count), 4)
     return Mixture(parts, dict(zip(parts, shares, strict=True)))
 
 
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
-    mixed = mixture(tmp_path, [Share(epochs=1.0), Share(epochs=2.0), Share(epochs=10.0)])
+    mixed = mixture(tmp_path, [MixtureShare(epochs=1.0), MixtureShare(epochs=2.0), MixtureShare(epochs=10.0)])
     assert mixed.epoch_samples == 300 + 240 + 70
     taken = [mixed.locate(position, 7) for position in range(mixed.epoch_samples)]
     assert sorted(taken) == sorted(
@@ -208,10 +212,10 @@ def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
     for world_size in (2, 3, 7):
         assert (order(tmp_path, 20, world_size) == whole).all()
     data = build_data(settings(tmp_path), seed=5)
-    state = data.train.state()
+    state = data.train.state_dict()
     shutil.rmtree(tmp_path / "cache")
     resumed = build_data(settings(tmp_path), seed=5)
-    resumed.train.adopt(state)
+    resumed.train.load_state_dict(state)
     taken = steps(resumed, 3, 0, 13 * BATCH)
     assert (np.stack(list(islice(taken, 7))) == whole[13:]).all()
     taken.close()

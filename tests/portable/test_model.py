@@ -21,8 +21,8 @@ from portable.model import build as models
 from portable.model import pretrained
 from portable.model.deferred_init import Recording
 from portable.model.initialize import InitialWeights
-from portable.model.parameters import state_tensors
-from portable.model.pretrained import PretrainedWeights, pretrained_weights
+from portable.model.parameters import get_state_tensors
+from portable.model.pretrained import PretrainedWeights, load_pretrained_weights
 from tests.tiny_models import tiny_config
 
 SMALL = {
@@ -43,7 +43,7 @@ def chosen(task: str = "causal-lm", **model: Any) -> Any:
 
 
 def built(settings: Any) -> Any:
-    return models.build_model(models.model_config(settings), settings)
+    return models.build_model(models.load_model_config(settings), settings)
 
 
 # -- initial weights ---------------------------------------------------------------------------------------
@@ -68,12 +68,12 @@ ARCHITECTURES = [
 
 
 def blueprint(model_type: str, task: str) -> InitialWeights:
-    return InitialWeights.of(built(chosen(task, config=tiny_config(model_type))))
+    return InitialWeights.from_model(built(chosen(task, config=tiny_config(model_type))))
 
 
 def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
     """All weights by name."""
-    weights = ours.initial_weights(3, **sizes)
+    weights = ours.build_weights(3, **sizes)
     assert ours.not_recorded is None
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
 
@@ -87,7 +87,7 @@ def draw_index(shape: tuple[int, ...], draws: torch.Generator) -> tuple[slice, .
 def reference(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     kind: Any = type(model)
     torch.manual_seed(3)
-    return {n: t.detach() for n, t in state_tensors(kind._from_config(model.config)).items()}
+    return {n: t.detach() for n, t in get_state_tensors(kind._from_config(model.config)).items()}
 
 
 def unlike(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
@@ -121,7 +121,7 @@ def test_initial_weights_are_those_of_from_config(model_type: str, task: str) ->
     differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
     draws = torch.Generator().manual_seed(0)
-    for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
+    for name, weight in ours.build_weights(3, largest=0, smallest=1).items():
         index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), in_slices[name][index]), (name, index)
 
@@ -137,7 +137,7 @@ def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         fill(self, tile, *rest)
 
     monkeypatch.setattr(Recording, "_fill_tile", fill_tile)
-    weights = InitialWeights.of(model).initial_weights(3, largest=0)
+    weights = InitialWeights.from_model(model).build_weights(3, largest=0)
     for ranks in (1, 4, 64):
         computed.clear()
         for weight in weights.values():
@@ -167,7 +167,7 @@ def fill_by_numpy(model: PreTrainedModel) -> None:
 
 def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
     settings = chosen(config={"model_type": "llama", **UNTIED})
-    ours = InitialWeights.of(built(settings), f"{__name__}:initialize_by_views")
+    ours = InitialWeights.from_model(built(settings), f"{__name__}:initialize_by_views")
     weights = draw_all(ours, largest=0, smallest=1)
     first, second = "model.layers.0.", "model.layers.1."
     q, up = weights[f"{first}self_attn.q_proj.weight"], weights[f"{first}mlp.up_proj.weight"]
@@ -179,18 +179,18 @@ def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
     assert (weights[f"{second}mlp.gate_proj.weight"] == 3).all()
     assert (weights[f"{second}mlp.down_proj.weight"] == 5).all()
     draws = torch.Generator().manual_seed(0)
-    for name, weight in ours.initial_weights(3, largest=0, smallest=1).items():
+    for name, weight in ours.build_weights(3, largest=0, smallest=1).items():
         index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), weights[name][index]), name
 
 
 def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
-    ours = InitialWeights.of(
+    ours = InitialWeights.from_model(
         built(chosen(config={"model_type": "llama", **UNTIED})), f"{__name__}:fill_by_numpy"
     )
     whole = draw_all(ours)
     assert (whole["lm_head.weight"] == 1).all()
-    weights = ours.initial_weights(3, largest=0, smallest=1)
+    weights = ours.build_weights(3, largest=0, smallest=1)
     assert ours.not_recorded is not None
     assert all(torch.equal(whole[name], torch.from_numpy(w.read())) for name, w in weights.items())
 
@@ -224,7 +224,7 @@ PUBLISHED = {
 def test_keys_of_published_configs_are_taken(tmp_path: Path) -> None:
     """What is for generation, and for programs of the past, changes nothing here."""
     settings = chosen("seq2seq-lm", config={"model_type": "t5", **PUBLISHED})
-    config = models.model_config(settings)
+    config = models.load_model_config(settings)
     assert config.decoder_start_token_id == 0
     config.save_pretrained(tmp_path)
     models.build_model(config, settings)
@@ -290,7 +290,7 @@ def save_random(folder: Path, config: Any) -> Any:
     model: Any = auto.from_config(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for tensor in state_tensors(model).values():
+        for tensor in get_state_tensors(model).values():
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
@@ -309,7 +309,7 @@ def test_weights_are_those_of_from_pretrained(
 ) -> None:
     """Also where transformers' table cannot be read, which leaves the work to transformers."""
     task, config = ARCHITECTURES_OF_FILES[model_type]
-    theirs = state_tensors(saved(tmp_path, model_type, task, config))
+    theirs = get_state_tensors(saved(tmp_path, model_type, task, config))
     settings = chosen(task, name_or_path=str(tmp_path))
     model = built(settings)
 
@@ -319,9 +319,9 @@ def test_weights_are_those_of_from_pretrained(
     if translated:
         monkeypatch.setattr(type(model), "from_pretrained", whole)
     else:
-        monkeypatch.setattr("portable.model.pretrained._translated", lambda *_: None)
-    weights = pretrained_weights(settings, model)
-    assert weights.notes() == []
+        monkeypatch.setattr("portable.model.pretrained._translate_names", lambda *_: None)
+    weights = load_pretrained_weights(settings, model)
+    assert weights.build_notes() == []
     ours = read(weights)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -350,7 +350,7 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
 ) -> None:
     """FSDP2 divides the experts; shards of ZeRO-3 begin in the middle of an expert."""
     config: Any = AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]})
-    theirs = state_tensors(save_random(tmp_path, config))
+    theirs = get_state_tensors(save_random(tmp_path, config))
     model = built(chosen(name_or_path=str(tmp_path)))
     read_elements: list[int] = []
     floats = pretrained._read_floats
@@ -361,7 +361,7 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
         return values
 
     monkeypatch.setattr(pretrained, "_read_floats", count)
-    weights = pretrained_weights(chosen(name_or_path=str(tmp_path)), model)
+    weights = load_pretrained_weights(chosen(name_or_path=str(tmp_path)), model)
     assert weights.missing == [] and weights.found.keys() == theirs.keys()
     draws = torch.Generator().manual_seed(0)
     stacked = 0
@@ -381,7 +381,7 @@ def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
     bert = built(chosen("masked-lm", config={"model_type": "bert", **SMALL}))
     base = AutoModel.from_config(bert.config)
     base.save_pretrained(tmp_path)
-    weights = pretrained_weights(chosen("masked-lm", name_or_path=str(tmp_path)), bert)
+    weights = load_pretrained_weights(chosen("masked-lm", name_or_path=str(tmp_path)), bert)
     assert all(name.startswith("cls.") for name in weights.missing)
     key = "encoder.layer.0.attention.self.query.weight"
     assert torch.equal(torch.from_numpy(weights.found[f"bert.{key}"].read()), base.state_dict()[key])
@@ -439,7 +439,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     settings = chosen(name_or_path=str(tmp_path))
     with pytest.raises(UserError, match=told):
-        pretrained_weights(settings, built(settings))
+        load_pretrained_weights(settings, built(settings))
 
 
 # -- settings of published configs -------------------------------------------------------------------------
@@ -448,10 +448,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 def test_published_rope_keys_are_accepted(tmp_path: Path) -> None:
     """transformers 5 stores rope_theta inside rope_parameters; published config.json files do not."""
     settings = {"model_type": "qwen3_moe", **MOE, "rope_theta": 5e5}
-    config = models.model_config(chosen(config=settings))
+    config = models.load_model_config(chosen(config=settings))
     assert config.rope_parameters["rope_theta"] == 5e5
     AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
-    changed = models.model_config(chosen(name_or_path=str(tmp_path), config={"rope_theta": 7e5}))
+    changed = models.load_model_config(chosen(name_or_path=str(tmp_path), config={"rope_theta": 7e5}))
     assert changed.rope_parameters["rope_theta"] == 7e5
 
 
@@ -461,13 +461,13 @@ def test_rope_key_without_effect_is_rejected() -> None:
     }
     settings = {**tiny_config("gemma3_text"), "rope_parameters": rope, "rope_theta": 5e5}
     with pytest.raises(UserError, match=r"model\.config\.rope_theta: has no effect on Gemma3TextConfig"):
-        models.model_config(chosen(config=settings))
+        models.load_model_config(chosen(config=settings))
 
 
 def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None:
     AutoConfig.for_model("mixtral", **MOE).save_pretrained(tmp_path)
     settings = chosen(name_or_path=str(tmp_path))
-    config = models.model_config(settings)
+    config = models.load_model_config(settings)
     assert models.build_model(config, settings).config.output_router_logits is True
     assert config.output_router_logits is False
 
@@ -477,12 +477,12 @@ def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None
 BUILD_LARGE = """
 import resource
 from portable.config import load_config
-from portable.model.build import build_model, model_config
+from portable.model.build import build_model, load_model_config
 
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 settings = load_config({"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 1}}}).model
 settings.config["num_local_experts"] = 256
-model = build_model(model_config(settings), settings)
+model = build_model(load_model_config(settings), settings)
 largest = max(model.parameters(), key=lambda parameter: parameter.numel())
 print(4 * largest.numel() >> 30, all(not buffer.is_meta for buffer in model.buffers()))
 """

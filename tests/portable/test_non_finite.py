@@ -65,7 +65,7 @@ def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[i
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
     samples = prepare(resolve(config, backend.name), backend).data.train
-    batch = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])
+    batch = samples.build_batch([locate(BAD_SAMPLE, len(samples), config.seed)])
     tokens: list[int] = batch["input_ids"][0].tolist()
     return tokens
 
@@ -245,4 +245,4 @@ def test_the_account() -> None:
         account, left_out = count_update(account, bad=torch.tensor(wrong), loss=torch.tensor(loss), limit=3)
         seen.append(bool(left_out))
     assert seen == [False, True, False, True, True, True, True, True]  # nothing is updated after the third
-    assert Health.of(account.tolist(), 3) == Health(6, 3, bad_loss=True, halted=3)
+    assert Health.from_counters(account.tolist(), 3) == Health(6, 3, bad_loss=True, halted=3)

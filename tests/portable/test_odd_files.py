@@ -19,7 +19,7 @@ import pytest
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.sources import token_files
-from portable.data.sources.source import Source
+from portable.data.sources.source import DataSource
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError
 from tests.object_store import ObjectStore
@@ -30,21 +30,21 @@ TEXTS = [f"record {number}, of words" for number in range(20)]
 
 
 @pytest.fixture(params=["file", "stream"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Source]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., DataSource]:
     """Open a source as a whole, or as a stream."""
     cache = tmp_path / "cache"
 
-    def open_one(path: Path, task: str = "causal-lm", **data: Any) -> Source:
+    def open_one(path: Path, task: str = "causal-lm", **data: Any) -> DataSource:
         return source(str(path), task, stream=request.param == "stream", cache_dir=cache, **data)
 
     return open_one
 
 
-def texts(given: Source) -> list[str]:
-    return [document.text for document in given.documents()]
+def texts(given: DataSource) -> list[str]:
+    return [document.text for document in given.iter_documents()]
 
 
-def refusal(given: Source) -> str:
+def refusal(given: DataSource) -> str:
     with pytest.raises(UserError) as caught:
         texts(given)
     assert "\n" not in str(caught.value)
@@ -63,7 +63,7 @@ def parquet(path: Path, columns: dict[str, Any]) -> Path:
 # -- tables -------------------------------------------------------------------------------------------------
 
 
-def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
+def test_csv(opened: Callable[..., DataSource], tmp_path: Path) -> None:
     """A mark at the start, line ends of Windows in cells, texts like numbers and like nothing."""
     path = tmp_path / "a.csv"
     cells = ["1.50", "NA", "", "None", "two\r\nlines", "ß, quoted"]
@@ -71,7 +71,7 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
     path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
     assert texts(opened(path)) == [cell for cell in cells if cell]
     labelled = opened(path, "sequence-classification", label_field="n")
-    assert [found.label for found in labelled.documents()] == ["0", "1", "3", "4", "5"]
+    assert [found.label for found in labelled.iter_documents()] == ["0", "1", "3", "4", "5"]
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")
@@ -79,7 +79,7 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
 
 
 def test_lines_of_csv_with_too_many_cells(
-    opened: Callable[..., Source], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    opened: Callable[..., DataSource], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_text("text,n\n" + "".join(f'"{text}",1\n' for text in TEXTS) + "a,b,c\nlast,2\n")
@@ -94,21 +94,21 @@ def test_lines_of_csv_with_too_many_cells(
 
 
 @pytest.mark.parametrize("split", ["file", "line"])
-def test_utf_16_is_not_taken_for_text(opened: Callable[..., Source], split: str, tmp_path: Path) -> None:
+def test_utf_16_is_not_taken_for_text(opened: Callable[..., DataSource], split: str, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
         path.write_text("\n".join(TEXTS), encoding=encoding)
         assert "convert it (iconv -t utf-8)" in refusal(opened(path, text_split=split))
 
 
-def test_the_first_file_is_empty(opened: Callable[..., Source], tmp_path: Path) -> None:
+def test_the_first_file_is_empty(opened: Callable[..., DataSource], tmp_path: Path) -> None:
     """The format is that of the first record, wherever it is."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").touch()
     (tmp_path / "data" / "b.jsonl").write_text("\n")
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
     write_jsonl(tmp_path / "data" / "c.jsonl", [{"messages": talk}])
-    assert opened(tmp_path / "data", format="auto").recognise() == "messages"
+    assert opened(tmp_path / "data", format="auto").detect_format() == "messages"
     opened(tmp_path / "data", format="messages").check()
     with pytest.raises(UserError, match="contains no text"):
         opened(tmp_path / "data" / "b.jsonl").check()
@@ -117,7 +117,7 @@ def test_the_first_file_is_empty(opened: Callable[..., Source], tmp_path: Path) 
 # -- folders ------------------------------------------------------------------------------------------------
 
 
-def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
+def test_linked_folders(opened: Callable[..., DataSource], tmp_path: Path) -> None:
     """Each once, also in a circle; none that leaves the folder."""
     for name in ("data", "data/.hidden", "data/store"):
         (tmp_path / name).mkdir()
@@ -150,7 +150,7 @@ configs:
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., Source], tmp_path: Path) -> None:
+def test_a_copy_of_a_dataset_of_the_hub(card: str, opened: Callable[..., DataSource], tmp_path: Path) -> None:
     """Only the files of one split, which the card tells or their names."""
     folder = tmp_path / "copy"
     parquet(folder / "data" / "a-train.parquet", {"text": ["to train on"]})
@@ -178,7 +178,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert texts(source(str(tmp_path / "rows"))) == TEXTS
     assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
     test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")
-    assert [(found.text, found.label) for found in test.documents()] == [(TEXTS[7], 1)]
+    assert [(found.text, found.label) for found in test.iter_documents()] == [(TEXTS[7], 1)]
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
         source(str(tmp_path / "splits"), split="dev")
     with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
@@ -208,7 +208,7 @@ def bucket(tmp_path: Path, s3: ObjectStore) -> Path:
     return folder
 
 
-def fetched(name: str | list[str], cache: Path) -> Source:
+def fetched(name: str | list[str], cache: Path) -> DataSource:
     return source(name, cache_dir=cache)
 
 
@@ -223,9 +223,9 @@ def fetched(name: str | list[str], cache: Path) -> Source:
 def test_the_same_documents_as_from_a_disk(
     pattern: str, count: int, s3: ObjectStore, bucket: Path, tmp_path: Path
 ) -> None:
-    here = list(source(str(bucket / pattern)).documents())
+    here = list(source(str(bucket / pattern)).iter_documents())
     there = fetched(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache")
-    assert list(there.documents()) == here and len(here) == count
+    assert list(there.iter_documents()) == here and len(here) == count
 
 
 def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
@@ -234,20 +234,20 @@ def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: 
     size = (bucket / "b.jsonl").stat().st_size
     assert given.size_bytes == size + (bucket / "more" / "c.json").stat().st_size
     assert s3.bytes_out("b.jsonl") == 0  # the key and the size come from the listing
-    key, first = given.key, list(given.documents())
+    key, first = given.key, list(given.iter_documents())
     again = fetched(names, tmp_path / "cache")
-    assert again.key == key and list(again.documents()) == first
+    assert again.key == key and list(again.iter_documents()) == first
     assert s3.bytes_out("b.jsonl") == size
     s3.put("data/b.jsonl", (bucket / "b.jsonl").read_bytes().replace(b"one", b"two"))
     changed = fetched(names, tmp_path / "cache")
     assert changed.key != key
-    assert next(document.text for document in changed.documents()) == "two line of text"
+    assert next(document.text for document in changed.iter_documents()) == "two line of text"
 
 
 def test_refusals_name_the_url(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
     def refusal(name: str | list[str]) -> str:
         with pytest.raises(UserError) as caught:
-            list(fetched(name, tmp_path / "cache").documents())
+            list(fetched(name, tmp_path / "cache").iter_documents())
         assert str(caught.value).startswith("data.source: ")
         return str(caught.value)
 
@@ -262,11 +262,11 @@ def test_refusals_name_the_url(s3: ObjectStore, bucket: Path, tmp_path: Path) ->
 
 def test_a_damaged_copy_is_fetched_again(s3: ObjectStore, bucket: Path, tmp_path: Path) -> None:
     name = s3.url("data/b.jsonl")
-    first = list(fetched(name, tmp_path / "cache").documents())
+    first = list(fetched(name, tmp_path / "cache").iter_documents())
     (copy,) = (tmp_path / "cache").rglob("b.jsonl")
     for damaged in (copy.read_bytes().replace(b"one", b"won"), b""):
         copy.write_bytes(damaged)
-        assert list(fetched(name, tmp_path / "cache").documents()) == first
+        assert list(fetched(name, tmp_path / "cache").iter_documents()) == first
 
 
 # -- tokens of other programs ----------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     folder = tmp_path_factory.mktemp("tokenizer")
     made = train_tokenizer(source(str(corpus(folder))), 300, folder)
     made.save_pretrained(folder / "saved")
-    end = Vocabulary.of(made).end
+    end = Vocabulary.from_tokenizer(made).end
     assert end is not None
     return str(folder / "saved"), end
 
@@ -321,7 +321,7 @@ def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
 
 
 def found_in(data: Any) -> list[list[int]]:
-    return [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+    return [data.tokens.read_document("text", n).tolist() for n in range(data.tokens.documents)]
 
 
 @pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
@@ -389,7 +389,7 @@ def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_pat
     assert found == SHARDED[name]
     stream = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4, stream=True).train
     stream._processes = 0
-    rows = stream.batch([stream.locate(at, 0) for at in range(length(stream))])["input_ids"].tolist()
+    rows = stream.build_batch([stream.locate(at, 0) for at in range(length(stream))])["input_ids"].tolist()
     tokens = flat(SHARDED[name])
     blocks = {tuple(tokens[at : at + 4]) for at in range(len(tokens))}
     assert len(rows) >= len(tokens) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
-from portable.model.build import build_model, model_config
-from portable.model.flops import flops_per_token
+from portable.model.build import build_model, load_model_config
+from portable.model.flops import compute_flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
-from portable.planner.hours import hours_at
-from portable.planner.memory_model import SOME_DISK, Setting
+from portable.planner.hours import compute_hours
+from portable.planner.memory_model import SOME_DISK, StrategySetting
 from portable.planner.plan import Planner
 from tests.promises import record
 from tests.runs import SENTENCE
@@ -82,9 +82,9 @@ def test_what_sends_the_fewest_bytes_comes_first(plan: Plan) -> None:
     found = plan("--device", "h100", "--devices", "8", "--precision", "fp32", "--train.micro_batch_size", "2")
     sent: dict[int, list[int]] = {}
     for option in found["options"]:
-        setting = Setting(option["strategy"], option["offload_optimizer"], option["offload_params"])
+        setting = StrategySetting(option["strategy"], option["offload_optimizer"], option["offload_params"])
         if not setting.offloaded:
-            sent.setdefault(Planner.place(setting), []).append(option["communication_bytes"])
+            sent.setdefault(Planner.get_position(setting), []).append(option["communication_bytes"])
     groups = [sent[place] for place in sorted(sent)]
     assert len(groups) == 3
     for group, following in itertools.pairwise(groups):
@@ -230,12 +230,12 @@ PUBLISHED: list[tuple[str, str, str, int, float, float, str]] = [
 @cache
 def flops(model: str, seq_len: int) -> float:
     config = load_config(None, {"model.config": json.loads(model)})
-    found = model_config(config.model)
-    return flops_per_token(build_model(found, config.model), found, seq_len)
+    found = load_model_config(config.model)
+    return compute_flops_per_token(build_model(found, config.model), found, seq_len)
 
 
 def planned(device: str, model: str, seq_len: int, tokens: float) -> float:
-    hours = hours_at(devices.named(device), 1, "bf16", flops(model, seq_len) * tokens)
+    hours = compute_hours(devices.find_device(device), 1, "bf16", flops(model, seq_len) * tokens)
     assert hours is not None
     return hours.likely
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from portable import UserError
 from portable.batch import IGNORED
 from portable.config import RunConfig
-from portable.data.sources.conversations import read_preference, recognise
+from portable.data.sources.conversations import detect_format, read_preference
 from portable.losses import DPO, IPO, ORPO, SimPO
 from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
@@ -127,7 +127,7 @@ def test_the_losses_are_those_of_trl(tmp_path: Path, brief_runs: None) -> None:
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
         train = trial.run.data.train
-        order = [train.documents(train.locate(at, config.seed)[1])[0] // 2 for at in range(4 * STEPS)]
+        order = [train.list_documents(train.locate(at, config.seed)[1])[0] // 2 for at in range(4 * STEPS)]
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
 
@@ -560,7 +560,7 @@ def test_prompts_that_both_begin_with() -> None:
     question = {"role": "user", "content": "why?"}
     one, other = ({"role": "assistant", "content": text} for text in ("so", "no"))
     row = {"prompt": "why?", "chosen": [question, one], "rejected": [question, other]}
-    assert recognise(row, "text", "x") == "preference"
+    assert detect_format(row, "text", "x") == "preference"
     explicit = read_preference({"prompt": [question], "chosen": [one], "rejected": [other]}, "x")
     assert read_preference(row, "x") == explicit
     first, second = explicit

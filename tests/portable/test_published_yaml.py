@@ -147,7 +147,7 @@ def test_is_what_accelerate_makes_of_it(
     assert {key: invocation.config.get(key) for key in shape.comes_to} == shape.comes_to
     by_launcher = read_environment(environment).values  # of a rank that it starts, without the file
     assert by_launcher or not (arguments.use_deepspeed or given.get("fsdp_offload_params"))
-    assert by_launcher == {key: keys.plain(invocation.config.get(key)) for key in by_launcher}
+    assert by_launcher == {key: keys.to_plain(invocation.config.get(key)) for key in by_launcher}
     assert invocation.gpu_ids == environment.get("CUDA_VISIBLE_DEVICES")
     if shape.config.get("num_processes", -1) != -1 and not arguments.tpu:
         assert invocation.nproc == arguments.num_processes

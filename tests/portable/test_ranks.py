@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from portable.errors import UserError
 from portable.ranks import collectives
-from portable.ranks.collectives import any_rank, sum_over_ranks
+from portable.ranks.collectives import reduce_any, sum_over_ranks
 from portable.ranks.meeting import agree_on_attempt
-from portable.ranks.oom_kills import killed_since, oom_kills
+from portable.ranks.oom_kills import has_new_kill, read_oom_kills
 from portable.ranks.open_files import prepare_open_files
-from portable.ranks.slurm import first_host, rank_variables
-from portable.temporary_folder import scratch_folder
+from portable.ranks.slurm import parse_first_host, read_rank_variables
+from portable.temporary_folder import create_scratch_folder
 from tests.ranks import RankPool
 
 STANDS_STILL = """
@@ -92,7 +92,7 @@ def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_RING_RANKS", ring_ranks)
-        return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [any_rank(rank == 4), any_rank(False)]]
+        return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [reduce_any(rank == 4), reduce_any(False)]]
 
 
 @pytest.mark.parametrize("ring_ranks", [0, 64], ids=["tree", "ring"])
@@ -118,16 +118,16 @@ def put(path: Path, text: str) -> None:
 def test_kills_for_memory_are_counted_on_every_level(tmp_path: Path) -> None:
     """By both versions of cgroups, in files laid out like the kernel's own; nothing is said without them."""
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\n")
-    assert oom_kills(tmp_path) == {} and killed_since({}, {}) is None
+    assert read_oom_kills(tmp_path) == {} and has_new_kill({}, {}) is None
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\noom_kill 4\n")
     put(tmp_path / "proc/self/cgroup", "4:cpu,memory:/batch/job1\n1:name=systemd:/x\n0::/batch/job1\n")
     put(tmp_path / "sys/fs/cgroup/memory/batch/job1/memory.oom_control", "under_oom 0\noom_kill 2\n")
     put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 3\noom_kill 3\n")
-    before = oom_kills(tmp_path)
+    before = read_oom_kills(tmp_path)
     assert sorted(before.values()) == [2, 3, 4]
-    assert killed_since(before, oom_kills(tmp_path)) is False
+    assert has_new_kill(before, read_oom_kills(tmp_path)) is False
     put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 4\noom_kill 4\n")
-    assert killed_since(before, oom_kills(tmp_path)) is True
+    assert has_new_kill(before, read_oom_kills(tmp_path)) is True
 
 
 # -- variables of srun, as its documentation and its source name them; real ones: tests/gpu/test_nodes.py ---
@@ -145,7 +145,7 @@ STEP = {
 
 
 def test_a_task_of_srun_is_a_rank() -> None:
-    variables = rank_variables(STEP)
+    variables = read_rank_variables(STEP)
     port = int(variables.pop("MASTER_PORT"))
     assert variables == {
         "RANK": "9",
@@ -155,13 +155,13 @@ def test_a_task_of_srun_is_a_rank() -> None:
         "MASTER_ADDR": "gpu007",
     }
     assert 20_000 <= port < 32_000
-    other = rank_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    other = read_rank_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
     assert other["LOCAL_WORLD_SIZE"] == "4"
     assert (other["MASTER_ADDR"], other["MASTER_PORT"]) == ("gpu007", str(port))
-    assert rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
-    given = rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
+    assert read_rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
+    given = read_rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("ib0.head", "29500")
-    assert first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
+    assert parse_first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
 
 
 @pytest.mark.parametrize(
@@ -175,13 +175,13 @@ def test_a_task_of_srun_is_a_rank() -> None:
     ids=["no SLURM", "torchrun", "one task", "batch script"],
 )
 def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
-    assert rank_variables(environment) == {}
+    assert read_rank_variables(environment) == {}
 
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
 def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
     with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
-        rank_variables({**STEP, **damage})
+        read_rank_variables({**STEP, **damage})
 
 
 # -- temporary files -------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
 
 KILLED = """
 import os, signal
-from portable.temporary_folder import scratch_folder
-with scratch_folder("kind") as folder:
+from portable.temporary_folder import create_scratch_folder
+with create_scratch_folder("kind") as folder:
     (folder / "deep").mkdir()
     (folder / "deep" / "file").touch()
     print(folder, flush=True)
@@ -215,9 +215,9 @@ def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = temporary.iterdir()
     assert str(left) == killed.stdout.strip()
-    with scratch_folder("other"):
+    with create_scratch_folder("other"):
         assert left.exists()
-    with scratch_folder("kind") as folder:
+    with create_scratch_folder("kind") as folder:
         assert [*temporary.iterdir()] == [folder]
         (folder / "file").touch()
     assert [*temporary.iterdir()] == []
@@ -230,7 +230,7 @@ def test_what_is_in_use_no_folder_or_anothers_stays(
     kept.mkdir()
     (temporary / "kind-link").symlink_to(kept)
     (temporary / "kind-file").touch()
-    with scratch_folder("kind") as one, scratch_folder("kind") as other:
+    with create_scratch_folder("kind") as one, create_scratch_folder("kind") as other:
         assert one != other
         assert one.exists()
         assert other.exists()
@@ -239,5 +239,5 @@ def test_what_is_in_use_no_folder_or_anothers_stays(
     (temporary / "kind-theirs").mkdir()
     theirs = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: theirs)
-    with scratch_folder("kind"):
+    with create_scratch_folder("kind"):
         assert (temporary / "kind-theirs").exists()

@@ -355,7 +355,7 @@ def place(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     monkeypatch.setattr(lease, "RENEWED", 0.05)
     monkeypatch.setattr(lease, "STALE", 0.6)
     # Both are in this process here, which must not count as being gone.
-    monkeypatch.setattr(lease, "_machine", lambda: None)
+    monkeypatch.setattr(lease, "_identify_machine", lambda: None)
     return RemotePath.of(remote.url)
 
 
@@ -437,7 +437,7 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
-    monkeypatch.setattr("portable.output.publisher.lasting_folder", lambda: tmp_path)
+    monkeypatch.setattr("portable.output.publisher.get_lasting_folder", lambda: tmp_path)
     first, second = (Publisher(RemotePath.of(remote.url), 0, None) for _ in range(2))
     assert first.work != second.work
     first.open(lambda: 0)

@@ -23,7 +23,7 @@ from portable.config import load_config
 from portable.converters.formats.dcp.checksums import CHECKSUMS
 from portable.converters.manifest import MANIFEST
 from portable.errors import DamagedError, UserError
-from portable.output.output_dir import locked, open_output
+from portable.output.output_dir import lock_folder, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -55,7 +55,7 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     assert [row["samples"] for row in logged] == [6 * step for step in range(1, 9)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
-    names = [folder.name for _, folder in Checkpoints(finished / "checkpoints", keep=None).complete()]
+    names = [folder.name for _, folder in Checkpoints(finished / "checkpoints", keep=None).list_complete()]
     assert names == ["step-000004", "step-000008"]
     state = json.loads((finished / "checkpoints" / "step-000008" / "trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 2)
@@ -224,7 +224,7 @@ def test_other_text_and_damaged_or_foreign_checkpoints_are_refused(
 
     source.write_text(corpus.read_text())
     folder.mkdir()
-    with locked(folder):
+    with lock_folder(folder):
         refused("in use by another run")
     leg(folder, corpus, data__source=str(source), train__stop_after=2)
     source.write_text(corpus.read_text().replace("small", "large"))

@@ -16,12 +16,12 @@ from transformers import AutoConfig, get_scheduler
 
 from portable.batch_plan import plan_batches, total_steps
 from portable.config import RunConfig, load_config
-from portable.data.samples.loader import rank_positions
+from portable.data.samples.loader import iter_rank_positions
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
-from portable.model.flops import flops_per_token
-from portable.model.groups import decaying, groups_of
+from portable.model.flops import compute_flops_per_token
+from portable.model.groups import assign_groups, find_decaying_names
 from portable.optim.schedule import (
     Constant,
     Cosine,
@@ -156,9 +156,9 @@ def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
         config = AutoConfig.for_model(model_type, **sizes | settings)
         model: nn.Module = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
     rule: Any = transformers.Trainer.get_decay_parameter_names
-    assert decaying(model) == set(rule(None, model))
+    assert find_decaying_names(model) == set(rule(None, model))
     found = [other for other, _ in model.named_parameters() if other.endswith(telling)]
-    assert found and all((other in decaying(model)) == decays for other in found)
+    assert found and all((other in find_decaying_names(model)) == decays for other in found)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str) 
     given = {"model.config": TINY_MODEL, "train.frozen": "embed", "train.parameter_groups": groups}
     with pytest.raises(UserError) as raised:
         config = load_config(None, given)
-        groups_of(models.training_model(models.model_config(config.model), config), config.train)
+        assign_groups(models.build_base_model(models.load_model_config(config.model), config), config.train)
     assert str(raised.value).startswith(f"train.parameter_groups: {message}")
 
 
@@ -207,7 +207,7 @@ def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
     for rank in range(3):
         plan = plan_batches(config, world_size=3, rank=rank)
         assert (plan.micro_batch_size, plan.accumulation_steps) == (size, accumulation)
-        loader = rank_positions(
+        loader = iter_rank_positions(
             position=16, global_batch_size=8, micro_batch_size=size, rank=rank, world_size=3
         )
         for positions, trained in islice(loader, accumulation):
@@ -227,8 +227,12 @@ def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
     config = batches(micro_batch_size=1)
     alone = plan_batches(config, world_size=1, rank=0)
     second = plan_batches(config, world_size=2, rank=1)
-    assert second.dropout_seed(16, 3) == alone.dropout_seed(16, 4 + 3) == alone.dropout_seed(23, 0)
-    seeds = {alone.dropout_seed(first, i) for first in range(0, 800, 8) for i in range(8)}
+    assert (
+        second.compute_dropout_seed(16, 3)
+        == alone.compute_dropout_seed(16, 4 + 3)
+        == alone.compute_dropout_seed(23, 0)
+    )
+    seeds = {alone.compute_dropout_seed(first, i) for first in range(0, 800, 8) for i in range(8)}
     assert len(seeds) == 800
 
 
@@ -251,8 +255,8 @@ def test_epochs_become_steps() -> None:
 )
 def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
     run = load_config(None, {**given, "model.attention": "eager"})  # it counts no attention kernels of CPUs
-    config = models.model_config(run.model)
-    model = models.training_model(config, run).to_empty(device="cpu")
+    config = models.load_model_config(run.model)
+    model = models.build_base_model(config, run).to_empty(device="cpu")
     if "model.config" in given:
         model.set_experts_implementation("eager")  # nor products of groups
     with torch.no_grad():
@@ -260,4 +264,6 @@ def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
             parameter.normal_(std=0.02)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(64)[None]).logits.sum().backward()
-    assert flops_per_token(model, config, 64) == pytest.approx(counter.get_total_flops() / 64, rel=0.02)
+    assert compute_flops_per_token(model, config, 64) == pytest.approx(
+        counter.get_total_flops() / 64, rel=0.02
+    )

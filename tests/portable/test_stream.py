@@ -71,9 +71,9 @@ def opened(files: Path, **more: Any) -> Stream:
 
 def length(stream: Any) -> int:
     """The samples of an epoch, known once all files were read."""
-    while stream._whole() is None:
+    while stream._count_epoch_samples() is None:
         stream.locate(stream._ends[-1] if stream._ends else 0, 0)
-    return int(stream._whole())
+    return int(stream._count_epoch_samples())
 
 
 def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def test_an_epoch_has_every_sample_once(files: Path, window: int) -> None:
     total = length(stream)
     first = ids(stream, 0, total)
     whole = {(0, k << 32 | n) for k, (length, _) in stream._manifest.items() for n in range(length)}
-    assert total == len(whole) and set(first) == whole and stream.epochs(total) == 1
+    assert total == len(whole) and set(first) == whole and stream.count_epochs(total) == 1
     second = ids(stream, total, total)
     assert {(1, index) for _, index in whole} == set(second)
     assert [index for _, index in first] != [index for _, index in second]
@@ -103,18 +103,18 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     position = 500
     expected = ids(stream, position, 40)
     read: list[str] = []
-    unchanged = FilePart.unchanged
+    unchanged = FilePart.check_unchanged
 
     def counted(self: FilePart) -> Any:
         read.append(self.name)
         return unchanged(self)
 
-    monkeypatch.setattr(FilePart, "unchanged", counted)
+    monkeypatch.setattr(FilePart, "check_unchanged", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
     first = len(read)  # the shard that tells the columns
-    other.adopt(stream.state())
+    other.load_state_dict(stream.state_dict())
     assert ids(other, position, 40) == expected
-    other.batch(expected)
+    other.build_batch(expected)
     needed = {index >> 32 for _, index in expected}
     assert first == 1 and len(read) - first <= len(needed)
 
@@ -160,7 +160,7 @@ def test_a_file_that_changed_is_refused(files: Path) -> None:
         stream[stream.locate(0, 0)[1]]
     other = opened(files, cache_dir=str(files.parent / "other"))
     with pytest.raises(RunError, match="has changed since the checkpoint"):
-        other.adopt(stream.state())
+        other.load_state_dict(stream.state_dict())
 
 
 def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
@@ -188,7 +188,7 @@ def test_bad_records_are_skipped_and_told(
     path.write_bytes(b"\n".join(lines) + b"\n")
     good = [json.loads(line)["text"] for n, line in enumerate(lines) if n not in bad]
     skipping = source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path, on_bad_record="skip")
-    assert [document.text for document in skipping.documents()] == good
+    assert [document.text for document in skipping.iter_documents()] == good
     assert skipping.fields.bad is not None
     skipping.fields.bad.tell(skipping.name)
     told = capfd.readouterr().err.splitlines()
@@ -197,7 +197,7 @@ def test_bad_records_are_skipped_and_told(
     assert len([line for line in told if "skipped: " in line]) == 5
     assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
-        list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
+        list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).iter_documents())
 
 
 COUNT = 1600
@@ -205,7 +205,7 @@ COUNT = 1600
 
 
 def rows(found: Stream, count: int = COUNT) -> list[list[int]]:
-    return found.batch(ids(found, 0, count))["input_ids"].tolist()
+    return found.build_batch(ids(found, 0, count))["input_ids"].tolist()
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_runs_that_share_a_cache_do_not_disturb_each_other(
     def take(number: int) -> None:
         for position in range(0, 400, 8):
             at = position if number == 0 else 392 - position
-            found[number] += runs[number].batch(ids(runs[number], at, 8))["input_ids"].tolist()
+            found[number] += runs[number].build_batch(ids(runs[number], at, 8))["input_ids"].tolist()
 
     threads = [threading.Thread(target=take, args=(number,)) for number in (0, 1)]
     for thread in threads:
@@ -359,7 +359,7 @@ def stream(name: str, folder: Path, **data: Any) -> StreamedFiles:
 
 def texts_of(files: StreamedFiles) -> list[str]:
     parts = [part.open(files.settings) for part in files.parts]
-    return [found.text for part in parts for found in part.documents()]
+    return [found.text for part in parts for found in part.iter_documents()]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.jsonl"])
@@ -377,7 +377,7 @@ def test_a_part_of_an_object_costs_its_own_bytes(
     s3.put_tree(tmp_path, "data")
     files = stream(s3.url(f"data/{name}"), tmp_path)
     part = files.parts[5].open(files.settings)
-    found = [document.text for document in part.documents()]
+    found = [document.text for document in part.iter_documents()]
     assert found and texts[texts.index(found[0]) :][: len(found)] == found
     # Twice the end of a .parquet file, which is its table of contents.
     assert s3.bytes_out(name) <= 120_000 + 2 * 65_536 * (name == "a.parquet")
@@ -474,7 +474,7 @@ def config(files: Path, tmp_path: Path) -> Path:
 
 
 def sorted_rows(found: Stream, count: int) -> list[list[int]]:
-    return sorted(found.batch([place])["input_ids"][0].tolist() for place in ids(found, 0, count))
+    return sorted(found.build_batch([place])["input_ids"][0].tolist() for place in ids(found, 0, count))
 
 
 def test_the_samples_are_those_of_the_text(
@@ -493,7 +493,7 @@ def test_the_samples_are_those_of_the_text(
     monkeypatch.setattr(tokenize, "_encode", refuse)
     prepared: dict[str, Any] = {"source": str(out), "cache_dir": str(tmp_path / "other"), "vocab_size": None}
     train = opened(files, **prepared)
-    assert train._whole() == total and train.epochs(total) == 1
+    assert train._count_epoch_samples() == total and train.count_epochs(total) == 1
     assert sorted_rows(train, total) == expected
     with pytest.raises(UserError, match=r"data.format: .* was made of text"):
         opened(files, **prepared, format="messages")
@@ -508,7 +508,7 @@ def test_it_goes_on_where_it_was_killed(
     assert main([*command, str(whole)]) == 0
     made: list[int] = []
     stops_at = {5}
-    write = pretokenize._Writing.__call__
+    write = pretokenize._ShardWriter.__call__
 
     def stops(self: Any, item: Any) -> Any:
         if len(made) in stops_at:
@@ -516,7 +516,7 @@ def test_it_goes_on_where_it_was_killed(
         made.append(item[0])
         return write(self, item)
 
-    monkeypatch.setattr(pretokenize._Writing, "__call__", stops)
+    monkeypatch.setattr(pretokenize._ShardWriter, "__call__", stops)
     main([*command, str(out)])
     assert made == [0, 1, 2, 3, 4] and not (out / INDEX).exists()
     (out / "shards" / "000001" / "text.bin").write_bytes(b"half")

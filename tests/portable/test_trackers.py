@@ -24,7 +24,7 @@ from portable.callbacks import Run
 from portable.config import RunConfig, keys
 from portable.reporting.profiling import RECORDED
 from portable.run.rank import run_rank
-from portable.terminal import be_quiet
+from portable.terminal import set_quiet
 from tests.ranks import RankPool
 from tests.runs import configured
 
@@ -49,7 +49,7 @@ def steps_logged(library: Any) -> list[int]:
 
 
 def test_the_names_are_accelerates() -> None:
-    choices = keys.settings(RunConfig)["log.trackers"].choices
+    choices = keys.get_settings(RunConfig)["log.trackers"].choices
     assert {str(getattr(name, "value", name)) for name in LOGGER_TYPE_TO_CLASS} == set(choices or ())
 
 
@@ -167,7 +167,7 @@ class Noisy:
 @pytest.fixture(autouse=True)
 def loud() -> Iterator[None]:
     yield
-    be_quiet(False)
+    set_quiet(False)
 
 
 def noisy(folder: Path, corpus: Path, **settings: Any) -> Any:

@@ -90,7 +90,7 @@ def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
     again = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
     assert config.data.source == again.data.source
     found = source(config.data.source)
-    assert [document.text for document in found.documents()] == [row["text"] for row in rows]
+    assert [document.text for document in found.iter_documents()] == [row["text"] for row in rows]
     with pytest.raises(UserError, match="data: record 2 is a str"):
         with_objects(config, data=[{"text": "a"}, "b"])
 
@@ -300,7 +300,7 @@ def with_scalar(model: Any) -> None:
 def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, model__function=f"{HERE}:with_scalar")
     with pytest.raises(UserError, match=r"with_scalar: the parameter gain is a scalar, .* torch\.ones\(1\)"):
-        models.training_model(models.model_config(config.model), config)
+        models.build_base_model(models.load_model_config(config.model), config)
 
 
 # -- modules named like folders of the repository ---------------------------------------------------------

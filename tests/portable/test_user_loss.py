@@ -19,7 +19,7 @@ from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.model.regularization import add_noise
 from portable.model.training_loss import Outputs
-from portable.run.batches import eval_loader
+from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
@@ -147,10 +147,10 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         backend = trial.backend
         found = [tuple(backend.read([result.loss, result.grad_norm])) for result in results]
         assert trial.run.data.eval is not None
-        batches = eval_loader(trial.run, trial.run.data.eval)
+        batches = build_eval_loader(trial.run, trial.run.data.eval)
         evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
-        assert graphs is None or all(count == 1 for count in graphs.distinct.values()), graphs.distinct
+        assert graphs is None or all(count == 1 for count in graphs.graph_counts.values()), graphs.graph_counts
         return found, trial.read_metrics(results[-1]), evaluated
 
 

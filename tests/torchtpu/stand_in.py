@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from portable.tpu.compile.messages import messages, place_on
+from portable.tpu.compile.messages import assign_devices, messages
 
 PATIENCE = 120.0  # seconds that a chip waits for the others, where a TPU would hang
 POINTER, SIZE, INT, INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
@@ -142,7 +142,7 @@ def for_cpu(options: bytes, chip: int | None = None) -> bytes:
     del found.env_option_overrides[:]
     found.env_option_overrides.extend(kept)
     if chip is not None:
-        place_on(found.executable_build_options, [chip])
+        assign_devices(found.executable_build_options, [chip])
     return bytes(found.SerializeToString())
 
 

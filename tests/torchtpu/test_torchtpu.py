@@ -19,7 +19,7 @@ from portable.checks import check
 from portable.config.yaml_writer import dump_yaml
 from portable.errors import UserError
 from portable.planner.cli import main as plan
-from portable.registry import backend_package, resolve_backend
+from portable.registry import load_backend_package, resolve_backend
 from portable.reporting.metrics import read_metrics
 from portable.tpu import device_specs
 from portable.tpu.torchtpu.of_torch_tpu import PACKAGE
@@ -79,16 +79,16 @@ def test_losses_are_those_of_the_cpu(
 def test_without_a_tpu_it_says_so(corpus: Path, tmp_path: Path) -> None:
     """torch_tpu itself ends the process."""
     with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
-        backend_package("tpu").check_ranks(1)
+        load_backend_package("tpu").check_ranks(1)
     assert resolve_backend("auto") == "cpu"
 
 
 def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside torch_xla, which needs another torch."""
-    monkeypatch.setattr(device_specs, "chips", lambda: 4)
+    monkeypatch.setattr(device_specs, "count_chips", lambda: 4)
     monkeypatch.setattr(PACKAGE, "_name", "torch-tpu-that-is-not-here")
     with pytest.raises(UserError, match=r"none is installed; .* 'portable-trainer\[torchtpu\]'"):
-        backend_package("tpu").check_ranks(2)
+        load_backend_package("tpu").check_ranks(2)
 
 
 @pytest.mark.parametrize(

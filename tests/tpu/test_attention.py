@@ -49,12 +49,12 @@ def attended(name: str, device: str) -> list[torch.Tensor]:
 
 def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
     from portable.tpu.xla import attention, runtime
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.runtime import torch_xla
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
-    layout = Layout(load_config(None, {"backend": "xla"}), 1)
+    layout = MeshLayout(load_config(None, {"backend": "xla"}), 1)
     attention.attend_by_rows(model, 8, layout)
     found = {name: attended(name, "xla:0") for name in names}
     query = torch.zeros(2, 4, TOKENS, 8, device="xla:0")
@@ -154,12 +154,12 @@ def with_a_bias(device: str) -> list[torch.Tensor]:
 
 def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     from portable.tpu.xla import attention, runtime
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="t5"))
     theirs = with_a_bias("xla:0")
-    attention.attend_by_rows(model, None, Layout(load_config(None, {"backend": "xla"}), 1))
+    attention.attend_by_rows(model, None, MeshLayout(load_config(None, {"backend": "xla"}), 1))
     return with_a_bias("xla:0"), theirs
 
 

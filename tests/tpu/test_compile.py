@@ -17,20 +17,20 @@ import pytest
 
 from portable.config import load_config
 from portable.errors import UserError
-from portable.formatting import human_bytes
+from portable.formatting import format_bytes
 from portable.planner.cli import main
-from portable.planner.compiled import advised, compare
+from portable.planner.compiled import add_remedy, compare
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph, LargeValue
-from portable.planner.memory_model import Setting
+from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import DeviceBytes, Option
 from portable.tpu.compile import compiler, trace
-from portable.tpu.compile.compiler import compile_graphs, exhausted, find_library, refused
+from portable.tpu.compile.compiler import compile_graphs, describe_exhaustion, explain_refusal, find_library
 from portable.tpu.compile.hlo import Computation
 from portable.tpu.compile.libtpu import compile_options
 from portable.tpu.compile.messages import messages
-from portable.tpu.compile.report import analyse, convolution_flops
-from portable.tpu.compile.slices import GENERATIONS, Slice, find_slice
-from portable.tpu.libtpu_flags import OURS, with_missing
+from portable.tpu.compile.report import analyze_module, count_convolution_flops
+from portable.tpu.compile.slices import GENERATIONS, TpuSlice, find_slice
+from portable.tpu.libtpu_flags import OURS, add_missing_flags
 from tests.ranks import wait_for
 from tests.tpu import hlo_modules as hlo
 from tests.tpu.hlo_modules import field, varint
@@ -108,8 +108,10 @@ def flags_of_torch_xla(version: int, given: str) -> str:
 def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
-        ours = Slice(device, FOUR[device]).environment({"LIBTPU_INIT_ARGS": given})["LIBTPU_INIT_ARGS"]
-        begun = with_missing(given, OURS)  # as portable.tpu.xla.runtime, before torch_xla is imported
+        ours = TpuSlice(device, FOUR[device]).build_environment({"LIBTPU_INIT_ARGS": given})[
+            "LIBTPU_INIT_ARGS"
+        ]
+        begun = add_missing_flags(given, OURS)  # as portable.tpu.xla.runtime, before torch_xla is imported
         assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 
@@ -144,7 +146,7 @@ def test_collectives_are_counted_with_their_bytes() -> None:
         hlo.computation(4, scatter, [whole], part, 43, fused=True),
         hlo.computation(5, product, [part], part, 51, fused=True),
     ]
-    found = analyse(hlo.module(others, entry, [part], part, 10), 4, NEVER)
+    found = analyze_module(hlo.module(others, entry, [part], part, 10), 4, NEVER)
     one = 64 * 128 * 4
     assert found.collectives == {
         "all-gather": Collective(2, 2 * 3 * one, 2, 1, 900),
@@ -181,7 +183,7 @@ def test_collectives_that_are_carried_on(where: str) -> None:
         hlo.op(4, "fusion", whole, 1, called=[300]),
         hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a collective of its own
     ]
-    found = analyse(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives["all-gather"]
+    found = analyze_module(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives["all-gather"]
     assert (found.count, found.bytes) == (2, 2 * 3 * 64 * 128 * 4)
     if where == "a fusion":
         assert found == Collective(2, found.bytes, 1, 1, 0)
@@ -199,7 +201,7 @@ def test_large_values_and_the_host() -> None:
         hlo.op(6, "outfeed", small, 1, model=("aten__item", "y.py", 4)),
         hlo.op(7, "custom-call", small, 1, custom_call_target="MoveToHost"),
     ]
-    found = analyse(hlo.module([], entry, [large], small, 7), 4, 64 * 512)
+    found = analyze_module(hlo.module([], entry, [large], small, 7), 4, 64 * 512)
     assert [(str(v.shape), v.bytes, v.operation, v.source, v.count) for v in found.large_values] == [
         ("bf16[64,512]", 65536, "aten__mm", "transformers/x.py:3", 1),
         ("bf16[64,512]", 65536, "", "", 1),
@@ -210,12 +212,12 @@ def test_large_values_and_the_host() -> None:
 
 def test_loops_count_as_often_as_they_run() -> None:
     for trips in (0, 1, 9):
-        found = analyse(hlo.loop(trips, 64, 4), 4, 64 * 64)
+        found = analyze_module(hlo.loop(trips, 64, 4), 4, 64 * 64)
         assert found.unknown_loops == 0
         counts = {value.operation: value.count for value in found.large_values}
         assert counts.get("aten__mm", 0) == trips
     unknown = hlo.loop(9, 64, 4).replace(b"\xfa\x03\x02LT", b"\xfa\x03\x02NE")
-    assert analyse(unknown, 4, NEVER).unknown_loops == 1
+    assert analyze_module(unknown, 4, NEVER).unknown_loops == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -246,7 +248,7 @@ def test_flops_of_a_convolution(seed: int) -> None:
     ]
     computation = hlo.computation(1, instructions, [left, right], result, 3)
     scope = Computation(messages.HloComputationProto.FromString(computation), None)
-    assert convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
+    assert count_convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
 
 
 # -- what libtpu says when it refuses ----------------------------------------------------------------------
@@ -270,16 +272,16 @@ Total hbm usage >= 35.13G:
 
 
 def test_one_line_of_an_account_of_memory() -> None:
-    assert exhausted(OUT_OF_MEMORY) == (
+    assert describe_exhaustion(OUT_OF_MEMORY) == (
         "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
         "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
-    assert exhausted(newer) == "it takes 37.2 GiB of 15.8 GiB"
-    assert refused("no\nmore", "") == "no"
-    assert refused("no kernel `ragged-dot-none`", "") == (
+    assert describe_exhaustion(newer) == "it takes 37.2 GiB of 15.8 GiB"
+    assert explain_refusal("no\nmore", "") == "no"
+    assert explain_refusal("no kernel `ragged-dot-none`", "") == (
         "no kernel `ragged-dot-none`; use model.experts batched_mm"
     )
 
@@ -302,9 +304,9 @@ def test_peak_and_comparison() -> None:
     )
     found = Compiled("v5e:2x2", "libtpu", 160, graphs)
     assert (found.peak_bytes, found.fits) == (100 + 3 + 50, True)  # the state stays through the micro-batch
-    assert found.sent_bytes(4) == 500
+    assert found.compute_sent_bytes(4) == 500
     needs = DeviceBytes(parameters=20, gathered=10, gradients=20, optimizer=40, activations=40)
-    option = Option(Setting("full_shard"), 1, "none", needs, 0, 0, 0, 400, True)
+    option = Option(StrategySetting("full_shard"), 1, "none", needs, 0, 0, 0, 400, True)
     assert [(line.planned, line.compiled, line.percent) for line in compare(found, option, 4)] == [
         (80, 100, 25),  # state: the gradients' sums are kept from one micro-batch to the next
         (50, 50, 0),
@@ -316,7 +318,7 @@ def test_peak_and_comparison() -> None:
     one = Compiled("v5e:2x2", "libtpu", 90, (step,))
     resident, working, *_ = compare(one, option, 1)
     assert (resident.planned, working.planned) == (60, 70)  # the gradients come and go within the step
-    (problem,) = advised(one, "less").problems
+    (problem,) = add_remedy(one, "less").problems
     assert problem == (
         "the run does not fit: 60 B of arguments, 70 B of temporary values and results and 0 B of code are "
         "more than 90 B, the largest value is f32[8,4] (128 B) of aten__mm at llama.py:12; remedy: less"
@@ -367,7 +369,7 @@ def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
     with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
-        compile_graphs(graphs, Slice("v5e", "1x1"), find_library(), NEVER)
+        compile_graphs(graphs, TpuSlice("v5e", "1x1"), find_library(), NEVER)
 
 
 # -- the compiler itself -----------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: P
         copied=hlo.added(1024, 1024, devices=4),
         loop=hlo.loop(trips, width, 4),
     )
-    found = compile_graphs(graphs, Slice("v5e", "2x2"), library, NEVER, only_memory=only_memory)
+    found = compile_graphs(graphs, TpuSlice("v5e", "2x2"), library, NEVER, only_memory=only_memory)
     assert found.fits
     assert 1 << 27 < found.host_bytes < 1 << 33
     assert [graph.name for graph in found.graphs] == list(graphs)
@@ -391,7 +393,7 @@ def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: P
     sizes = {g.name: (g.argument_bytes, g.output_bytes, g.alias_bytes) for g in found.graphs}
     assert sizes["donated"] == (kept, kept, kept)
     assert sizes["copied"] == (kept, kept, 0)
-    looped = found.graph("loop")
+    looped = found.find_graph("loop")
     assert looped is not None
     product = 2 * width**3 / 4
     assert trips * product <= looped.flops <= 1.05 * trips * product
@@ -405,15 +407,15 @@ def test_memory_that_a_program_may_fill(library: compiler.Library, tmp_path: Pat
     for device in ALL:
         chips = GENERATIONS[device]
         graphs = written(tmp_path, step=hlo.added(chips.hbm // 4 + (1 << 28)))
-        found = compile_graphs(graphs, Slice(device, FOUR[device]), library, NEVER)
+        found = compile_graphs(graphs, TpuSlice(device, FOUR[device]), library, NEVER)
         assert not found.fits
         (problem,) = found.problems
-        assert f" of {human_bytes(found.hbm_bytes)}" in problem, problem
+        assert f" of {format_bytes(found.hbm_bytes)}" in problem, problem
         assert found.peak_bytes > found.hbm_bytes
 
 
 def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> None:
-    one = Slice("v5e", "1x1")
+    one = TpuSlice("v5e", "1x1")
     with pytest.raises(UserError) as unknown:
         compile_graphs(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
     assert str(unknown.value) == (
@@ -421,7 +423,7 @@ def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> Non
         "of aten__foo at llama.py:7"
     )
     with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
-        compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "3x3"), library, NEVER)
+        compile_graphs(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "3x3"), library, NEVER)
 
 
 def test_a_compiler_that_dies(
@@ -429,7 +431,7 @@ def test_a_compiler_that_dies(
 ) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such_flag=1")
     with pytest.raises(UserError) as died:
-        compile_graphs(written(tmp_path, step=hlo.added(8)), Slice("v5e", "1x1"), library, NEVER)
+        compile_graphs(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "1x1"), library, NEVER)
     assert "\n" not in str(died.value)
     assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
     assert str(died.value).endswith("'xla_no_such_flag'; remove it from LIBTPU_INIT_ARGS")
@@ -522,7 +524,7 @@ def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any
             **settings,
         },
     )
-    wanted = Slice("v5e", chips)
+    wanted = TpuSlice("v5e", chips)
     (step,) = trace.trace_graphs(config, wanted.devices, folder / "traced")
     found = compile_graphs({"step": step.path}, wanted, library, NEVER, only_memory=True)
     return found.graphs[0]

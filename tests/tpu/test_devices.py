@@ -57,32 +57,32 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
 
 
 def test_peaks_are_of_one_device() -> None:
-    assert devices.peak_flops("v3-8", "bf16") == 61.5e12
-    assert devices.peak_flops("v6e-8", "fp32") == 153e12
-    assert devices.peak_flops("v4-8", "fp16") is devices.peak_flops("v9z-8", "bf16") is None
+    assert devices.get_peak_flops("v3-8", "bf16") == 61.5e12
+    assert devices.get_peak_flops("v6e-8", "fp32") == 153e12
+    assert devices.get_peak_flops("v4-8", "fp16") is devices.get_peak_flops("v9z-8", "bf16") is None
 
 
 def test_without_a_tpu_nobody_is_asked(
     asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert devices.accelerator_type() is None
+    assert devices.detect_accelerator_type() is None
     pci_device(tmp_path, "0x1ae0", "0x0042")  # Google's network card
     pci_device(tmp_path, "0x8086", "0x0063")  # someone else's device of the same number
     (tmp_path / "0000:00:09.0").mkdir()
-    assert devices.accelerator_type() is None
+    assert devices.detect_accelerator_type() is None
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v4-8")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    assert devices.accelerator_type() is None
+    assert devices.detect_accelerator_type() is None
     assert asked == []
 
 
 def test_the_environment_comes_first(asked: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
-    assert devices.accelerator_type() == "v5p-8"
+    assert devices.detect_accelerator_type() == "v5p-8"
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    assert devices.accelerator_type() is None
+    assert devices.detect_accelerator_type() is None
     assert asked == []
 
 
@@ -92,7 +92,7 @@ def test_a_tpu_vm_asks_the_metadata_server(
 ) -> None:
     pci_device(tmp_path, "0x1ae0", kind)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert devices.accelerator_type() == "v6e-4"
+    assert devices.detect_accelerator_type() == "v6e-4"
     assert asked == ["Google"]
 
 
@@ -104,7 +104,7 @@ def test_a_metadata_server_that_does_not_say(
     there = "http://127.0.0.1:9/" if path == "no server" else devices.METADATA.replace("tpu-env", path)
     monkeypatch.setattr(devices, "METADATA", there)
     monkeypatch.setattr(devices, "METADATA_SECONDS", 0.1)
-    assert devices.accelerator_type() is None
+    assert devices.detect_accelerator_type() is None
     assert asked == ["Google"] * (path != "no server")
 
 

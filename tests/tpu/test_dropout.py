@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from portable.tpu.compile.hlo import Module
+from portable.tpu.compile.hlo import HloModule
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_trace import DEVICES, traced
 from tests.xla import XlaPool
@@ -33,12 +33,12 @@ def z_scores(mask: torch.Tensor, p: float) -> list[float]:
 
 @pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
 def test_masks_are_random(p: float) -> None:
-    from portable.tpu.xla.dropout import drawn
+    from portable.tpu.xla.dropout import draw_mask
 
     shape = torch.Size((4, 8, 64, 128))
     first, second = keyed(0)
     keys = [(first, second), (first + 1, second), (first, second + 1), (first ^ (1 << 30), second)]
-    masks = torch.stack([drawn(shape, key, p) for key in keys])
+    masks = torch.stack([draw_mask(shape, key, p) for key in keys])
     assert max(map(abs, z_scores(masks, p))) < 4.5  # 16 figures: one in ten thousand times
 
 
@@ -46,16 +46,16 @@ def dropped() -> list[torch.Tensor]:
     from portable.config import load_config
     from portable.tpu.xla import runtime
     from portable.tpu.xla.dropout import draw_by_position
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.of_torch_xla import xla
     from portable.tpu.xla.runtime import xr
 
     runtime.start()
     draw_by_position()
-    layout = Layout(load_config(None, {"backend": "xla"}), int(xr.addressable_runtime_device_count()))
+    layout = MeshLayout(load_config(None, {"backend": "xla"}), int(xr.addressable_runtime_device_count()))
     xla.set_rng_seed(7, "xla:0")
     ones = torch.ones(8, 16, 33, device="xla:0")
-    xla.mark_sharding(ones, layout.sharding(layout.batch(3)))
+    xla.mark_sharding(ones, layout.to_op_sharding(layout.get_batch_spec(3)))
     first, second = (torch.nn.functional.dropout(ones, 0.25) for _ in range(2))
     return [first.cpu(), second.cpu()]
 
@@ -82,7 +82,7 @@ def test_no_device_draws_for_the_others(tmp_path: Path, corpus: Path, xla: XlaPo
         model__config={**TINY_MODEL, "num_hidden_layers": 1, "attention_dropout": 0.1},
     )
     (name,) = xla.run(DEVICES, traced, config, tmp_path, environment={"XLA_HLO_DEBUG": "1"})
-    module = Module((tmp_path / f"{name}.hlo.pb").read_bytes())
+    module = HloModule((tmp_path / f"{name}.hlo.pb").read_bytes())
     drawing = [
         instruction
         for computation in module.computations.values()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.xla_memory import measure, told_in
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
+from portable.adapters.adapter import build_training_model
+from portable.adapters.settings import resolve_adapter
 from portable.config import RunConfig
 from portable.model import build as models
-from portable.planner.memory_model import Cluster, Setting
+from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel, inspect
 from portable.planner.plan import Planner, Target
 from portable.registry import create_backend
@@ -66,7 +66,7 @@ def test_what_stays_is_exact(
 ) -> None:
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
-    model = training_model(models.model_config(config.model), resolved(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
     found = footprint(inspect(model, config.train), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
@@ -98,9 +98,13 @@ def test_a_step_takes_what_is_planned(
     config = configured(
         tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
     )
-    model = training_model(models.model_config(config.model), resolved(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
     target = Target("xla", Cluster(devices, devices), None, None)
-    planned = Planner(config, MetaModel(model, config), target).option(Setting.of(config)).device_bytes
+    planned = (
+        Planner(config, MetaModel(model, config), target)
+        .build_option(StrategySetting.from_config(config))
+        .device_bytes
+    )
     taken = xla.run(devices, measure, config, environment=telling)
     assert planned.resident == pytest.approx(taken.resident, rel=0.01)
     assert 0.4 < planned.total / taken.peak < 0.8

@@ -230,14 +230,16 @@ def placed() -> tuple[list[list[int]], list[list[int]], str]:
 
     runtime.start()
     given: dict[str, Any] = {"backend": "xla", **TWO_A_SEQUENCE}
-    laid = layout.Layout(load_config(None, given), 4)
+    laid = layout.MeshLayout(load_config(None, given), 4)
     batch = torch.arange(24).reshape(4, 6)
     with pytest.MonkeyPatch.context() as patch:
         here = laid.place_batch(batch)
         patch.setattr(runtime.xr, "process_count", lambda: 2)
         there = laid.place_batch(batch)
     try:
-        layout.Layout(load_config(None, {**given, "strategy": "hybrid_shard", "fsdp.shard_group_size": 1}), 4)
+        layout.MeshLayout(
+            load_config(None, {**given, "strategy": "hybrid_shard", "fsdp.shard_group_size": 1}), 4
+        )
     except UserError as error:
         return here.tolist(), there.tolist(), str(error)
     return here.tolist(), there.tolist(), ""

@@ -27,7 +27,7 @@ from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.batches import train_loader
+from portable.run.batches import build_train_loader
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
@@ -102,21 +102,21 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
-    from portable.tpu.xla.saving import staged_shards
+    from portable.tpu.xla.saving import stage_shards
 
     backend = create_backend("xla")
     run = prepare(resolve(config, backend.name), backend)
     run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
     run.model.register_buffer("counter", torch.tensor(7))
     engine: Any = restore(run, None).engine
-    batches = iter(train_loader(run, 0))
+    batches = iter(build_train_loader(run, 0))
     engine.model.spare.data.fill_(1.0)
     for _ in range(3):
         train_step(
             backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-2, max_grad_norm=1.0
         )
     batches.close()
-    staged = staged_shards(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
+    staged = stage_shards(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
     spare = min(float(shard.data.min()) for shard in staged["spare"].shards)
     (counter,) = staged["counter"].shards
     return spare, float(engine._optimizer.scalars()["spare"]["step"]), int(counter.data)
@@ -134,13 +134,15 @@ def save_as_a_host(folder: Path) -> None:
     import torch.distributed as dist
 
     from portable.engines.fsdp.saving import Saver
-    from portable.tpu.xla.layout import Shard
+    from portable.tpu.xla.layout import LocalShard
     from portable.tpu.xla.saving import Staged, StagedPlanner
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    half = Staged(torch.Size((4, 2)), torch.float32, [Shard((2 * rank, 0), torch.full((2, 2), float(rank)))])
-    only_on_one = Staged(torch.Size(()), torch.int64, [Shard((), torch.tensor(5))] if rank == 1 else [])
+    half = Staged(
+        torch.Size((4, 2)), torch.float32, [LocalShard((2 * rank, 0), torch.full((2, 2), float(rank)))]
+    )
+    only_on_one = Staged(torch.Size(()), torch.int64, [LocalShard((), torch.tensor(5))] if rank == 1 else [])
     state = {"model": {"half": half, "count": only_on_one}, "optim": {"step": torch.tensor(9.0)}}
     Saver(StagedPlanner).save(state, folder, background=True).wait()
     dist.barrier()
@@ -164,7 +166,7 @@ def test_hosts_save_each_their_own_shards(tmp_path: Path, xla: XlaPool) -> None:
 def counted_by_hosts() -> list[torch.Tensor]:
     """What two hosts that share sequences count, of which each has the same numbers."""
     backend: Any = create_backend("xla")
-    backend.world_size, backend._layout = 2, SimpleNamespace(sequence=2, whole=torch.clone)
+    backend.world_size, backend._layout = 2, SimpleNamespace(sequence=2, replicate=torch.clone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "portable.tpu.xla.backend.sum_over_ranks", lambda numbers: [2 * number for number in numbers]
@@ -180,7 +182,7 @@ def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
 def graph_of_a_step(config: RunConfig) -> str:
     with opened(config) as trial:
         trial.step()
-        (text,) = trial.engine.graphs._known["step"].values()
+        (text,) = trial.engine.graphs._texts["step"].values()
     return str(text)
 
 

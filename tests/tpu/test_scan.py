@@ -210,14 +210,14 @@ def test_what_cannot_be_a_loop_is_refused(
 
 def unsound(config: RunConfig) -> list[str]:
     with opened(config) as trial:
-        weight = trial.engine.held.by_name["model.layers.0.mlp.up_proj.weight"]
+        weight = trial.engine.device_parameters.by_name["model.layers.0.mlp.up_proj.weight"]
         nan = torch.full((len(weight), 1, 1), 1.0)
         nan[1] = float("nan")
         with torch.no_grad():
-            weight.mul_(trial.engine.layout.whole(nan))
+            weight.mul_(trial.engine.layout.replicate(nan))
         batch = next(trial.batches)
         trial.engine.accumulate(trial.backend.place(batch), trial.backend.total(1), last=False)
-        names: list[str] = trial.engine.nonfinite_gradients()
+        names: list[str] = trial.engine.find_nonfinite_gradients()
         return names
 
 

@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from portable.config import RunConfig
 from portable.run.rank import run_rank
-from portable.tpu.compile.hlo import Module
+from portable.tpu.compile.hlo import HloModule
 from portable.tpu.compile.messages import messages
 from portable.tpu.compile.trace import ANSWER, trace_graphs
 from portable.tpu.xla.sharding import ShardingRules
@@ -147,7 +147,7 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
     sharded = entry_parameter_bytes(step, devices=16)
     parameters = 1_235_814_400
     assert sharded == pytest.approx(12 * parameters / 16, rel=0.01)
-    instructions = [i for c in Module(step).computations.values() for i in c.instructions]
+    instructions = [i for c in HloModule(step).computations.values() for i in c.instructions]
     shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
     assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
     # The backward pass waits for the loss, and so do tokens and labels: all behind one barrier.
@@ -158,7 +158,7 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
 def entry_parameter_bytes(module: bytes, devices: int) -> int:
     """Bytes of a module's parameters on one device."""
     total = 0
-    for instruction in Module(module).entry.instructions:
+    for instruction in HloModule(module).entry.instructions:
         if instruction.opcode == "parameter":
             unread = {one.field_number: one.data for one in UnknownFieldSet(instruction.message)}
             tiled = unread.get(40, b"").startswith(b"\x08\x03")  # a sharding of type OTHER
@@ -169,6 +169,6 @@ def entry_parameter_bytes(module: bytes, devices: int) -> int:
 def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
     """Cut along another dim, what the optimizer broadcasts for both is sent between the devices."""
     rules = ShardingRules(configured(tmp_path, corpus, backend="xla"), 4)
-    assert rules.dim("model.embed_tokens.weight", [384, 48]) == 1
-    assert rules.dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
-    assert rules.dim("lm_head.weight", [384, 48]) == 1
+    assert rules.choose_dim("model.embed_tokens.weight", [384, 48]) == 1
+    assert rules.choose_dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
+    assert rules.choose_dim("lm_head.weight", [384, 48]) == 1

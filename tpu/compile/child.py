@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from portable.converters.interrupts import ignore_interrupts
-from portable.errors import UserError, one_line
-from portable.plugins import new_python
+from portable.errors import UserError, to_one_line
+from portable.plugins import build_python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,17 +26,17 @@ def ask(
     code: str,
     answer: Path,
     *arguments: str,
-    given: Any,
+    request: Any,
     environment: Mapping[str, str],
     failure: Callable[[int, str], str],
     said: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run ``code`` in another process, which dies with this one, and read what it :func:`answers`.
+    """Run ``code`` in another process, which dies with this one, and read what it :func:`write_answer`.
 
     Args:
-        code: calls :func:`answers`; finds ``arguments`` in ``sys.argv``, from 2 on.
+        code: calls :func:`write_answer`; finds ``arguments`` in ``sys.argv``, from 2 on.
         answer: does not exist.
-        given: what its :func:`given` returns.
+        request: what its :func:`request` returns.
         environment: of the process.
         failure: what to say if it leaves no answer, from its exit code, the negative number of a signal, and
             what it wrote on standard error.
@@ -48,7 +48,7 @@ def ask(
     log = answer.with_name(f"{answer.name}.log")
     with log.open("wb") as errors, ignore_interrupts():
         process = subprocess.Popen(
-            new_python(_DIES_WITH_US + code, str(answer), *arguments),
+            build_python_command(_DIES_WITH_US + code, str(answer), *arguments),
             env={**environment, "TPU_LOG_DIR": str(answer.parent)},  # megabytes, which libtpu leaves in /tmp
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,7 +58,7 @@ def ask(
         assert process.stdin is not None and process.stdout is not None
         try:
             with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(pickle.dumps(given))
+                stdin.write(pickle.dumps(request))
             for line in process.stdout:
                 said(line.decode("utf-8", "replace").strip())
         except BaseException:
@@ -66,34 +66,34 @@ def ask(
             raise
     if not answer.exists():
         raise UserError(failure(process.returncode, log.read_text("utf-8", "replace")))
-    found: dict[str, Any] = json.loads(answer.read_text("utf-8"))
-    if "refused" in found:
-        raise UserError(found["refused"])
-    return found
+    result: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+    if "refused" in result:
+        raise UserError(result["refused"])
+    return result
 
 
-def last_words(code: int, log: str) -> str:
+def explain_exit(code: int, log: str) -> str:
     """Why a process left no answer, by the last line of its errors."""
     lines = log.strip().splitlines()
-    return one_line(lines[-1]) if lines else f"its process ended with {code}"
+    return to_one_line(lines[-1]) if lines else f"its process ended with {code}"
 
 
-def given() -> Any:
+def read_request() -> Any:
     """What this process was asked with."""
     return pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
 
 
-def answers(found: Mapping[str, Any]) -> None:
-    """Leave ``found`` as the answer of this process, whole or not at all, with the memory that it took."""
+def write_answer(values: Mapping[str, Any]) -> None:
+    """Leave ``values`` as the answer of this process, whole or not at all, with the memory that it took."""
     answer = Path(sys.argv[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     partial = answer.with_name(f"{answer.name}.partial")
-    partial.write_text(json.dumps({"host_bytes": peak, **found}), "utf-8")
+    partial.write_text(json.dumps({"host_bytes": peak, **values}), "utf-8")
     partial.rename(answer)
 
 
-def answers_and_ends(found: Mapping[str, Any]) -> NoReturn:
+def write_answer_and_exit(values: Mapping[str, Any]) -> NoReturn:
     """The same, and end this process: the threads of a runtime or compiler would keep it for long."""
-    answers(found)
+    write_answer(values)
     sys.stderr.flush()
     os._exit(0)

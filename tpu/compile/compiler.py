@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import UserError, one_line
-from portable.formatting import human_bytes
+from portable.errors import UserError, to_one_line
+from portable.formatting import format_bytes
 from portable.planner.compiled import GRAPH
 from portable.planner.compiled_graph import Compiled
-from portable.temporary_folder import scratch_folder
-from portable.terminal import at_a_terminal
+from portable.temporary_folder import create_scratch_folder
+from portable.terminal import shows_run_bars
 from portable.tpu.compile.child import ask
-from portable.tpu.compile.hlo import short
-from portable.tpu.compile.slices import Slice, find_slice
+from portable.tpu.compile.hlo import shorten_path
+from portable.tpu.compile.slices import TpuSlice, find_slice
 from portable.tpu.compile.trace import trace_graphs
 from portable.tpu.compile.worker import DUMP, Job
 
@@ -51,12 +51,12 @@ def find_library() -> Library:
     Raises:
         UserError: there is none.
     """
-    installed = _installed()
-    named = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it, too
-    if named:
-        path = Path(named)
+    installed = _find_installed()
+    env_path = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it, too
+    if env_path:
+        path = Path(env_path)
         if not path.is_file():
-            raise UserError(f"TPU_LIBRARY_PATH: {named} is no file")
+            raise UserError(f"TPU_LIBRARY_PATH: {env_path} is no file")
         return installed if installed is not None and installed.path == path else Library(path, None)
     if installed is not None:
         return installed
@@ -66,7 +66,7 @@ def find_library() -> Library:
     )
 
 
-def _installed() -> Library | None:
+def _find_installed() -> Library | None:
     spec = find_spec("libtpu")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
@@ -81,17 +81,17 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
     wanted = find_slice(target.device, target.devices, target.topology)
     library = find_library()
-    with scratch_folder("portable-compile") as folder:
-        _say(f"tracing the run's graphs for {target.devices} devices ...")
+    with create_scratch_folder("portable-compile") as folder:
+        _show_progress(f"tracing the run's graphs for {target.devices} devices ...")
         traced = trace_graphs(config, target.devices, folder / "graphs")
-        _say("")
+        _show_progress("")
         files = {graph.name: graph.path for graph in traced}
         large = target.large or NO_VALUES
         return compile_graphs(files, wanted, library, large, only_memory=target.only_memory)
 
 
 def compile_graphs(
-    graphs: dict[str, Path], wanted: Slice, library: Library, large: int, *, only_memory: bool = False
+    graphs: dict[str, Path], wanted: TpuSlice, library: Library, large: int, *, only_memory: bool = False
 ) -> Compiled:
     """Compile modules in a process of its own.
 
@@ -106,65 +106,66 @@ def compile_graphs(
         UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
     """
     batches = [{name: path} for name, path in graphs.items()] if only_memory else [graphs]
-    told = [_answer(Job(library.path, wanted, batch, large, only_memory)) for batch in batches]
-    return summary(wanted, library, told)
+    answers = [_run_job(Job(library.path, wanted, batch, large, only_memory)) for batch in batches]
+    return summarize_answers(wanted, library, answers)
 
 
-def summary(wanted: Slice, library: Library, told: Sequence[dict[str, Any]]) -> Compiled:
+def summarize_answers(wanted: TpuSlice, library: Library, answers: Sequence[dict[str, Any]]) -> Compiled:
     """What the processes that compiled for a slice have answered, together.
 
     Raises:
         UserError: libtpu refused a graph, and not for want of memory.
     """
     compiled, problems, needed = [], [], 0
-    for graph in (graph for answer in told for graph in answer["graphs"]):
+    for graph in (graph for answer in answers for graph in answer["graphs"]):
         if "error" not in graph:
             compiled.append(GRAPH.validate_python(graph))
-        elif does_not_fit(graph["error"], graph["code"]):
-            problems.append(f"{graph['name']} does not fit: {exhausted(graph['error'])}")
-            needed = max(needed, _needed(graph["error"]))
+        elif is_out_of_memory(graph["error"], graph["code"]):
+            problems.append(f"{graph['name']} does not fit: {describe_exhaustion(graph['error'])}")
+            needed = max(needed, _parse_needed_bytes(graph["error"]))
         else:
             raise UserError(
-                f"--compile: {graph['name']}: libtpu refuses it: {refused(graph['error'], graph['place'])}"
+                f"--compile: {graph['name']}: libtpu refuses it: "
+                f"{explain_refusal(graph['error'], graph['place'])}"
             )
     return Compiled(
         wanted.name,
-        named(library, told[0]["compiler"]),
-        told[0]["hbm_bytes"],
+        describe_library(library, answers[0]["compiler"]),
+        answers[0]["hbm_bytes"],
         tuple(compiled),
         tuple(problems),
         needed,
-        host_bytes=max(answer["host_bytes"] for answer in told),
+        host_bytes=max(answer["host_bytes"] for answer in answers),
     )
 
 
-def _answer(job: Job) -> dict[str, Any]:
+def _run_job(job: Job) -> dict[str, Any]:
     """What the compiler's process says of a job. On a terminal a line shows what it compiles."""
     begun: list[str] = []
 
     def begin(name: str) -> None:
         begun.append(name)
-        _say(f"compiling {name} ...")
+        _show_progress(f"compiling {name} ...")
 
-    with scratch_folder("portable-compile") as folder:
-        environment = job.wanted.environment(dict(os.environ))
+    with create_scratch_folder("portable-compile") as folder:
+        environment = job.wanted.build_environment(dict(os.environ))
         if job.only_memory:
             environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
         answer = ask(
             "from portable.tpu.compile.worker import main; main()",
             folder / "compiled.json",
-            given=job,
+            request=job,
             environment=environment,
-            failure=lambda code, log: died(code, begun, log),
+            failure=lambda code, log: explain_crash(code, begun, log),
             said=begin,
         )
-    _say("")
+    _show_progress("")
     if "error" in answer:
-        raise UserError(f"--compile: {job.wanted.name}: {one_line(answer['error'])}")
+        raise UserError(f"--compile: {job.wanted.name}: {to_one_line(answer['error'])}")
     return answer
 
 
-def died(code: int, begun: Sequence[str], log: str) -> str:
+def explain_crash(code: int, begun: Sequence[str], log: str) -> str:
     """Why the compiler's process left no answer, in one line.
 
     Args:
@@ -172,60 +173,65 @@ def died(code: int, begun: Sequence[str], log: str) -> str:
         begun: the graphs that it had begun with.
         log: what it wrote on standard error.
     """
-    where = f"while it compiled {begun[-1]}" if begun else "as it started"
+    moment = f"while it compiled {begun[-1]}" if begun else "as it started"
     how = f"with exit code {code}"
     if code < 0:
         how = f"by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
-        return f"--compile: libtpu's process was killed {where}; the host may be out of memory"
+        return f"--compile: libtpu's process was killed {moment}; the host may be out of memory"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)]
-    last = one_line((told or lines or ["it left no message"])[0])
+    error_lines = [
+        line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)
+    ]
+    last = to_one_line((error_lines or lines or ["it left no message"])[0])
     last = re.sub(r"^[EF]\d{4,}[\d :.]*\s*\d*\s+", "", last)
     remedy = "remove it from LIBTPU_INIT_ARGS" if "command line flag" in last else "try another libtpu"
-    return f"--compile: libtpu ended {how} {where}: {last}; {remedy}"
+    return f"--compile: libtpu ended {how} {moment}: {last}; {remedy}"
 
 
 # -- what libtpu says of a graph that it refuses -----------------------------------------------------------
 
 
-def does_not_fit(message: str, code: int) -> bool:
+def is_out_of_memory(message: str, code: int) -> bool:
     """Whether a refusal is for want of device memory."""
     return code == _EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
 
 
-def exhausted(message: str) -> str:
+def describe_exhaustion(message: str) -> str:
     """One line of libtpu's account of the memory that a graph would take: how much, and the largest value."""
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
-    one = re.search(
+    allocation = re.search(
         r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?'?(\w+\[[\d,]*\])", message
     )
     parts = []
-    if found := total or temporary:
-        parts.append(f"it takes {human_bytes(_size(found[1]))} of {human_bytes(_size(found[2]))}")
-    elif one:
+    if usage := total or temporary:
         parts.append(
-            f"a value of {one[3]} alone takes {human_bytes(int(one[1]))} of {human_bytes(int(one[2]))}"
+            f"it takes {format_bytes(_parse_size(usage[1]))} of {format_bytes(_parse_size(usage[2]))}"
+        )
+    elif allocation:
+        parts.append(
+            f"a value of {allocation[3]} alone takes {format_bytes(int(allocation[1]))} of "
+            f"{format_bytes(int(allocation[2]))}"
         )
     arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)
-    if arguments and _size(arguments[1]):
-        parts.append(f"arguments {human_bytes(_size(arguments[1]))}")
+    if arguments and _parse_size(arguments[1]):
+        parts.append(f"arguments {format_bytes(_parse_size(arguments[1]))}")
     largest = re.search(r"^\s*1\. Size: (\S+)\s*\n(.*?)={5}", message, re.MULTILINE | re.DOTALL)
     if largest:
         shape = re.search(r"Shape: (\w+\[[\d,]*\])", largest[2])
         parts.append(
-            f"the largest value is {shape[1] if shape else 'one'} ({human_bytes(_size(largest[1]))})"
-            + _place(largest[2])
+            f"the largest value is {shape[1] if shape else 'one'} ({format_bytes(_parse_size(largest[1]))})"
+            + _describe_operation(largest[2])
         )
-    return ", ".join(parts) or one_line(message)
+    return ", ".join(parts) or to_one_line(message)
 
 
 _REMEDIES = {"ragged-dot": "model.experts batched_mm", "scaled_dot_product": "model.attention eager"}
 """By the name of a kernel that some generations do not have (v5p, v4), what computes without it."""
 
 
-def refused(message: str, place: str) -> str:
+def explain_refusal(message: str, place: str) -> str:
     """The first line of libtpu's reason, which operation of the model it means, and a remedy if one is known.
 
     Args:
@@ -233,42 +239,42 @@ def refused(message: str, place: str) -> str:
         place: of an operation that the message names; empty if it names none.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
-    where = _place(message) or (f" of {place}" if place else "")
+    location = _describe_operation(message) or (f" of {place}" if place else "")
     remedy = next((f"; use {setting}" for kernel, setting in _REMEDIES.items() if kernel in first), "")
-    return f"{one_line(first)[:300]}{where and f', in the operation{where}'}{remedy}"
+    return f"{to_one_line(first)[:300]}{location and f', in the operation{location}'}{remedy}"
 
 
-def _place(text: str) -> str:
+def _describe_operation(text: str) -> str:
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
-    found = [operation[1] if operation else "", f"{short(file[1])}:{line[1]}" if file and line else ""]
-    return f" of {' at '.join(filter(None, found))}" if any(found) else ""
+    parts = [operation[1] if operation else "", f"{shorten_path(file[1])}:{line[1]}" if file and line else ""]
+    return f" of {' at '.join(filter(None, parts))}" if any(parts) else ""
 
 
-def _needed(message: str) -> int:
-    found = re.search(r"Used (\S+) of|HLO temporaries \((\S+)\)", message)
-    if found:
-        return _size(found[1] or found[2])
-    one = re.search(r"Allocation \(size=(\d+)\)", message)
-    return int(one[1]) if one else 0
+def _parse_needed_bytes(message: str) -> int:
+    match = re.search(r"Used (\S+) of|HLO temporaries \((\S+)\)", message)
+    if match:
+        return _parse_size(match[1] or match[2])
+    allocation = re.search(r"Allocation \(size=(\d+)\)", message)
+    return int(allocation[1]) if allocation else 0
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     """Bytes of libtpu's ``18.63G``; 0 where it is no size."""
-    found = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 # ----------------------------------------------------------------------------------------------------------
 
 
-def named(library: Library, compiler: str) -> str:
+def describe_library(library: Library, compiler: str) -> str:
     """The compiler's name, its version and the day that it was built on."""
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"
 
 
-def _say(line: str) -> None:
-    if at_a_terminal():
+def _show_progress(line: str) -> None:
+    if shows_run_bars():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

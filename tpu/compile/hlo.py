@@ -81,17 +81,17 @@ class Instruction:
     @cached_property
     def arrays(self) -> list[Array]:
         """The arrays of its result; several if that is a tuple."""
-        return list(_arrays(self.message.shape))
+        return list(_iter_arrays(self.message.shape))
 
     @property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
 
-    def integer(self) -> int | None:
+    def get_integer(self) -> int | None:
         """The value of a constant that is one integer; None for any other instruction."""
         literal = self.message.literal
-        found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-        return int(found[0]) if self.opcode == "constant" and len(found) == 1 else None
+        numbers = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+        return int(numbers[0]) if self.opcode == "constant" and len(numbers) == 1 else None
 
     def operation(self) -> str:
         """The operation of the model that it comes from; empty where the compiler has not kept it."""
@@ -100,7 +100,7 @@ class Instruction:
     def source(self) -> str:
         """The place in the model's code: ``models/llama.py:12``; empty as above."""
         metadata = self.message.metadata
-        return f"{short(metadata.source_file)}:{metadata.source_line}" if metadata.source_file else ""
+        return f"{shorten_path(metadata.source_file)}:{metadata.source_line}" if metadata.source_file else ""
 
     def group_size(self, devices: int) -> int:
         """The devices that take part in a collective with each other."""
@@ -114,21 +114,23 @@ class Computation:
     """Instructions in the order in which they run."""
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
-        listed: dict[int, Instruction] = {one.id: Instruction(one) for one in message.instructions}
+        listed: dict[int, Instruction] = {
+            instruction.id: Instruction(instruction) for instruction in message.instructions
+        }
         self.by_id = listed
         self.root = listed[message.root_id]
         self.instructions = list(listed.values()) if schedule is None else [listed[i] for i in schedule]
 
-    def operands(self, instruction: Instruction) -> list[Instruction]:
+    def get_operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions whose results ``instruction`` takes."""
         return [self.by_id[operand] for operand in instruction.operand_ids]
 
-    def operand_bytes(self, instruction: Instruction) -> int:
+    def count_operand_bytes(self, instruction: Instruction) -> int:
         """Bytes of all operands of ``instruction``."""
-        return sum(operand.bytes for operand in self.operands(instruction))
+        return sum(operand.bytes for operand in self.get_operands(instruction))
 
 
-class Module:
+class HloModule:
     """A module of HLO.
 
     Args:
@@ -137,80 +139,88 @@ class Module:
 
     def __init__(self, data: bytes) -> None:
         message = messages.HloModuleProto.FromString(data)
-        schedules = {one.computation_id: one.sequence.instruction_ids for one in message.schedule.sequences}
+        schedules = {
+            schedule.computation_id: schedule.sequence.instruction_ids
+            for schedule in message.schedule.sequences
+        }
         self.computations: dict[int, Computation] = {
-            one.id: Computation(one, schedules.get(one.id)) for one in message.computations
+            computation.id: Computation(computation, schedules.get(computation.id))
+            for computation in message.computations
         }
         self.entry = self.computations[message.entry_computation_id]
 
-    def called(self, instruction: Instruction) -> list[Computation]:
+    def get_callees(self, instruction: Instruction) -> list[Computation]:
         """The computations that ``instruction`` calls."""
         return [self.computations[number] for number in instruction.called_computation_ids]
 
-    def trips(self, loop: Instruction, within: Computation) -> int | None:
+    def count_trips(self, loop: Instruction, within: Computation) -> int | None:
         """How often the body of a while runs; None where that is not written in the module.
 
         Counters that start at a constant, grow by a constant and are compared with one are understood.
         """
-        body, condition = self.called(loop)
+        body, condition = self.get_callees(loop)
         compare = condition.root
         scope = condition
         if compare.opcode == "fusion":
-            (scope,) = self.called(compare)
-            outer = condition.operands(compare)
+            (scope,) = self.get_callees(compare)
+            outer = condition.get_operands(compare)
             compare = scope.root
         else:
             outer = []
         if compare.opcode != "compare":
             return None
-        left, right = (self._behind(side, scope, outer) for side in scope.operands(compare))
+        left, right = (self._resolve_parameter(side, scope, outer) for side in scope.get_operands(compare))
         for counter, bound, direction in ((left, right, "LT"), (right, left, "GT")):
             if counter.opcode == "get-tuple-element" and compare.comparison_direction == direction:
-                end = bound.integer()
-                start = _element(within, within.operands(loop)[0], counter.tuple_index)
+                end = bound.get_integer()
+                start = _find_initial_integer(within, within.get_operands(loop)[0], counter.tuple_index)
                 step = _step(body, counter.tuple_index)
                 if end is not None and start is not None and step:
                     return max(0, -(-(end - start) // step))
         return None
 
     @staticmethod
-    def _behind(found: Instruction, scope: Computation, outer: list[Instruction]) -> Instruction:
-        """``found``, or what a fusion's parameter stands for."""
-        if found.opcode == "parameter" and outer:
-            found = outer[found.parameter_number]
-        return found
+    def _resolve_parameter(
+        instruction: Instruction, scope: Computation, outer: list[Instruction]
+    ) -> Instruction:
+        """``instruction``, or what a fusion's parameter stands for."""
+        if instruction.opcode == "parameter" and outer:
+            instruction = outer[instruction.parameter_number]
+        return instruction
 
 
-def short(file: str) -> str:
+def shorten_path(file: str) -> str:
     """The path of a source file from its package on."""
     return _PACKAGES.sub("", file).removeprefix(_HERE)
 
 
-def _element(scope: Computation, tuple_: Instruction, index: int) -> int | None:
+def _find_initial_integer(scope: Computation, tuple_: Instruction, index: int) -> int | None:
     """The integer that an element of a tuple holds from the start."""
     if tuple_.opcode != "tuple":
         return None
-    found = scope.operands(tuple_)[index]
-    while found.opcode in ("copy", "bitcast", "convert"):
-        (found,) = scope.operands(found)
-    return found.integer()
+    value = scope.get_operands(tuple_)[index]
+    while value.opcode in ("copy", "bitcast", "convert"):
+        (value,) = scope.get_operands(value)
+    return value.get_integer()
 
 
 def _step(body: Computation, index: int) -> int | None:
     """The constant that a loop's body adds to an element of its tuple."""
     if body.root.opcode != "tuple":
         return None
-    added = body.operands(body.root)[index]
+    added = body.get_operands(body.root)[index]
     while added.opcode in ("copy", "bitcast"):
-        (added,) = body.operands(added)
+        (added,) = body.get_operands(added)
     if added.opcode != "add":
         return None
-    return next((v for v in (operand.integer() for operand in body.operands(added)) if v is not None), None)
+    return next(
+        (v for v in (operand.get_integer() for operand in body.get_operands(added)) if v is not None), None
+    )
 
 
-def _arrays(shape: Any) -> Iterator[Array]:
+def _iter_arrays(shape: Any) -> Iterator[Array]:
     for part in shape.tuple_shapes:
-        yield from _arrays(part)
+        yield from _iter_arrays(part)
     if shape.element_type in _TYPES:
         name, bits = _TYPES[shape.element_type]
         yield Array(name, tuple(shape.dimensions), bits, shape.layout.memory_space)

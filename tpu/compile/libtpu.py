@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from portable.tpu.compile.messages import messages, place_on
+from portable.tpu.compile.messages import assign_devices, messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,7 +101,7 @@ class _Program(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Memory:
+class ExecutableMemory:
     """Bytes that an executable takes of one device's high-bandwidth memory."""
 
     code: int
@@ -169,7 +169,7 @@ class Libtpu:
         # None of these returns an error that matters; the two last are void.
         code = self._invoke("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
         _, text, size = self._invoke("PJRT_Error_Message", error)[0][:3]
-        message = _text(text, size)
+        message = _read_text(text, size)
         self._invoke("PJRT_Error_Destroy", error)
         raise CompileError(message, code)
 
@@ -190,10 +190,10 @@ class Libtpu:
         _Api.from_address(self._table).extensions = extensions
         for position, function in functions.items():
             if position < self._count:
-                at = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
-                ctypes.c_void_p.from_address(at).value = function
+                slot_address = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
+                ctypes.c_void_p.from_address(slot_address).value = function
 
-    def topology(self, name: str, **options: Value) -> Topology:
+    def open_topology(self, name: str, **options: Value) -> Topology:
         """A slice by libtpu's name for it, such as ``v5e:4x4``.
 
         Args:
@@ -203,10 +203,10 @@ class Libtpu:
         Raises:
             CompileError: libtpu knows no such slice.
         """
-        kept: list[Any] = []  # keeps the buffers alive during the call
+        buffers: list[Any] = []  # keeps the buffers alive during the call
         values = (_NamedValue * max(1, len(options)))()
-        for value, (key, given) in zip(values, options.items(), strict=False):
-            _fill(value, key, given, kept)
+        for value, (key, option) in zip(values, options.items(), strict=False):
+            _fill_named_value(value, key, option, buffers)
         encoded = name.encode()
         buffer = ctypes.create_string_buffer(encoded)
         filled = self.call(
@@ -232,11 +232,11 @@ class Topology:
     @cached_property
     def devices(self) -> dict[int, int]:
         """The handle of each device's description by its id, ascending, as torch_xla numbers them."""
-        found = {
+        handles = {
             self.library.call("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
             for device in self._devices
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(handles.items()))
 
     @property
     def device_ids(self) -> list[int]:
@@ -247,19 +247,19 @@ class Topology:
     def kind(self) -> str:
         """What libtpu calls the device: ``TPU v5 lite``."""
         _, text, size = self.library.call("PJRT_DeviceDescription_Kind", self._devices[0])[:3]
-        return _text(text, size)
+        return _read_text(text, size)
 
-    def attributes_of(self, device_id: int) -> dict[str, Value]:
+    def read_attributes(self, device_id: int) -> dict[str, Value]:
         """What libtpu says of a device: ``coords``, ``num_cores``, since 2026 also its memory."""
         device = self.devices[device_id]
         _, count, array = self.library.call("PJRT_DeviceDescription_Attributes", device)[:3]
-        return _named(array, count)
+        return _read_named_values(array, count)
 
     @cached_property
     def compiler(self) -> str:
         """The version of the compiler, with the day that it was built on."""
         _, text, size = self.library.call("PJRT_TopologyDescription_PlatformVersion", self.handle)[:3]
-        return _text(text, size)
+        return _read_text(text, size)
 
     def compile(self, module: bytes, *, form: str = "hlo", options: bytes | None = None) -> Executable:
         """Compile a module for devices of the slice.
@@ -273,7 +273,7 @@ class Topology:
             CompileError: it does not compile, or takes more memory than there is.
         """
         if options is None:
-            options = compile_options(self.device_ids, tupled=_takes_a_tuple(module))
+            options = compile_options(self.device_ids, tupled=_has_tuple_parameter(module))
         program = _Program(ctypes.sizeof(_Program))
         buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, form.encode(), options)]
         program.code, program.code_size = ctypes.addressof(buffers[0]), len(module)
@@ -296,39 +296,41 @@ class Executable:
         self._library = library
         self.handle = handle
 
-    def memory(self) -> Memory:
+    def read_memory(self) -> ExecutableMemory:
         """The device memory that it takes, by the compiler."""
-        return Memory(*self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6])
+        return ExecutableMemory(
+            *self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
+        )
 
-    def cost(self) -> tuple[float, float]:
+    def read_cost(self) -> tuple[float, float]:
         """FLOPs and bytes accessed of one device, by the compiler's cost analysis; 0 where it has none."""
         _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
-        found = _named(array, count)
-        numbers = (found.get("flops"), found.get("bytes accessed"))
-        flops, accessed = (float(one) if isinstance(one, int | float) else 0.0 for one in numbers)
+        analysis = _read_named_values(array, count)
+        numbers = (analysis.get("flops"), analysis.get("bytes accessed"))
+        flops, accessed = (float(number) if isinstance(number, int | float) else 0.0 for number in numbers)
         return flops, accessed
 
-    def results(self) -> list[tuple[int, list[int]]]:
+    def read_results(self) -> list[tuple[int, list[int]]]:
         """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""
         _, kinds, count = self._library.call("PJRT_Executable_OutputElementTypes", self.handle)[:3]
         _, _, sizes, ranks = self._library.call("PJRT_Executable_OutputDimensions", self.handle)[:4]
         if not count:
             return []
-        of_each = (ctypes.c_size_t * count).from_address(ranks)
-        left = iter((ctypes.c_int64 * sum(of_each)).from_address(sizes))
+        dim_counts = (ctypes.c_size_t * count).from_address(ranks)
+        dimensions = iter((ctypes.c_int64 * sum(dim_counts)).from_address(sizes))
         return [
-            (kind, [next(left) for _ in range(rank)])
-            for kind, rank in zip((ctypes.c_int * count).from_address(kinds), of_each, strict=True)
+            (kind, [next(dimensions) for _ in range(rank)])
+            for kind, rank in zip((ctypes.c_int * count).from_address(kinds), dim_counts, strict=True)
         ]
 
-    def program(self) -> bytes:
+    def read_program(self) -> bytes:
         """The scheduled module: a serialized ``HloModuleProto``."""
         program = _Program(ctypes.sizeof(_Program))
         self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
         buffer = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(buffer)
         self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
-        kind = _text(program.format, program.format_size)
+        kind = _read_text(program.format, program.format_size)
         if kind == "hlo_with_config":
             return bytes(messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
@@ -353,45 +355,45 @@ def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
         # Shardings may reach the results; else each is replicated.
         allow_spmd_sharding_propagation_to_output=[True],
     )
-    place_on(build, device_ids)
+    assign_devices(build, device_ids)
     options = messages.CompileOptions(parameter_is_tupled_arguments=tupled, executable_build_options=build)
     return bytes(options.SerializeToString())
 
 
-def _takes_a_tuple(module: bytes) -> bool:
+def _has_tuple_parameter(module: bytes) -> bool:
     parameters = messages.HloModuleProto.FromString(module).host_program_shape.parameters
     return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
 
-def _fill(into: _NamedValue, name: str, value: Value, kept: list[Any]) -> None:
+def _fill_named_value(into: _NamedValue, name: str, value: Value, buffers: list[Any]) -> None:
     buffer = ctypes.create_string_buffer(name.encode())
     into.struct_size = ctypes.sizeof(_NamedValue)
     into.name, into.name_size = ctypes.addressof(buffer), len(name.encode())
-    kept.append(buffer)
+    buffers.append(buffer)
     if isinstance(value, list):
         numbers = (ctypes.c_int64 * len(value))(*value)
         into.type, into.value, into.value_size = _INT64_LIST, ctypes.addressof(numbers), len(value)
-        kept.append(numbers)
+        buffers.append(numbers)
     elif isinstance(value, str):
         text = ctypes.create_string_buffer(value.encode())
         into.type, into.value, into.value_size = _STRING, ctypes.addressof(text), len(value.encode())
-        kept.append(text)
+        buffers.append(text)
     else:
         assert isinstance(value, int)
         into.type, into.value, into.value_size = _INT64, value, 1
 
 
-def _named(array: int, count: int) -> dict[str, Value]:
+def _read_named_values(array: int, count: int) -> dict[str, Value]:
     if not count:
         return {}
     values = (_NamedValue * count).from_address(array)
-    return {_text(value.name, value.name_size): _read(value) for value in values}
+    return {_read_text(value.name, value.name_size): _read(value) for value in values}
 
 
 def _read(value: _NamedValue) -> Value:
     raw = int(value.value)
     if value.type == _STRING:
-        return _text(raw, value.value_size)
+        return _read_text(raw, value.value_size)
     if value.type == _INT64:
         return ctypes.c_int64(raw).value
     if value.type == _INT64_LIST:
@@ -401,5 +403,5 @@ def _read(value: _NamedValue) -> Value:
     return bool(raw & 0xFF)
 
 
-def _text(address: int | None, size: int) -> str:
+def _read_text(address: int | None, size: int) -> str:
     return ctypes.string_at(address, size).decode("utf-8", "replace") if address and size else ""

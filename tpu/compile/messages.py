@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DecodeError", "buffer_donors", "messages", "place_on"]
+__all__ = ["DecodeError", "assign_devices", "encode_buffer_donors", "messages"]
 
 _FIELDS = """
 LayoutProto memory_space:8:int64
@@ -80,7 +80,8 @@ class _Messages:
         pool = descriptor_pool.DescriptorPool()
         pool.Add(file)
         self._descriptors = {
-            one.name: pool.FindMessageTypeByName(f"xla.{one.name}") for one in file.message_type
+            message_type.name: pool.FindMessageTypeByName(f"xla.{message_type.name}")
+            for message_type in file.message_type
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -92,16 +93,16 @@ class _Messages:
 messages: Any = _Messages()
 
 
-def place_on(build: Any, device_ids: Sequence[int]) -> None:
+def assign_devices(build: Any, device_ids: Sequence[int]) -> None:
     """Have ``build``, ``ExecutableBuildOptions``, ask for one program, a partition on each device."""
-    each = [messages.ComputationDevices(replica_device_ids=[one]) for one in device_ids]
+    each = [messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids]
     build.num_replicas, build.num_partitions = 1, len(each)
     build.device_assignment.CopyFrom(
         messages.DeviceAssignment(replica_count=1, computation_count=len(each), computation_devices=each)
     )
 
 
-def buffer_donors(parameters: Sequence[int]) -> bytes:
+def encode_buffer_donors(parameters: Sequence[int]) -> bytes:
     """What says in a serialized ``HloModuleProto``, to append to one, which buffers results may take over."""
     entries = [messages.BufferDonorEntry(parameter_number=number) for number in parameters]
     donors = messages.HloBufferDonorProto(entries=entries) if entries else None

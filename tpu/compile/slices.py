@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
-from portable.tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from portable.tpu.libtpu_flags import OURS, VARIABLE, add_missing_flags
 
 if TYPE_CHECKING:
     from portable.tpu.compile.libtpu import Topology, Value
@@ -54,7 +54,7 @@ _FLAGS = (
 
 
 @dataclass(frozen=True)
-class Slice:
+class TpuSlice:
     """One slice: ``v5e`` with ``4x4`` chips."""
 
     generation: str
@@ -67,27 +67,27 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        return math.prod(_sides(self.chips))
+        return math.prod(_parse_sides(self.chips))
 
     @property
     def options(self) -> dict[str, Value]:
         """What libtpu must be told besides the name."""
-        found = dict(GENERATIONS[self.generation].options)
-        sides = [*_sides(self.chips), 1, 1][:3]
+        options = dict(GENERATIONS[self.generation].options)
+        sides = [*_parse_sides(self.chips), 1, 1][:3]
         if math.prod(sides) < 4:  # libtpu assumes hosts of 2x2 chips
-            found["chips_per_host_bounds"] = sides
-        return found
+            options["chips_per_host_bounds"] = sides
+        return options
 
-    def hbm(self, topology: Topology) -> int:
+    def get_hbm_bytes(self, topology: Topology) -> int:
         """Bytes of a device's memory that a program may fill."""
-        told = topology.attributes_of(topology.device_ids[0]).get("device_memory_bytes_limit")
-        return told if isinstance(told, int) else GENERATIONS[self.generation].hbm
+        limit = topology.read_attributes(topology.device_ids[0]).get("device_memory_bytes_limit")
+        return limit if isinstance(limit, int) else GENERATIONS[self.generation].hbm
 
-    def environment(self, given: dict[str, str]) -> dict[str, str]:
+    def build_environment(self, base: dict[str, str]) -> dict[str, str]:
         """The variables with which libtpu compiles as in a run under torch_xla, and asks no metadata server.
 
         Args:
-            given: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
+            base: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
         """
         flags = (*OURS, *_FLAGS, *GENERATIONS[self.generation].flags)
         settings = {
@@ -96,10 +96,10 @@ class Slice:
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        return {**given, **settings, VARIABLE: with_missing(given.get(VARIABLE, ""), flags)}
+        return {**base, **settings, VARIABLE: add_missing_flags(base.get(VARIABLE, ""), flags)}
 
 
-def find_slice(device: str | None, devices: int, topology: str | None) -> Slice:
+def find_slice(device: str | None, devices: int, topology: str | None) -> TpuSlice:
     """The slice of ``devices`` chips.
 
     Args:
@@ -112,27 +112,27 @@ def find_slice(device: str | None, devices: int, topology: str | None) -> Slice:
     """
     if device is None or device not in GENERATIONS:
         raise UserError(f"--compile: needs --device {', '.join(GENERATIONS)}, not {device or 'none'}")
-    known = GENERATIONS[device]
+    generation = GENERATIONS[device]
     if topology is None:
-        sizes = {math.prod(_sides(chips)): chips for chips in known.slices}
+        sizes = {math.prod(_parse_sides(chips)): chips for chips in generation.slices}
         if devices not in sizes:
             nearest = sorted(sorted(sizes, key=lambda size: abs(size - devices))[:2])
             raise UserError(
                 f"--devices: no slice of {device} has {devices} chips; the nearest have "
                 f"{' and '.join(map(str, nearest))}"
             )
-        return Slice(device, sizes[devices])
-    axes = "x".join("ABC"[: known.axes])
-    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{known.axes - 1}}}", topology):
+        return TpuSlice(device, sizes[devices])
+    axes = "x".join("ABC"[: generation.axes])
+    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{generation.axes - 1}}}", topology):
         raise UserError(
             f"--topology: {topology!r} does not name the chips of a {device} slice as {axes}; "
-            f"known are {', '.join(known.slices)}"
+            f"known are {', '.join(generation.slices)}"
         )
-    found = Slice(device, topology)
-    if found.devices != devices:
-        raise UserError(f"--topology: {topology} has {found.devices} chips, but --devices is {devices}")
-    return found
+    tpu_slice = TpuSlice(device, topology)
+    if tpu_slice.devices != devices:
+        raise UserError(f"--topology: {topology} has {tpu_slice.devices} chips, but --devices is {devices}")
+    return tpu_slice
 
 
-def _sides(chips: str) -> list[int]:
+def _parse_sides(chips: str) -> list[int]:
     return [int(side) for side in chips.split("x")]

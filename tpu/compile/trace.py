@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.checks import check
-from portable.tpu.compile.child import ask, last_words
+from portable.tpu.compile.child import ask, explain_exit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,19 +67,19 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "CPU_NUM_DEVICES": str(devices),
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
-    found = ask(
+    response = ask(
         "from portable.tpu.xla.tracing import main; main()",
         answer,
         hardware,
-        given=config,
+        request=config,
         environment=environment,
         failure=lambda *ended: (
-            f"{config.model.key}: the graphs of a step cannot be traced ({last_words(*ended)})"
+            f"{config.model.key}: the graphs of a step cannot be traced ({explain_exit(*ended)})"
         ),
     )
     return [
         Traced(graph["name"], folder / graph["file"], devices, graph["donated"], graph["seconds"])
-        for graph in found["graphs"]
+        for graph in response["graphs"]
     ]
 
 

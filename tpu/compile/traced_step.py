@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from portable.adapters.assemble import planned
-from portable.batch_plan import batch_plan
+from portable.adapters.assemble import resolve_for_plan
+from portable.batch_plan import build_batch_plan
 from portable.errors import UserError
-from portable.model.training_loss import STATISTICS, Outputs, TrainingLoss, training_loss
-from portable.planner.activations import fake_batch
+from portable.model.training_loss import STATISTICS, Outputs, TrainingLoss, build_training_loss
+from portable.planner.activations import build_fake_batch
 from portable.planner.passes import Request
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class TracedStep(NamedTuple):
     """A micro-batch, on the CPU; no value of it means anything."""
 
 
-def traced_step(config: RunConfig, backend: Backend, *, parts: int) -> TracedStep:
+def build_traced_step(config: RunConfig, backend: Backend, *, parts: int) -> TracedStep:
     """What a step of ``config`` takes on ``backend``.
 
     Args:
@@ -44,32 +44,32 @@ def traced_step(config: RunConfig, backend: Backend, *, parts: int) -> TracedSte
     Raises:
         UserError: if a run would refuse the config.
     """
-    config, model, _ = planned(config)
-    plan = batch_plan(config, backend)
+    config, model, _ = resolve_for_plan(config)
+    plan = build_batch_plan(config, backend)
     shown = config.replaced({"context_parallel_size": parts})
     # Not as on a CPU, which attends to each document by itself: here a mask keeps them apart.
-    request = Request.of(shown, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True)
-    batch = fake_batch(model, request)
+    request = Request.from_config(shown, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True)
+    batch = build_fake_batch(model, request)
     if config.data.sequences > 1:
         batch = {name: rows.unflatten(0, (-1, config.data.sequences)) for name, rows in batch.items()}
-    loss = training_loss(config)
+    loss = build_training_loss(config)
     if loss is not None and loss.once is not None:
-        batch |= _computed_once(loss, batch)
+        batch |= _build_once_zeros(loss, batch)
     return TracedStep(config, model, plan, batch)
 
 
-def _computed_once(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
+def _build_once_zeros(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
     """Zeros, shaped as what ``loss`` computes of each sample before a run."""
     shapes = {name: rows.to("meta") for name, rows in batch.items()}
     value = torch.zeros(shapes["labels"].shape, device="meta")
 
-    def outputs(*_: Any, **__: Any) -> Outputs:
+    def build_outputs(*_: Any, **__: Any) -> Outputs:
         return Outputs(**dict.fromkeys(STATISTICS, value))
 
     try:
-        found = loss.once(outputs, shapes)  # type: ignore[misc]
+        values = loss.once(build_outputs, shapes)  # type: ignore[misc]
     except Exception as error:  # code of the user, which may read values or need logits
         raise UserError(
             f"--compile: {loss.key}: what it computes once is not known here; leave out --compile"
         ) from error
-    return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in found.items()}
+    return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in values.items()}

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled_graph import CompiledGraph
-from portable.tpu.compile.child import answers, answers_and_ends, given
-from portable.tpu.compile.hlo import Module
+from portable.tpu.compile.child import read_request, write_answer, write_answer_and_exit
+from portable.tpu.compile.hlo import HloModule
 from portable.tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
 from portable.tpu.compile.messages import messages
-from portable.tpu.compile.report import analyse
+from portable.tpu.compile.report import analyze_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.tpu.compile.libtpu import Executable
-    from portable.tpu.compile.slices import Slice
+    from portable.tpu.compile.slices import TpuSlice
 
 DUMP = "dump"
 """A folder beside the answer, in which the compiler says what it does."""
@@ -41,7 +41,7 @@ class Job:
 
     library: Path
     """libtpu."""
-    wanted: Slice
+    wanted: TpuSlice
     graphs: Mapping[str, Path]
     """Name -> file with a serialized ``HloModuleProto``."""
     large: int
@@ -52,17 +52,17 @@ class Job:
 
 def main() -> None:
     """Compile what standard input asks for."""
-    job: Job = given()
+    job: Job = read_request()
     try:
-        answer = run(job, Path(sys.argv[1]).with_name(DUMP) if job.only_memory else None)
+        answer = run_job(job, Path(sys.argv[1]).with_name(DUMP) if job.only_memory else None)
     except (CompileError, InterfaceError) as error:
         answer = {"error": str(error)}
     if job.only_memory:
-        answers_and_ends(answer)  # the compiler goes on
-    answers(answer)
+        write_answer_and_exit(answer)  # the compiler goes on
+    write_answer(answer)
 
 
-def run(job: Job, dumped: Path | None) -> dict[str, Any]:
+def run_job(job: Job, dumped: Path | None) -> dict[str, Any]:
     """Compile every graph.
 
     Args:
@@ -73,24 +73,24 @@ def run(job: Job, dumped: Path | None) -> dict[str, Any]:
         CompileError: libtpu knows no such slice. The refusal of a graph is part of the answer.
         InterfaceError: it is no libtpu, or of another interface.
     """
-    topology = Libtpu(job.library).topology(job.wanted.name, **job.wanted.options)
+    topology = Libtpu(job.library).open_topology(job.wanted.name, **job.wanted.options)
     answers = []
     for name, path in job.graphs.items():
         print(name, flush=True)
         module = path.read_bytes()
         try:
             if dumped is None:
-                found = compile_graph(topology, name, module, job.large)
+                graph = compile_graph(topology, name, module, job.large)
             else:
-                found = schedule_graph(topology, name, module, job.large, dumped)
-            answers.append(asdict(found))
+                graph = schedule_graph(topology, name, module, job.large, dumped)
+            answers.append(asdict(graph))
         except CompileError as error:
-            place = named_in(str(error), module)
+            place = find_named_operation(str(error), module)
             answers.append({"name": name, "error": str(error), "code": error.code, "place": place})
     return {
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
-        "hbm_bytes": job.wanted.hbm(topology),
+        "hbm_bytes": job.wanted.get_hbm_bytes(topology),
         "graphs": answers,
     }
 
@@ -109,12 +109,14 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
     """
     start = time.monotonic()
     executable = topology.compile(module)
-    found = measured(executable, name, len(topology.device_ids), large, time.monotonic() - start)
+    graph = measure_graph(executable, name, len(topology.device_ids), large, time.monotonic() - start)
     executable.close()
-    return found
+    return graph
 
 
-def measured(executable: Executable, name: str, devices: int, large: int, seconds: float) -> CompiledGraph:
+def measure_graph(
+    executable: Executable, name: str, devices: int, large: int, seconds: float
+) -> CompiledGraph:
     """What became of a graph.
 
     Args:
@@ -124,8 +126,8 @@ def measured(executable: Executable, name: str, devices: int, large: int, second
         large: elements from which a value is listed.
         seconds: that it took to compile.
     """
-    memory, (flops, accessed) = executable.memory(), executable.cost()
-    report = analyse(executable.program(), devices, large)
+    memory, (flops, accessed) = executable.read_memory(), executable.read_cost()
+    report = analyze_module(executable.read_program(), devices, large)
     notes = []
     if report.unknown_loops:
         notes.append(f"{report.unknown_loops} loops of unknown length count as one pass")
@@ -175,10 +177,10 @@ def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dum
     written = next(dumped.glob(_SCHEDULED), None)
     if written is None:
         raise InterfaceError("libtpu does not write its schedule; leave out --only-memory")
-    found = messages.HloProto.FromString(written.read_bytes())
-    report = analyse(found.hlo_module, len(topology.device_ids), large)
+    proto = messages.HloProto.FromString(written.read_bytes())
+    report = analyze_module(proto.hlo_module, len(topology.device_ids), large)
     sizes = Counter[str]()
-    for allocation in found.buffer_assignment.buffer_allocations:
+    for allocation in proto.buffer_assignment.buffer_allocations:
         if allocation.color:
             continue  # not in HBM
         is_input, is_result = allocation.is_entry_parameter, allocation.maybe_live_out
@@ -203,7 +205,7 @@ def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dum
     )
 
 
-def named_in(message: str, module: bytes) -> str:
+def find_named_operation(message: str, module: bytes) -> str:
     """Where in the model an operation comes from that a message names; empty if it names none.
 
     Args:
@@ -211,9 +213,9 @@ def named_in(message: str, module: bytes) -> str:
         module: the ``HloModuleProto`` that it refused.
     """
     words = set(re.findall(r"[\w.-]+", message))
-    for computation in Module(module).computations.values():
+    for computation in HloModule(module).computations.values():
         for instruction in computation.instructions:
             if {instruction.name, instruction.custom_call_target} & words:
-                found = filter(None, (instruction.operation(), instruction.source()))
-                return " at ".join(found) or instruction.name
+                parts = filter(None, (instruction.operation(), instruction.source()))
+                return " at ".join(parts) or instruction.name
     return ""

@@ -19,8 +19,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from portable.tpu.compile.libtpu import CompileError
-from portable.tpu.compile.messages import messages, place_on
-from portable.tpu.compile.worker import measured
+from portable.tpu.compile.messages import assign_devices, messages
+from portable.tpu.compile.worker import measure_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Buffer:
     """Its first bytes; all others are zero."""
 
     @classmethod
-    def of(cls, kind: int, sizes: Sequence[int]) -> Buffer:
+    def from_sizes(cls, kind: int, sizes: Sequence[int]) -> Buffer:
         return cls(kind, (ctypes.c_int64 * max(len(sizes), 1))(*sizes), len(sizes))
 
     @property
@@ -58,7 +58,7 @@ class Buffer:
 
 
 @dataclass
-class Program:
+class CompiledProgram:
     """A compiled program."""
 
     graph: CompiledGraph
@@ -78,24 +78,26 @@ class DryChip:
 
     def __init__(self, topology: Topology, large: int, refuse: Callable[[CompileError], None]) -> None:
         self._topology, self._large, self._refuse = topology, large, refuse
-        self.programs: dict[int, Program] = {}
+        self.programs: dict[int, CompiledProgram] = {}
         self.runs: Counter[int] = Counter()
         """How often each program has run."""
-        self._held: dict[int, Buffer] = {}
+        self._live_buffers: dict[int, Buffer] = {}
         self.live = 0
         """Bytes of buffers."""
         self.peak = 0
         """The most bytes of buffers and of the program that ran beside them."""
-        self._kept: list[Any] = []
+        self._references: list[Any] = []
         self._libc = ctypes.CDLL(None)
         self._libc.aligned_alloc.restype = ctypes.c_void_p
         self._handles = count(_ALIGNED, _ALIGNED)
-        self._memory, self._event = (self._kept_at(*[0] * 8) for _ in range(2))
-        allocator = self._kept_at(32, _HOST_ALLOCATOR, 0, self._callback(self._allocate))
-        replaced = {position: self._callback(answer) for position, answer in self._answers().items()}
+        self._memory, self._event = (self._store_values(*[0] * 8) for _ in range(2))
+        allocator = self._store_values(32, _HOST_ALLOCATOR, 0, self._make_callback(self._allocate))
+        replaced = {
+            position: self._make_callback(answer) for position, answer in self._build_answers().items()
+        }
         topology.library.replace(replaced, extensions=allocator)
 
-    def _callback(self, answer: Callable[[Any], Sequence[int] | None]) -> int:
+    def _make_callback(self, answer: Callable[[Any], Sequence[int] | None]) -> int:
         """A function of the table.
 
         Args:
@@ -103,196 +105,200 @@ class DryChip:
                 on, or has filled them in.
         """
 
-        def called(address: int) -> None:
+        def invoke(address: int) -> None:
             size = ctypes.c_size_t.from_address(address).value
             try:
-                given = (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
-                fields: list[Any] = list(answer(given) or ())
-                given[1 : 1 + len(fields)] = fields
+                arguments = (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
+                fields: list[Any] = list(answer(arguments) or ())
+                arguments[1 : 1 + len(fields)] = fields
             except CompileError as error:
                 self._refuse(error)
             except BaseException:  # nothing may be raised into C code
                 traceback.print_exc()
                 os._exit(70)
 
-        function = _FUNCTION(called)
-        self._kept.append(function)
-        return _address(function)
+        function = _FUNCTION(invoke)
+        self._references.append(function)
+        return _get_address(function)
 
-    def _kept_at(self, *values: int) -> int:
+    def _store_values(self, *values: int) -> int:
         """The address of ``values``, eight bytes each."""
-        kept = (ctypes.c_uint64 * len(values))(*values)
-        self._kept.append(kept)
-        return ctypes.addressof(kept)
+        array = (ctypes.c_uint64 * len(values))(*values)
+        self._references.append(array)
+        return ctypes.addressof(array)
 
-    def _text(self, text: bytes) -> tuple[int, int]:
-        kept = ctypes.create_string_buffer(text)
-        self._kept.append(kept)
-        return ctypes.addressof(kept), len(text)
+    def _store_text(self, text: bytes) -> tuple[int, int]:
+        buffer = ctypes.create_string_buffer(text)
+        self._references.append(buffer)
+        return ctypes.addressof(buffer), len(text)
 
-    def _answers(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
+    def _build_answers(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
         """By position in PJRT's table, which only grows at its end. See pjrt_c_api.h for the structs."""
-        topology, held, memory = self._topology, self._held, self._memory
+        topology, buffers, memory = self._topology, self._live_buffers, self._memory
         numbers = {chip: number for number, chip in topology.devices.items()}
         chips = list(numbers)
-        here = _always(self._kept_at(chips[0]), 1)
-        memories = _always(self._kept_at(memory), 1)
-        kind = _always(*self._text(b"device"))
+        here = _make_constant_answer(self._store_values(chips[0]), 1)
+        memories = _make_constant_answer(self._store_values(memory), 1)
+        kind = _make_constant_answer(*self._store_text(b"device"))
 
-        def looked_up(given: Any) -> Sequence[int]:
-            return given[1], topology.devices[given[1] & 0xFFFFFFFF]
+        def look_up_device(arguments: Any) -> Sequence[int]:
+            return arguments[1], topology.devices[arguments[1] & 0xFFFFFFFF]
 
-        def copied(given: Any) -> Sequence[int]:
-            return given[1], self._made(held[given[0]])
+        def copy_buffer(arguments: Any) -> Sequence[int]:
+            return arguments[1], self._add_buffer(buffers[arguments[0]])
 
         return {
             # Events: all have happened.
-            5: _always(),  # Event_Destroy
-            6: _always(1),  # Event_IsReady
-            7: _always(),  # Event_Error
-            8: _always(),  # Event_Await
+            5: _make_constant_answer(),  # Event_Destroy
+            6: _make_constant_answer(1),  # Event_IsReady
+            7: _make_constant_answer(),  # Event_Error
+            8: _make_constant_answer(),  # Event_Await
             9: lambda given: _WHEN_READY(given[1])(None, given[2]),  # Event_OnReady
             # The client, its devices and their memory.
             10: lambda given: [*given[1:6], topology.handle],  # Client_Create
-            11: _always(),  # Client_Destroy
-            12: _always(*self._text(b"tpu")),  # Client_PlatformName
-            13: _always(0),  # Client_ProcessIndex
-            14: _always(*self._text(topology.compiler.encode())),  # Client_PlatformVersion
-            15: _always(self._kept_at(*chips), len(chips)),  # Client_Devices
+            11: _make_constant_answer(),  # Client_Destroy
+            12: _make_constant_answer(*self._store_text(b"tpu")),  # Client_PlatformName
+            13: _make_constant_answer(0),  # Client_ProcessIndex
+            14: _make_constant_answer(
+                *self._store_text(topology.compiler.encode())
+            ),  # Client_PlatformVersion
+            15: _make_constant_answer(self._store_values(*chips), len(chips)),  # Client_Devices
             16: here,  # Client_AddressableDevices
-            17: looked_up,  # Client_LookupDevice
-            18: looked_up,  # Client_LookupAddressableDevice
+            17: look_up_device,  # Client_LookupDevice
+            18: look_up_device,  # Client_LookupAddressableDevice
             19: memories,  # Client_AddressableMemories
             24: lambda given: [numbers[given[0]]],  # DeviceDescription_ProcessIndex: a process a chip
             29: lambda given: [given[0]],  # Device_GetDescription
             30: lambda given: [given[0] == chips[0]],  # Device_IsAddressable
-            31: _always(0),  # Device_LocalHardwareId
+            31: _make_constant_answer(0),  # Device_LocalHardwareId
             32: memories,  # Device_AddressableMemories
-            33: _always(memory),  # Device_DefaultMemory
-            35: _always(0),  # Memory_Id
+            33: _make_constant_answer(memory),  # Device_DefaultMemory
+            35: _make_constant_answer(0),  # Memory_Id
             36: kind,  # Memory_Kind
             37: kind,  # Memory_DebugString
             38: kind,  # Memory_ToString
             39: here,  # Memory_AddressableByDevices
-            95: _always(topology.handle),  # Client_TopologyDescription
-            97: _always(0),  # Memory_Kind_Id
-            128: self._attributes,  # Device_GetAttributes
+            95: _make_constant_answer(topology.handle),  # Client_TopologyDescription
+            97: _make_constant_answer(0),  # Memory_Kind_Id
+            128: self._get_attributes,  # Device_GetAttributes
             # Programs.
             20: self._compile,  # Client_Compile
-            40: _always(),  # Executable_Destroy
-            50: _always(),  # LoadedExecutable_Destroy
+            40: _make_constant_answer(),  # Executable_Destroy
+            50: _make_constant_answer(),  # LoadedExecutable_Destroy
             51: lambda given: [given[0]],  # LoadedExecutable_GetExecutable
             52: here,  # LoadedExecutable_AddressableDevices
-            53: _always(),  # LoadedExecutable_Delete
-            54: _always(0),  # LoadedExecutable_IsDeleted
+            53: _make_constant_answer(),  # LoadedExecutable_Delete
+            54: _make_constant_answer(0),  # LoadedExecutable_IsDeleted
             55: self._execute,  # LoadedExecutable_Execute
             117: lambda given: self.programs[given[0]].assignment,  # LoadedExecutable_GetDeviceAssignment
-            130: _always(self._kept_at(0), 1),  # LoadedExecutable_AddressableDeviceLogicalIds
+            130: _make_constant_answer(
+                self._store_values(0), 1
+            ),  # LoadedExecutable_AddressableDeviceLogicalIds
             # Buffers.
-            22: self._from_host,  # Client_BufferFromHostBuffer
+            22: self._copy_from_host,  # Client_BufferFromHostBuffer
             58: self._destroy,  # Buffer_Destroy
-            59: lambda given: [held[given[0]].kind],  # Buffer_ElementType
-            60: self._shape,  # Buffer_Dimensions
-            61: self._shape,  # Buffer_UnpaddedDimensions
-            62: _always(0, 0),  # Buffer_DynamicDimensionIndices
-            64: lambda given: [held[given[0]].bytes],  # Buffer_OnDeviceSizeInBytes
-            65: _always(chips[0]),  # Buffer_Device
-            66: _always(memory),  # Buffer_Memory
-            67: _always(),  # Buffer_Delete
-            68: _always(0),  # Buffer_IsDeleted
-            69: copied,  # Buffer_CopyToDevice
-            70: self._to_host,  # Buffer_ToHostBuffer
-            71: _always(0),  # Buffer_IsOnCpu
-            72: _always(self._event),  # Buffer_ReadyEvent
-            92: copied,  # Buffer_CopyToMemory
+            59: lambda given: [buffers[given[0]].kind],  # Buffer_ElementType
+            60: self._get_shape,  # Buffer_Dimensions
+            61: self._get_shape,  # Buffer_UnpaddedDimensions
+            62: _make_constant_answer(0, 0),  # Buffer_DynamicDimensionIndices
+            64: lambda given: [buffers[given[0]].bytes],  # Buffer_OnDeviceSizeInBytes
+            65: _make_constant_answer(chips[0]),  # Buffer_Device
+            66: _make_constant_answer(memory),  # Buffer_Memory
+            67: _make_constant_answer(),  # Buffer_Delete
+            68: _make_constant_answer(0),  # Buffer_IsDeleted
+            69: copy_buffer,  # Buffer_CopyToDevice
+            70: self._copy_to_host,  # Buffer_ToHostBuffer
+            71: _make_constant_answer(0),  # Buffer_IsOnCpu
+            72: _make_constant_answer(self._event),  # Buffer_ReadyEvent
+            92: copy_buffer,  # Buffer_CopyToMemory
         }
 
     # -- the client ---------------------------------------------------------------------------------------
 
-    def _attributes(self, given: Any) -> Sequence[int]:
-        _, size, array = self._topology.library.call("PJRT_DeviceDescription_Attributes", given[0])[:3]
-        return array, size, array, _address(_FREES_NOTHING)
+    def _get_attributes(self, arguments: Any) -> Sequence[int]:
+        _, size, array = self._topology.library.call("PJRT_DeviceDescription_Attributes", arguments[0])[:3]
+        return array, size, array, _get_address(_FREES_NOTHING)
 
-    def _allocate(self, given: Any) -> None:
+    def _allocate(self, arguments: Any) -> None:
         """Memory of the host, from which a chip can copy."""
-        size = ctypes.c_size_t(-(-given[1] // _ALIGNED) * _ALIGNED)
-        given[3:6] = self._libc.aligned_alloc(_ALIGNED, size) or 0, _address(self._libc.free), 0
+        size = ctypes.c_size_t(-(-arguments[1] // _ALIGNED) * _ALIGNED)
+        arguments[3:6] = self._libc.aligned_alloc(_ALIGNED, size) or 0, _get_address(self._libc.free), 0
 
     # -- programs -----------------------------------------------------------------------------------------
 
-    def _compile(self, given: Any) -> None:
-        program = (ctypes.c_uint64 * 4).from_address(given[1] + 16)
+    def _compile(self, arguments: Any) -> None:
+        program = (ctypes.c_uint64 * 4).from_address(arguments[1] + 16)
         code = ctypes.string_at(program[0], program[1])
-        options = messages.CompileOptions.FromString(ctypes.string_at(given[2], given[3]))
+        options = messages.CompileOptions.FromString(ctypes.string_at(arguments[2], arguments[3]))
         build = options.executable_build_options
         chips = build.num_partitions or 1
-        place_on(build, self._topology.device_ids[:chips])
+        assign_devices(build, self._topology.device_ids[:chips])
         start = time.monotonic()
         executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
         seconds = time.monotonic() - start
-        assignment, size = self._text(build.device_assignment.SerializeToString())
-        self.programs[executable.handle] = Program(
-            measured(executable, "a program", chips, self._large, seconds),
-            [Buffer.of(*result) for result in executable.results()],
-            (assignment, size, assignment, _address(_FREES_NOTHING)),
+        assignment, size = self._store_text(build.device_assignment.SerializeToString())
+        self.programs[executable.handle] = CompiledProgram(
+            measure_graph(executable, "a program", chips, self._large, seconds),
+            [Buffer.from_sizes(*result) for result in executable.read_results()],
+            (assignment, size, assignment, _get_address(_FREES_NOTHING)),
         )
-        given[4] = executable.handle
+        arguments[4] = executable.handle
 
-    def _execute(self, given: Any) -> None:
-        program = self.programs[given[0]]
-        self.runs[given[0]] += 1
+    def _execute(self, arguments: Any) -> None:
+        program = self.programs[arguments[0]]
+        self.runs[arguments[0]] += 1
         self.peak = max(self.peak, self.live + program.graph.working_bytes)
         values = b""
-        if program.graph.collectives and given[4] == 1:  # what the others send is zero
-            (argument,) = _row(given[2], 1)
-            values = self._held[argument].values
-        row = _row(given[5], len(program.outputs))
+        if program.graph.collectives and arguments[4] == 1:  # what the others send is zero
+            (argument,) = _read_first_row(arguments[2], 1)
+            values = self._live_buffers[argument].values
+        row = _read_first_row(arguments[5], len(program.outputs))
         for index, output in enumerate(program.outputs):
-            row[index] = self._made(replace(output, values=values))
-        if given[6]:
-            ctypes.c_uint64.from_address(given[6]).value = self._event
+            row[index] = self._add_buffer(replace(output, values=values))
+        if arguments[6]:
+            ctypes.c_uint64.from_address(arguments[6]).value = self._event
 
     # -- buffers ------------------------------------------------------------------------------------------
 
-    def _made(self, buffer: Buffer) -> int:
+    def _add_buffer(self, buffer: Buffer) -> int:
         handle = next(self._handles)
-        self._held[handle] = buffer
+        self._live_buffers[handle] = buffer
         self.live += buffer.bytes
         self.peak = max(self.peak, self.live)
         return handle
 
-    def _from_host(self, given: Any) -> None:
-        sizes = (ctypes.c_int64 * given[4]).from_address(given[3]) if given[4] else ()
-        buffer = Buffer.of(given[2] & 0xFFFFFFFF, sizes)
+    def _copy_from_host(self, arguments: Any) -> None:
+        sizes = (ctypes.c_int64 * arguments[4]).from_address(arguments[3]) if arguments[4] else ()
+        buffer = Buffer.from_sizes(arguments[2] & 0xFFFFFFFF, sizes)
         if buffer.bytes <= _SMALL:
-            buffer = replace(buffer, values=ctypes.string_at(given[1], buffer.bytes))
-        given[11], given[12] = self._event, self._made(buffer)
+            buffer = replace(buffer, values=ctypes.string_at(arguments[1], buffer.bytes))
+        arguments[11], arguments[12] = self._event, self._add_buffer(buffer)
 
-    def _destroy(self, given: Any) -> None:
-        self.live -= self._held.pop(given[0]).bytes
+    def _destroy(self, arguments: Any) -> None:
+        self.live -= self._live_buffers.pop(arguments[0]).bytes
 
-    def _shape(self, given: Any) -> Sequence[int]:
-        buffer = self._held[given[0]]
+    def _get_shape(self, arguments: Any) -> Sequence[int]:
+        buffer = self._live_buffers[arguments[0]]
         return ctypes.addressof(buffer.shape), buffer.rank
 
-    def _to_host(self, given: Any) -> None:
-        buffer = self._held[given[0]]
-        if given[2]:
-            ctypes.memset(given[2], 0, given[3])
-            ctypes.memmove(given[2], buffer.values, min(given[3], len(buffer.values)))
-            given[4] = self._event
+    def _copy_to_host(self, arguments: Any) -> None:
+        buffer = self._live_buffers[arguments[0]]
+        if arguments[2]:
+            ctypes.memset(arguments[2], 0, arguments[3])
+            ctypes.memmove(arguments[2], buffer.values, min(arguments[3], len(buffer.values)))
+            arguments[4] = self._event
         else:
-            given[3] = buffer.bytes
+            arguments[3] = buffer.bytes
 
 
-def _always(*fields: int) -> Callable[[Any], Sequence[int]]:
+def _make_constant_answer(*fields: int) -> Callable[[Any], Sequence[int]]:
     return lambda given: fields
 
 
-def _address(function: Any) -> int:
+def _get_address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _row(addresses: int, length: int) -> Any:
+def _read_first_row(addresses: int, length: int) -> Any:
     """What the first of the rows behind ``addresses``, a device's, holds."""
     return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)

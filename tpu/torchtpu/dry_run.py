@@ -19,17 +19,17 @@ import torch
 from portable.checks import check
 from portable.engines.backend import TorchBackend
 from portable.engines.torch_device import TorchDevice
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.loop import train_step
-from portable.model.parameters import state_tensors
+from portable.model.parameters import get_state_tensors
 from portable.model.tensors import ComputedTensor
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph
-from portable.temporary_folder import scratch_folder
-from portable.tpu.compile.child import answers_and_ends, ask, given, last_words
-from portable.tpu.compile.compiler import NO_VALUES, find_library, summary
+from portable.temporary_folder import create_scratch_folder
+from portable.tpu.compile.child import ask, explain_exit, read_request, write_answer_and_exit
+from portable.tpu.compile.compiler import NO_VALUES, find_library, summarize_answers
 from portable.tpu.compile.libtpu import CompileError, Libtpu
-from portable.tpu.compile.slices import Slice, find_slice
-from portable.tpu.compile.traced_step import traced_step
+from portable.tpu.compile.slices import TpuSlice, find_slice
+from portable.tpu.compile.traced_step import build_traced_step
 from portable.tpu.torchtpu import of_torch_tpu
 from portable.tpu.torchtpu.dry_chip import DryChip
 
@@ -55,21 +55,23 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     check(config, late=True)
     wanted = find_slice(target.device, target.devices, target.topology)
     library = find_library()
-    with scratch_folder("portable-compile") as folder:
+    with create_scratch_folder("portable-compile") as folder:
         answer = ask(
             "from portable.tpu.torchtpu.dry_run import main; main()",
             folder / "answer.json",
-            given=(config, wanted, library.path, target.large or NO_VALUES),
-            environment=wanted.environment(dict(os.environ)) | _launch_environment(wanted),
+            request=(config, wanted, library.path, target.large or NO_VALUES),
+            environment=wanted.build_environment(dict(os.environ)) | _launch_environment(wanted),
             failure=lambda *ended: (
-                f"--compile: a step of {config.model.key} cannot be traced ({last_words(*ended)})"
+                f"--compile: a step of {config.model.key} cannot be traced ({explain_exit(*ended)})"
             ),
         )
-    found = summary(wanted, library, [answer])
-    return replace(found, notes=(_NOTE.format(programs=answer["programs"]),)) if found.graphs else found
+    compiled = summarize_answers(wanted, library, [answer])
+    return (
+        replace(compiled, notes=(_NOTE.format(programs=answer["programs"]),)) if compiled.graphs else compiled
+    )
 
 
-def _launch_environment(wanted: Slice) -> dict[str, str]:
+def _launch_environment(wanted: TpuSlice) -> dict[str, str]:
     """What torch_tpu asks of the launcher of a rank."""
     sides = [*wanted.chips.split("x"), "1", "1"][:3]
     addresses = [f"localhost:{8000 + rank}" for rank in range(wanted.devices)]
@@ -89,25 +91,25 @@ def _launch_environment(wanted: Slice) -> dict[str, str]:
 
 
 def main() -> None:
-    config, wanted, library, large = given()
+    config, wanted, library, large = read_request()
     os.environ["TPU_LIBRARY_PATH"] = str(library)
-    topology = Libtpu(library).topology(wanted.name, **wanted.options)
-    answer = {"compiler": topology.compiler, "hbm_bytes": wanted.hbm(topology)}
+    topology = Libtpu(library).open_topology(wanted.name, **wanted.options)
+    answer = {"compiler": topology.compiler, "hbm_bytes": wanted.get_hbm_bytes(topology)}
 
     def refuse(error: CompileError) -> None:
         graph = {"name": "a program", "error": str(error), "code": error.code, "place": ""}
-        answers_and_ends(answer | {"graphs": [graph]})
+        write_answer_and_exit(answer | {"graphs": [graph]})
 
     try:
         chip = DryChip(topology, large, refuse)
-        step = dry_run(config, topology, chip)
+        step = run_step(config, topology, chip)
         answer |= {"graphs": [asdict(step)], "programs": len(chip.programs)}
     except Exception as error:  # not past here: Python would end beneath threads that call it
-        said = one_line(str(error).strip().splitlines()[0])
+        said = to_one_line(str(error).strip().splitlines()[0])
         if not isinstance(error, UserError):
             said = f"--compile: a step of {config.model.key} cannot be traced ({said})"
         answer = {"refused": said}
-    answers_and_ends(answer)  # the runtime's threads would wait for the other ranks
+    write_answer_and_exit(answer)  # the runtime's threads would wait for the other ranks
 
 
 class DryDevice(TorchDevice):
@@ -117,11 +119,11 @@ class DryDevice(TorchDevice):
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         of_torch_tpu.load()
-        of_torch_tpu.wait_without_the_lock()
+        of_torch_tpu.wait_without_lock()
         return torch.device("tpu", 0)
 
 
-def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGraph:
+def run_step(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGraph:
     """A step of the first rank, all its programs as one.
 
     Args:
@@ -133,11 +135,13 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
     backend = TorchBackend(DryDevice())
     if backend.world_size > 1:
         of_torch_tpu.start_alone(topology)
-    config, model, plan, batch = traced_step(config, backend, parts=config.context_parallel_size)
+    config, model, plan, batch = build_traced_step(config, backend, parts=config.context_parallel_size)
     engine = backend.prepare(model, config)
     zero = torch.zeros(())
-    shapes = {name: tensor.shape for name, tensor in state_tensors(model).items()}
-    engine.load_weights({name: ComputedTensor.of(zero.expand(shape)) for name, shape in shapes.items()})
+    shapes = {name: tensor.shape for name, tensor in get_state_tensors(model).items()}
+    engine.load_weights(
+        {name: ComputedTensor.from_tensor(zero.expand(shape)) for name, shape in shapes.items()}
+    )
     counts = []
     # The first makes the optimizer's state, and the second DDP's buckets.
     for micro_batches in (1, 1, 1, min(2, plan.accumulation_steps)):
@@ -156,10 +160,10 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
     once, twice = counts[-2:]
     repeated = plan.accumulation_steps - 1
     runs = Counter({key: once[key] + repeated * (twice[key] - once[key]) for key in twice | once})
-    return _whole(chip, runs, round(time.monotonic() - start, 2))
+    return _combine_programs(chip, runs, round(time.monotonic() - start, 2))
 
 
-def _whole(chip: DryChip, runs: Counter[int], seconds: float) -> CompiledGraph:
+def _combine_programs(chip: DryChip, runs: Counter[int], seconds: float) -> CompiledGraph:
     """All programs of a step as one.
 
     Args:
@@ -173,8 +177,8 @@ def _whole(chip: DryChip, runs: Counter[int], seconds: float) -> CompiledGraph:
     collectives: dict[str, Collective] = {}
     for graph, times in graphs:
         calls.update(graph.custom_calls)
-        for kind, found in graph.collectives.items():
-            collectives[kind] = collectives.get(kind, Collective()) + found * times
+        for kind, collective in graph.collectives.items():
+            collectives[kind] = collectives.get(kind, Collective()) + collective * times
     return CompiledGraph(
         name="step",
         argument_bytes=chip.live,

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from portable.private import Package
-from portable.tpu.compile.child import answers, given
+from portable.tpu.compile.child import read_request, write_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ PACKAGE = Package("torch-tpu", "0.2.0")
 _FEATURE = "backend: tpu"
 
 
-@PACKAGE.needed_for(_FEATURE)
+@PACKAGE.guard(_FEATURE)
 def load() -> None:
     """Import torch_tpu and register torch's device ``tpu``. Opens no chip."""
     os.environ.setdefault("ABSL_MIN_LOG_LEVEL", "2")
@@ -30,8 +30,8 @@ def load() -> None:
         _loader._init_device("tpu")
 
 
-@PACKAGE.needed_for(_FEATURE)
-def answer_launch_environment() -> None:
+@PACKAGE.guard(_FEATURE)
+def write_launch_environment() -> None:
     """The variables that the ranks of this host must share, which name their ports and how chips connect.
 
     See :func:`portable.tpu.compile.child.ask`, which gives the number of ranks.
@@ -39,13 +39,13 @@ def answer_launch_environment() -> None:
     load()
     import torch
 
-    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=given())  # type: ignore[attr-defined, unused-ignore]
-    found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
-    answers({"environment": found})
+    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=read_request())  # type: ignore[attr-defined, unused-ignore]
+    variables = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+    write_answer({"environment": variables})
 
 
-@PACKAGE.needed_for("--compile on backend tpu")
-def wait_without_the_lock() -> None:
+@PACKAGE.guard("--compile on backend tpu")
+def wait_without_lock() -> None:
     """Have all work in one stream, which is waited for where torch_tpu would: without Python's lock.
 
     Who changes the stream or records an event waits with it, for threads that may need it, so for ever.
@@ -54,14 +54,14 @@ def wait_without_the_lock() -> None:
     from torch_tpu._internal.device import _device_ops_backend
     from torch_tpu._internal.stream import streams
 
-    def wait(given: Any, *_: Any) -> Any:
+    def wait(result: Any, *_: Any) -> Any:
         torch.zeros((), device="tpu").cpu()  # waits in its place in the queue
-        return given
+        return result
 
     _device_ops_backend._set_current_stream_id = streams.TpuEvent.record = wait
 
 
-@PACKAGE.needed_for("--compile on backend tpu")
+@PACKAGE.guard("--compile on backend tpu")
 def start_alone(topology: Topology) -> None:
     """Start the process group of a slice in its rank 0, which is alone: a store has the others' answers.
 
@@ -76,33 +76,33 @@ def start_alone(topology: Topology) -> None:
 
     store, ranks, groups = dist.HashStore(), len(topology.devices), count()  # type: ignore[attr-defined, unused-ignore]
 
-    def others_say(where: Any, what: str, answer: Callable[[int], tuple[Any, ...]]) -> None:
+    def write_other_answers(group_store: Any, key: str, answer: Callable[[int], tuple[Any, ...]]) -> None:
         """Fill a list that all ranks read, to which each adds its name and its answer."""
         for rank in range(1, ranks):
-            name, said = f"{what}:{rank}", ",".join(map(str, answer(rank)))
+            name, said = f"{key}:{rank}", ",".join(map(str, answer(rank)))
             entry = f"{len(name)}:{name}{said}"
-            where.set(f"nlag:{what}:0:{ranks}:node:{rank - 1}", f"{len(entry)}:{entry}")
-            where.add(f"nlag:{what}:0:{ranks}:count", 1)
+            group_store.set(f"nlag:{key}:0:{ranks}:node:{rank - 1}", f"{len(entry)}:{entry}")
+            group_store.add(f"nlag:{key}:0:{ranks}:count", 1)
 
-    def place(rank: int) -> tuple[Any, ...]:
-        found: Any = topology.attributes_of(rank)
-        return rank, rank, *found["coords"], found["core_on_chip"], -1, topology.kind
+    def locate_rank(rank: int) -> tuple[Any, ...]:
+        attributes: Any = topology.read_attributes(rank)
+        return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.kind
 
-    def create(given: Any, _: Any) -> Any:
-        members = given.global_ranks_in_group or range(ranks)
+    def create(options: Any, _: Any) -> Any:
+        members = options.global_ranks_in_group or range(ranks)
         step = members[1] - members[0] if len(members) > 1 else 1
 
         def place_in_group(rank: int) -> tuple[Any, ...]:
             block, inside = divmod(rank, step * len(members))
             group = block * step + inside % step
-            return inside // step, f"{rank}:0//{given.group_id}//tpu/{group or ''}"
+            return inside // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"
 
         if len(members) == ranks:
-            others_say(given.store, "world_topo", place)
+            write_other_answers(options.store, "world_topo", locate_rank)
         else:
-            others_say(store, f"pg_sub:{next(groups)}", place_in_group)
+            write_other_answers(store, f"pg_sub:{next(groups)}", place_in_group)
         return tpu_distributed.create_process_group(
-            given.store, given.group_rank, given.group_size, given.timeout
+            options.store, options.group_rank, options.group_size, options.timeout
         )
 
     dist.Backend.register_backend("tpu_dist", create, extended_api=True, devices=["tpu"])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from portable.engines.package import TorchPackage
 from portable.errors import require
 from portable.registry import World
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import create_scratch_folder
 from portable.tpu import device_specs
-from portable.tpu.compile.child import ask, last_words
+from portable.tpu.compile.child import ask, explain_exit
 from portable.tpu.torchtpu import of_torch_tpu
 
 if TYPE_CHECKING:
@@ -30,24 +30,24 @@ class TorchTpuPackage(TorchPackage):
     """A rank a chip, with TorchTPU's process group."""
 
     def is_here(self) -> bool:
-        return device_specs.chips() > 0 and find_spec("torch_tpu") is not None
+        return device_specs.count_chips() > 0 and find_spec("torch_tpu") is not None
 
-    def local_ranks(self) -> int:
-        return max(1, device_specs.chips())
+    def count_local_ranks(self) -> int:
+        return max(1, device_specs.count_chips())
 
     def check_ranks(self, ranks: int) -> None:
-        chips = device_specs.chips()
+        chips = device_specs.count_chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
         of_torch_tpu.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
         )
 
-    def default_precision(self, *, in_rank: bool) -> str | None:
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
         return "bf16"
 
-    def devices(self) -> tuple[Device, ...]:
-        return tuple(device_specs.accelerators())
+    def list_devices(self) -> tuple[Device, ...]:
+        return tuple(device_specs.list_accelerators())
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         # torch_tpu refuses inductor; its own compiler is what the default means there.
@@ -64,20 +64,20 @@ class TorchTpuPackage(TorchPackage):
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
-        with scratch_folder("portable-launch") as folder:
+        with create_scratch_folder("portable-launch") as folder:
             answer = ask(
-                "from portable.tpu.torchtpu.of_torch_tpu import answer_launch_environment as main; main()",
+                "from portable.tpu.torchtpu.of_torch_tpu import write_launch_environment as main; main()",
                 folder / "answer.json",
-                given=ranks,
+                request=ranks,
                 environment=os.environ,
                 failure=lambda *ended: (
-                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({last_words(*ended)})"
+                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({explain_exit(*ended)})"
                 ),
             )
         return dict(answer["environment"])
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
-        require(device_specs.chips() > 0, _NO_TPU)
+        require(device_specs.count_chips() > 0, _NO_TPU)
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(
             ranks == "1" or _ADDRESSES in os.environ,
@@ -89,8 +89,8 @@ class TorchTpuPackage(TorchPackage):
         of_torch_tpu.load()
         return torch.device("tpu", 0)  # a rank sees its own chip alone
 
-    def peak_flops(self, device: torch.device, precision: str) -> float | None:
-        return device_specs.peak_flops(device_specs.accelerator_type(), precision)
+    def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
+        return device_specs.get_peak_flops(device_specs.detect_accelerator_type(), precision)
 
 
 TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e", runs_zero=False, compiler="tpu")

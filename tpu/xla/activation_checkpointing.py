@@ -26,17 +26,17 @@ def recompute(layer: nn.Module) -> None:
     forward = layer.forward
 
     @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def forward_with_recompute(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         # Without the tensors: a tensor that outlives the step would become a result of the graph.
-        given, tensors = _split(leaves)
+        constants, tensors = _split(leaves)
         returned: Any = None
 
         def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal returned
-            args, kwargs = tree_unflatten(_joined(given, tensors), structure)
+            args, kwargs = tree_unflatten(_join_leaves(constants, tensors), structure)
             results, structure_out = tree_flatten(forward(*args, **kwargs))
             others, outputs = _split(results)
             returned = others, structure_out
@@ -47,9 +47,9 @@ def recompute(layer: nn.Module) -> None:
         anchor = torch.empty(0, requires_grad=learns)
         outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
         others, structure_out = returned
-        return tree_unflatten(_joined(others, outputs), structure_out)
+        return tree_unflatten(_join_leaves(others, outputs), structure_out)
 
-    layer.forward = recomputed
+    layer.forward = forward_with_recompute
 
 
 _TENSOR = object()
@@ -60,7 +60,7 @@ def _split(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
-def _joined(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+def _join_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
     rest = iter(tensors)
     return [next(rest) if leaf is _TENSOR else leaf for leaf in others]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.model.layers import transformer_layers
+from portable.model.layers import find_transformer_layers
 from portable.tpu.xla.layout import constrain
 from portable.tpu.xla.of_torch_xla import xla
 
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.scan_layers import Segment
 
 
-def constrain_activations(model: nn.Module, layout: Layout, segments: Iterable[Segment]) -> None:
+def constrain_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[Segment]) -> None:
     """Constrain what the modules of ``model`` take and return; a loop over a segment does so itself."""
-    whole: Any = model
-    of_input, of_output = partial(_constrain_input, layout), partial(_constrain_output, layout)
+    untyped_model: Any = model
+    input_hook, output_hook = partial(_constrain_input, layout), partial(_constrain_output, layout)
     in_loops = {name for segment in segments for name in segment.names}
-    layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
+    layers = [layer for name, layer in find_transformer_layers(model) if name not in in_loops]
     for layer in layers:  # the first input may be a sum with a replicated tensor
-        layer.register_forward_pre_hook(of_input)
-    for _, layer in transformer_layers(model):
+        layer.register_forward_pre_hook(input_hook)
+    for _, layer in find_transformer_layers(model):
         for module in layer.modules():
             weight = dict(module.named_parameters(recurse=False)).get("weight")
             if weight is not None and weight.dim() == 2:
-                module.register_forward_hook(of_output)
-    for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
+                module.register_forward_hook(output_hook)
+    for module in (*layers, untyped_model.get_input_embeddings(), untyped_model.get_output_embeddings()):
         if module is not None:
-            module.register_forward_hook(of_output)
-    if (head := whole.get_output_embeddings()) is not None:
+            module.register_forward_hook(output_hook)
+    if (head := untyped_model.get_output_embeddings()) is not None:
         head.register_forward_hook(_keep_apart)
 
 
-def along_batch(layout: Layout, tensor: Any) -> Any:
+def shard_along_batch(layout: MeshLayout, tensor: Any) -> Any:
     """``tensor`` sharded along batch and tokens, and so its gradient; what has neither, as it is."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return tensor
-    sharding = layout.sharding(layout.activation(tensor.dim()))
+    sharding = layout.to_op_sharding(layout.get_activation_spec(tensor.dim()))
     return constrain(tensor, sharding, sharding)
 
 
-def _constrain_input(layout: Layout, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (along_batch(layout, arguments[0]), *arguments[1:]) if arguments else arguments
+def _constrain_input(layout: MeshLayout, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (shard_along_batch(layout, arguments[0]), *arguments[1:]) if arguments else arguments
 
 
-def _constrain_output(layout: Layout, _: nn.Module, __: Any, output: Any) -> Any:
+def _constrain_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return (along_batch(layout, output[0]), *output[1:])
-    return along_batch(layout, output)
+        return (shard_along_batch(layout, output[0]), *output[1:])
+    return shard_along_batch(layout, output)
 
 
 def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:

@@ -25,9 +25,9 @@ from portable.model.document_attention import (
     READ_THEIR_MASK,
     WithinDocuments,
 )
-from portable.model.shareable import a_head_for_each
+from portable.model.shareable import repeat_heads
 from portable.private import of_torch
-from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
+from portable.private.of_transformers import get_attention_kernel, get_mask_functions, share_key_heads
 from portable.tpu.xla.layout import constrain
 from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.scan import Scan
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.scan import Shardings
 
 
-class _Setting:
+class _AttentionSettings:
     """How models of this process attend, as the last engine wants it."""
 
     rows: int | None = None
     spans = False
     pads_last = False
-    layout: Layout | None = None
+    layout: MeshLayout | None = None
     loops: dict[Hashable, Scan] = {}  # noqa: RUF012 (replaced with the layout, whose shardings they have)
 
 
-def attend_by_rows(model: Any, rows: int | None, layout: Layout, *, pads_last: bool = False) -> None:
+def attend_by_rows(model: Any, rows: int | None, layout: MeshLayout, *, pads_last: bool = False) -> None:
     """Compute the attention of ``model`` ``rows`` queries at a time; None for all at once.
 
     Args:
@@ -60,52 +60,56 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout, *, pads_last: b
     Raises:
         UserError: if it does not go through ``scaled_dot_product_attention``.
     """
-    used = attention_kernel(model.config)
+    used = get_attention_kernel(model.config)
     require(
         rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
-    _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
+    _AttentionSettings.rows, _AttentionSettings.layout, _AttentionSettings.loops = rows, layout, {}
     # These hand the mask on as it is; others compute with it.
-    _Setting.spans = rows is not None and model.config.model_type in KEEP_DOCUMENTS_APART - {*READ_THEIR_MASK}
-    _Setting.pads_last = pads_last
+    _AttentionSettings.spans = rows is not None and model.config.model_type in KEEP_DOCUMENTS_APART - {
+        *READ_THEIR_MASK
+    }
+    _AttentionSettings.pads_last = pads_last
     _replace()
 
 
 @cache  # once per process
 def _replace() -> None:
-    of_torch.replace_attention(lambda whole: _over_heads(_attention(whole)))
-    share_heads_of_keys()
-    functions = mask_functions()
-    functions["sdpa"] = _as_spans(functions["sdpa"])
+    of_torch.replace_attention(lambda whole: _wrap_over_heads(_wrap_by_rows(whole)))
+    share_key_heads()
+    functions = get_mask_functions()
+    functions["sdpa"] = _wrap_mask_as_spans(functions["sdpa"])
 
 
-def _as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_mask_as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     """Causal masks as spans, int32 ``[batch or 1, 1, tokens, 2]``: the first and last key of each query."""
 
-    def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **given: Any) -> Any:
-        device = torch.device(given.get("device", "cpu"))
-        at_start = q_length == kv_length and isinstance(given.get("q_offset", 0), int)
-        padded = given.get("attention_mask") is not None and not _Setting.pads_last
-        own = BOTH_DIRECTIONS in given or given.get("use_vmap", False)
+    def build_mask(
+        *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any
+    ) -> Any:
+        device = torch.device(options.get("device", "cpu"))
+        at_start = q_length == kv_length and isinstance(options.get("q_offset", 0), int)
+        padded = options.get("attention_mask") is not None and not _AttentionSettings.pads_last
+        is_custom = BOTH_DIRECTIONS in options or options.get("use_vmap", False)
         lengths = {"q_length": q_length, "kv_length": kv_length}
-        if not _Setting.spans or device.type != "xla" or not at_start or padded or own:
-            return make_mask(**lengths, mask_function=mask_function, **given)
-        given["attention_mask"] = None
-        if make_mask(**lengths, mask_function=mask_function, **given) is None:  # plainly causal
+        if not _AttentionSettings.spans or device.type != "xla" or not at_start or padded or is_custom:
+            return make_mask(**lengths, mask_function=mask_function, **options)
+        options["attention_mask"] = None
+        if make_mask(**lengths, mask_function=mask_function, **options) is None:  # plainly causal
             return None
         last = torch.arange(q_length, device=device, dtype=torch.int32)[None]
         if isinstance(mask_function, WithinDocuments):
             places = mask_function.positions.int()
-            first = last - places + _first_seen(mask_function.alone, places)
+            first = last - places + _find_first_seen(mask_function.alone, places)
         else:
-            first = _first_seen(mask_function, last)
+            first = _find_first_seen(mask_function, last)
         return torch.stack([first, last.expand_as(first)], -1)[:, None]
 
-    return mask
+    return build_mask
 
 
-def _first_seen(mask_function: Callable[..., Any], places: Tensor) -> Tensor:
+def _find_first_seen(mask_function: Callable[..., Any], places: Tensor) -> Tensor:
     """The first key that the query of each place sees, which sees all from there to its own.
 
     Args:
@@ -120,47 +124,51 @@ def _first_seen(mask_function: Callable[..., Any], places: Tensor) -> Tensor:
     return high
 
 
-def _within(spans: Tensor, tokens: int) -> Tensor:
+def _expand_spans(spans: Tensor, tokens: int) -> Tensor:
     """The bools that ``spans`` stand for, ``[batch or 1, 1, rows, tokens]``."""
     keys = torch.arange(tokens, device=spans.device, dtype=torch.int32)
     return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
 
 
-def _over_heads(inner: Any) -> Any:
+def _wrap_over_heads(inner: Any) -> Any:
     """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
 
-    def attention(
+    def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
-        layout = _Setting.layout
+        layout = _AttentionSettings.layout
         if layout is None or layout.sequence == 1 or query.device.type != "xla" or query.dim() != 4:
             result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
         if len(query) > layout.rows and len(query) % layout.rows == 0:
             # One sequence of each group at a time: products flatten batch and heads, and of both, each cut,
             # the compiler would gather the heads.
-            given = [query, key, value, attn_mask]
+            inputs = [query, key, value, attn_mask]
             each = [
-                [one] * (len(query) // layout.rows)
-                if one is None or len(one) == 1
-                else one.unflatten(0, (layout.rows, -1)).unbind(1)
-                for one in given
+                [tensor] * (len(query) // layout.rows)
+                if tensor is None or len(tensor) == 1
+                else tensor.unflatten(0, (layout.rows, -1)).unbind(1)
+                for tensor in inputs
             ]
-            found = [attention(*one, *rest, **options) for one in zip(*each, strict=True)]
-            return torch.stack(found, 1).flatten(0, 1)
-        key, value = (a_head_for_each(layout.sequence, one) for one in (key, value))
-        apart, whole = (layout.sharding(layout.of_heads(whole=one)) for one in (False, True))
-        query, key, value = (
-            constrain(constrain(tensor, apart, apart), whole, whole) for tensor in (query, key, value)
+            parts = [attend(*arguments, *rest, **options) for arguments in zip(*each, strict=True)]
+            return torch.stack(parts, 1).flatten(0, 1)
+        key, value = (repeat_heads(layout.sequence, tensor) for tensor in (key, value))
+        by_tokens, by_heads = (
+            layout.to_op_sharding(layout.get_heads_spec(whole_sequences=is_whole))
+            for is_whole in (False, True)
         )
-        found_whole = inner(query, key, value, attn_mask, *rest, **options)
-        return constrain(constrain(found_whole, whole, whole), apart, apart)
+        query, key, value = (
+            constrain(constrain(tensor, by_tokens, by_tokens), by_heads, by_heads)
+            for tensor in (query, key, value)
+        )
+        attended = inner(query, key, value, attn_mask, *rest, **options)
+        return constrain(constrain(attended, by_heads, by_heads), by_tokens, by_tokens)
 
-    return attention
+    return attend
 
 
-def _attention(whole: Any) -> Any:
-    def attention(
+def _wrap_by_rows(kernel: Any) -> Any:
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -169,48 +177,48 @@ def _attention(whole: Any) -> Any:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        rows, layout = _Setting.rows, _Setting.layout
-        known = query.device.type == "xla" and query.dim() == 4
+        rows, layout = _AttentionSettings.rows, _AttentionSettings.layout
+        supported = query.device.type == "xla" and query.dim() == 4
         # In fp32 the compiler would write the probabilities then, which takes more than it saves.
-        short = known and query.dtype != torch.float32 and options.keys() <= {"scale"}
+        short = supported and query.dtype != torch.float32 and options.keys() <= {"scale"}
         if short and rows is None and attn_mask is not None and attn_mask.requires_grad:
-            return _biased(query, key, value, attn_mask, dropout_p, **options)
+            return _attend_with_bias(query, key, value, attn_mask, dropout_p, **options)
         spans = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
-        if rows is None or layout is None or not known or query.shape[2] <= rows:
-            attn_mask = attn_mask if spans is None else _within(spans, key.shape[2])
-            result: Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if rows is None or layout is None or not supported or query.shape[2] <= rows:
+            attn_mask = attn_mask if spans is None else _expand_spans(spans, key.shape[2])
+            result: Tensor = kernel(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return result
         if is_causal:
             last = torch.arange(query.shape[2], device=query.device, dtype=torch.int32)
             attn_mask = spans = torch.stack([torch.zeros_like(last), last], -1)[None, None]
-        batch = layout.sharding(layout.of_heads(whole=True))
-        stacked, shared = [_chunks(query, rows)], [key, value]
+        batch = layout.to_op_sharding(layout.get_heads_spec(whole_sequences=True))
+        stacked, shared = [_split_chunks(query, rows)], [key, value]
         shardings: list[Shardings] = [(batch, batch)]
         if attn_mask is not None and attn_mask.shape[2] > 1:
-            stacked.append(_chunks(attn_mask, rows))
-            along = layout.sharding(layout.batch(4))
+            stacked.append(_split_chunks(attn_mask, rows))
+            along = layout.to_op_sharding(layout.get_batch_spec(4))
             shardings.append((along, along) if len(attn_mask) > 1 else None)
         elif attn_mask is not None:
             shared.append(attn_mask)
 
         spanned = spans is not None  # not the tensor itself, which changes
 
-        def body(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
+        def attend_chunk(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
             mask = [*slices[1:], *shared[2:], None][0]
             if spanned and mask is not None:
-                mask = _within(mask, shared[0].shape[2])
-            return (), (whole(slices[0], *shared[:2], mask, dropout_p, False, **options),)
+                mask = _expand_spans(mask, shared[0].shape[2])
+            return (), (kernel(slices[0], *shared[:2], mask, dropout_p, False, **options),)
 
         kind = (dropout_p, spanned, *options.items())
-        loop = _Setting.loops.setdefault(kind, Scan(body, recompute=True))
+        loop = _AttentionSettings.loops.setdefault(kind, Scan(attend_chunk, recompute=True))
         _, (chunks,) = loop((), stacked, shared, shardings=shardings)
         # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
 
-    return attention
+    return attend
 
 
-def _biased(
+def _attend_with_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
 ) -> Tensor:
     """The formula, with a bias that learns. The compiler would add it again where it makes its gradient, and
@@ -218,11 +226,11 @@ def _biased(
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
     xla.barrier_([scores])
-    shares: Tensor = of_torch.aten("safe_softmax")(scores, -1)
+    shares: Tensor = of_torch.get_aten_operation("safe_softmax")(scores, -1)
     return functional.dropout(shares, dropout) @ value
 
 
-def _chunks(tensor: Tensor, rows: int) -> Tensor:
+def _split_chunks(tensor: Tensor, rows: int) -> Tensor:
     """``tensor``, ``[batch, heads, tokens, ...]``, cut into rows: ``[chunks, batch, heads, rows, ...]``."""
     missing = -tensor.shape[2] % rows
     # A row that attends to nothing would be NaN, and its gradient, too.

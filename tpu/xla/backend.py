@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.backend import Diagnostics, host_memory
+from portable.backend import Diagnostics, measure_host_memory
 from portable.errors import require
-from portable.formatting import human_count
-from portable.paths import default_cache_dir
-from portable.ranks.collectives import any_rank, gather_text, sum_over_ranks
+from portable.formatting import format_count
+from portable.paths import get_default_cache_dir
+from portable.ranks.collectives import gather_text, reduce_any, sum_over_ranks
 from portable.terminal import tell
 from portable.tpu import device_specs as devices
 from portable.tpu.xla import graphs, runtime
@@ -22,7 +22,7 @@ from portable.tpu.xla.dropout import draw_by_position
 from portable.tpu.xla.engine import XlaEngine
 from portable.tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
 from portable.tpu.xla.graphs import Graphs
-from portable.tpu.xla.layout import Layout
+from portable.tpu.xla.layout import MeshLayout
 from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.runtime import torch_xla, xr
 
@@ -54,7 +54,7 @@ class XlaBackend:
         self.world_size = int(xr.process_count())
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
-        self._layout: Layout  # set by prepare
+        self._layout: MeshLayout  # set by prepare
         self._stop_requested = False
         count_on_device()
         draw_by_position()
@@ -69,8 +69,8 @@ class XlaBackend:
             import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
 
             dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
-        if self.rank == 0 and not runtime.on_tpu():
-            devices = human_count(self.devices_per_rank, "virtual CPU device")
+        if self.rank == 0 and not runtime.is_on_tpu():
+            devices = format_count(self.devices_per_rank, "virtual CPU device")
             tell(
                 f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
             )
@@ -82,16 +82,16 @@ class XlaBackend:
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
         xla.set_matmul_precision("highest")
-        if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
+        if (folder := _choose_compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.cache_graphs(folder)
         self._layout = self._make_layout(config)
         # What a former run in the process left pending would be a result of the first graph alone.
         self._layout.execute(wait=True)
-        use_fixed_shapes(model, self._layout.along_tokens)
+        use_fixed_shapes(model, self._layout.shard_along_tokens)
         return XlaEngine(model, config, self._layout, self._make_graphs())
 
-    def _make_layout(self, config: RunConfig) -> Layout:
-        return Layout(config, self.world_size * self.devices_per_rank)
+    def _make_layout(self, config: RunConfig) -> MeshLayout:
+        return MeshLayout(config, self.world_size * self.devices_per_rank)
 
     def _make_graphs(self) -> Graphs:
         return Graphs(self._warn)
@@ -100,12 +100,12 @@ class XlaBackend:
         if self.rank == 0:
             tell(f"warning: {line}")
 
-    def fits(
+    def check_fit(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
         return None
 
-    def ran_out_of_memory(self, error: BaseException) -> bool:
+    def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
     def leave(self) -> None:
@@ -124,7 +124,7 @@ class XlaBackend:
             self._stop_requested = stops > 0
             # Hosts that share sequences have counted the same ones.
             count = type(count)(total / max(1, self._layout.sequence // self.devices_per_rank))
-        return self._layout.whole(torch.tensor(count))
+        return self._layout.replicate(torch.tensor(count))
 
     def stop_requested(self, here: bool) -> bool:
         return self._stop_requested if self.world_size > 1 else here
@@ -136,50 +136,50 @@ class XlaBackend:
         read = self._layout.read(values)
         return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
-    def any(self, flag: bool) -> bool:
-        return any_rank(flag)
+    def reduce_any(self, flag: bool) -> bool:
+        return reduce_any(flag)
 
     def gather(self, text: str) -> list[str]:
         return gather_text(text)
 
     def barrier(self) -> None:
-        self.any(False)
+        self.reduce_any(False)
 
-    def memory(self) -> tuple[int, int]:
-        if not runtime.on_tpu():
-            return host_memory()
-        info = _memory_info()
+    def measure_memory(self) -> tuple[int, int]:
+        if not runtime.is_on_tpu():
+            return measure_host_memory()
+        info = _read_memory_info()
         return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
 
-    def shape_multiple(self, precision: str) -> int | None:
+    def get_shape_multiple(self, precision: str) -> int | None:
         return None  # the compiler pads by undocumented rules
 
-    def peak_flops(self, precision: str) -> float | None:
-        if not runtime.on_tpu():
+    def get_peak_flops(self, precision: str) -> float | None:
+        if not runtime.is_on_tpu():
             return None
-        return devices.peak_flops(devices.accelerator_type(), precision)
+        return devices.get_peak_flops(devices.detect_accelerator_type(), precision)
 
-    def metrics(self) -> dict[str, float]:
-        return graphs.counted()
+    def get_metrics(self) -> dict[str, float]:
+        return graphs.read_counters()
 
 
 class TpuDiagnostics(Diagnostics):
     """The TPU runtime's counters; none on virtual devices."""
 
-    def driver_memory(self) -> tuple[int, int] | None:
-        if not runtime.on_tpu():
+    def query_driver_memory(self) -> tuple[int, int] | None:
+        if not runtime.is_on_tpu():
             return None
-        info = _memory_info()
+        info = _read_memory_info()
         return info["bytes_used"], info["bytes_limit"]
 
 
-def _compilation_cache(setting: str) -> Path | None:
+def _choose_compilation_cache(setting: str) -> Path | None:
     if setting == "auto":
-        return default_cache_dir() / "xla" if runtime.on_tpu() else None
+        return get_default_cache_dir() / "xla" if runtime.is_on_tpu() else None
     return None if setting == "none" else Path(setting)
 
 
-def _memory_info() -> dict[str, int]:
+def _read_memory_info() -> dict[str, int]:
     # On a pod, process 0 may not have device 0.
     info = torch_xla.core.xla_model.get_memory_info(str(xla.real_devices()[0]))
     return {name: int(count) for name, count in info.items()}

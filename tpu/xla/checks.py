@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.checks.backends import check_without_cuda, check_without_zero
-from portable.config.rules import Problem
+from portable.config.rules import SettingProblem
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
 """Built-in optimizers that run on XLA."""
 
 
-def find_problems(config: RunConfig, *, late: bool) -> Iterator[Problem]:
+def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
     """Yield the settings that XLA does not support.
 
     Args:
@@ -27,14 +27,14 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[Problem]:
     """
     yield from check_without_cuda(config, late=late)
     if config.model.experts is not None:
-        yield Problem(
+        yield SettingProblem(
             ("model.experts",),
             "model.experts: XLA has one way of its own to compute experts, with fixed shapes; leave it out",
         )
     yield from check_without_zero(config)
     chunk = config.memory.loss_chunk_tokens
     if chunk not in ("auto", 0):
-        yield Problem(
+        yield SettingProblem(
             ("memory.loss_chunk_tokens", "backend"),
             f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, in "
             "the compute type; set it to auto",
@@ -45,60 +45,62 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[Problem]:
         yield from check_sharding(config)
 
 
-def check_optimizer(config: RunConfig) -> Iterator[Problem]:
+def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the optimizer, whose code this loads if it is custom, and of the precision."""
     key, optimizer = "train.optimizer", config.train.optimizer
     if names_code(optimizer):
         from portable.optim import user_optimizer  # which imports torch
 
-        if not user_optimizer.begins_alike(config.train):
+        if not user_optimizer.has_neutral_initial_state(config.train):
             reason = "creates state from the first gradient; on XLA, initialize it with zeros"
-            yield Problem((key,), f"{key}: {optimizer}: {reason}")
-        if config.xla.scan_layers and not user_optimizer.elementwise(config.train):
+            yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
+        if config.xla.scan_layers and not user_optimizer.is_elementwise(config.train):
             reason = (
                 "is not elementwise, and xla.scan_layers stacks the parameters of layers; set it to false"
             )
-            yield Problem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
+            yield SettingProblem((key, "xla.scan_layers"), f"{key}: {optimizer}: {reason}")
     if config.precision not in ("fp32", "bf16", "auto"):
-        yield Problem(("precision",), f"precision: {config.precision} does not run on xla; use bf16 or fp32")
+        yield SettingProblem(
+            ("precision",), f"precision: {config.precision} does not run on xla; use bf16 or fp32"
+        )
     if optimizer not in OPTIMIZERS and not names_code(optimizer):
         supported = ", ".join(OPTIMIZERS)
-        yield Problem((key,), f"{key}: {optimizer} needs CUDA or CPU kernels; use one of {supported}")
+        yield SettingProblem((key,), f"{key}: {optimizer} needs CUDA or CPU kernels; use one of {supported}")
 
 
-def check_memory(config: RunConfig) -> Iterator[Problem]:
+def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that save memory on other backends only."""
     if config.adapter.base in ("nf4", "int8"):
-        yield Problem(
+        yield SettingProblem(
             ("adapter.base",),
             f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on xla; use auto",
         )
     if config.train.micro_batch_size == "auto":
-        yield Problem(
+        yield SettingProblem(
             ("train.micro_batch_size",),
             "train.micro_batch_size: auto would make a graph per size it tries on xla; set a number",
         )
     if config.memory.activation_checkpointing == "selective":
-        yield Problem(
+        yield SettingProblem(
             ("memory.activation_checkpointing",),
             "memory.activation_checkpointing: selective works on operations of eager torch, and xla "
             "compiles whole layers; use full, or none to leave the choice to the compiler",
         )
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) != "none":
-            yield Problem((key,), f"{key}: xla does not offload; set it to none")
+            yield SettingProblem((key,), f"{key}: xla does not offload; set it to none")
 
 
-def check_sharding(config: RunConfig) -> Iterator[Problem]:
+def check_sharding(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of sections ``fsdp`` and ``xla`` that have no effect."""
     for name, value in config.fsdp:
         if value is not None and name != "shard_group_size":
             key = f"fsdp.{name}"
             reason = f"{key}: under SPMD the compiler schedules the gathers; remove it"
-            yield Problem((key,), reason)
+            yield SettingProblem((key,), reason)
     xla = config.xla
     if config.strategy == "no_shard" and (xla.sharding, xla.shard_param_on_dim_0) != (None, None):
-        yield Problem(
+        yield SettingProblem(
             ("xla.sharding", "xla.shard_param_on_dim_0", "strategy"),
             "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove "
             "them",

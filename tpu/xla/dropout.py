@@ -23,25 +23,25 @@ _SPREAD = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 @cache  # once per process
 def draw_by_position() -> None:
-    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`drawn`."""
+    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`draw_mask`."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("dropout", _dropout, "AutogradXLA")
+    library.impl("dropout", _apply_dropout, "AutogradXLA")
     _registered.append(library)  # it undoes what it registered when it is freed
 
 
 _registered: list[Any] = []
 
 
-def _dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0:
         return tensor
     # Floats: the compiler computes with 64-bit integers in many steps, and takes minutes over a random one.
     first, second = (torch.rand(2, device=tensor.device) * (1 << 24)).int()
-    kept = drawn(tensor.shape, (first, second), 1 - p)
-    return torch.where(kept, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+    mask = draw_mask(tensor.shape, (first, second), 1 - p)
+    return torch.where(mask, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
-def drawn(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
+def draw_mask(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
     """Bools of ``shape``, each true with probability ``p``.
 
     Args:
@@ -53,29 +53,29 @@ def drawn(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
     *rows, columns = shape if len(shape) else (1,)
     stride, row = 1, torch.zeros((), dtype=torch.int32, device=key[0].device)
     for dim, size in reversed(list(enumerate(rows))):
-        row = row + _places(size, len(rows) - dim, key[0].device) * stride
+        row = row + _compute_positions(size, len(rows) - dim, key[0].device) * stride
         stride *= size
-    first, second = _mixed(key[0] + 1, key[1]), _mixed(key[1], key[0])
+    first, second = _mix_words(key[0] + 1, key[1]), _mix_words(key[1], key[0])
     first, second = first + row * _SPREAD[0], second + row * _SPREAD[1]
-    first, second = _mixed(first, second), _mixed(second, first)
-    first = first + _places(columns, 0, key[0].device) * _SPREAD[0]
-    bits = _mixed(first, second) & 0x7FFFFFFF
+    first, second = _mix_words(first, second), _mix_words(second, first)
+    first = first + _compute_positions(columns, 0, key[0].device) * _SPREAD[0]
+    bits = _mix_words(first, second) & 0x7FFFFFFF
     bound = round(p * (1 << 31))
-    kept = bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
-    return kept.view(shape)
+    mask = bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
+    return mask.view(shape)
 
 
-def _places(size: int, after: int, device: torch.device) -> Tensor:
+def _compute_positions(size: int, after: int, device: torch.device) -> Tensor:
     """The position along a dim of ``size`` that ``after`` dims follow."""
     return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * after)
 
 
-def _mixed(value: Tensor, other: Tensor) -> Tensor:
+def _mix_words(value: Tensor, other: Tensor) -> Tensor:
     """A hash of two words."""
-    value = _folded(value, 16) * _FIRST
-    value = _folded(value ^ other, 15) * _SECOND
-    return _folded(value, 16)
+    value = _fold_bits(value, 16) * _FIRST
+    value = _fold_bits(value ^ other, 15) * _SECOND
+    return _fold_bits(value, 16)
 
 
-def _folded(value: Tensor, bits: int) -> Tensor:
+def _fold_bits(value: Tensor, bits: int) -> Tensor:
     return value ^ ((value >> bits) & ((1 << (32 - bits)) - 1))  # int32 shifts in copies of the sign

@@ -10,31 +10,31 @@ import torch
 from torch import nn
 
 from portable import plugins
-from portable.checkpoint.match_to_model import stored_state
+from portable.checkpoint.match_to_model import match_stored_state
 from portable.engines.fsdp.saving import Saver
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
 from portable.evaluation.totals import add_to_totals, build_zero_totals
 from portable.model.auxiliary_losses import has_router_loss
-from portable.model.layers import transformer_layers
+from portable.model.layers import find_transformer_layers
 from portable.model.loss import divide_by_global_weight, forward_loss
 from portable.optim.average import exchange
-from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.private.of_transformers import no_value_checks
+from portable.optim.non_finite import NEW_COUNTERS, Health, count_update, get_allowed_streak
+from portable.private.of_transformers import disable_value_checks
 from portable.tpu.xla.activation_checkpointing import recompute
-from portable.tpu.xla.activations import along_batch, constrain_activations
+from portable.tpu.xla.activations import constrain_activations, shard_along_batch
 from portable.tpu.xla.attention import attend_by_rows
 from portable.tpu.xla.calling import Caller
 from portable.tpu.xla.checks import GATHERED_ONCE
 from portable.tpu.xla.gather import gather_matrices
-from portable.tpu.xla.generation import sampled
+from portable.tpu.xla.generation import sample_tokens
 from portable.tpu.xla.head import shard_gradient
-from portable.tpu.xla.layout import another, constrain
+from portable.tpu.xla.layout import constrain, copy_tensor
 from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.parameters import Parameters
-from portable.tpu.xla.saving import StagedPlanner, staged_state
+from portable.tpu.xla.saving import StagedPlanner, stage_state
 from portable.tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
-from portable.tpu.xla.user_optimizer import optimizer_of
+from portable.tpu.xla.user_optimizer import build_xla_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
     from portable.tpu.xla.graphs import Graphs
-    from portable.tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import MeshLayout, Spec
 
 DTYPES = {
     "fp32": torch.float32,
@@ -67,7 +67,7 @@ class XlaEngine:
     number of micro-batches.
     """
 
-    def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, layout: MeshLayout, graphs: Graphs) -> None:
         self.model = model
         self.layout = layout
         self.graphs = graphs
@@ -80,60 +80,62 @@ class XlaEngine:
         pads_last = config.model.task == "causal-lm"
         attend_by_rows(model, config.xla.attention_rows, layout, pads_last=pads_last)
         segments = find_segments(model) if config.xla.scan_layers else []
-        stacks = [names for segment in segments for names in segment.parameters(model)]
-        self.held = Parameters(model, layout, {names[0]: names for names in stacks})
-        self._parameters = self.held.by_name
-        self._caller = _Caller(model, self.held)
+        stacks = [names for segment in segments for names in segment.list_parameter_names(model)]
+        self.device_parameters = Parameters(model, layout, {names[0]: names for names in stacks})
+        self._parameters = self.device_parameters.by_name
+        self._caller = _Caller(model, self.device_parameters)
         constrain_activations(model, layout, segments)
         for segment in segments:
-            self._loop(model, segment, recompute=self._recomputed)
+            self._build_loop(model, segment, recompute=self._recomputed)
         in_loops = {name for segment in segments for name in segment.names}
-        for name, layer in transformer_layers(model):
+        for name, layer in find_transformer_layers(model):
             if name in in_loops:
                 continue  # a loop gathers and recomputes its layers itself, and does not interleave them
             if not self._gather_once:
-                gather_matrices(layer, name, self._spec_of, layout)
+                gather_matrices(layer, name, self._get_parameter_spec, layout)
             if self._recomputed:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
-                layer.register_full_backward_hook(_barrier)
+                layer.register_full_backward_hook(_insert_barrier)
         apply_transforms(model, config, ExitStack())
         self.objective = build_objective(model, config)
         if has_router_loss(model.config):
             _check_routers(segments, recomputed=self._recomputed)
         ends: Any = model
-        self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
+        self._head = self._find_gathered_head(ends.get_output_embeddings())
+        self._optimizer = build_xla_optimizer(
+            config.train, model, layout, self.device_parameters, self._compute
+        )
         self._rate = config.train.learning_rate
         self._custom_optimizer = plugins.names_code(config.train.optimizer)
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver(StagedPlanner)
-        self._limit = allowed_streak(config.train.on_non_finite)
-        self._account = layout.whole(torch.tensor(NEW_COUNTERS))
+        self._limit = get_allowed_streak(config.train.on_non_finite)
+        self._account = layout.replicate(torch.tensor(NEW_COUNTERS))
 
     # -- setting up --------------------------------------------------------------------------------------
 
-    def _gathered_head(self, head: nn.Module | None) -> Tensor | None:
+    def _find_gathered_head(self, head: nn.Module | None) -> Tensor | None:
         """The matrix that makes the logits, where it is gathered like those of ``shard_grad_op``."""
         weight = getattr(head, "weight", None)
         if weight is None:
             return None
-        name = next((name for name, held in self._parameters.items() if held is weight), None)
-        spec = self.layout.replicated(2) if name is None else self._spec_of(name, weight)
-        return None if shard_gradient(head, self.layout, spec) or not self.layout.shards else weight
+        name = next((name for name, parameter in self._parameters.items() if parameter is weight), None)
+        spec = self.layout.get_replicated_spec(2) if name is None else self._get_parameter_spec(name, weight)
+        return None if shard_gradient(head, self.layout, spec) or not self.layout.is_sharded else weight
 
-    def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
+    def _build_loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
         """Make the layers of ``segment`` one loop over the stacks of their parameters."""
         layout, stacks = self.layout, []
-        for names in segment.parameters(model):
+        for names in segment.list_parameter_names(model):
             stack = self._parameters[names[0]]
             # Gathered as a whole. Where each product gathers its operand, the compiler may do so in several
             # shapes, and so again and again.
-            cut = layout.sharding(self._spec_of(names[0], stack)[1:])
-            whole = layout.sharding(layout.replicated(stack.dim() - 1))
+            cut = layout.to_op_sharding(self._get_parameter_spec(names[0], stack)[1:])
+            unsharded = layout.to_op_sharding(layout.get_replicated_spec(stack.dim() - 1))
             computed = partial(self._caller.stack, names[0])
-            stacks.append((computed, (whole, cut)))
-        LoopedLayers(model, segment, stacks, partial(along_batch, layout), recompute=recompute)
+            stacks.append((computed, (unsharded, cut)))
+        LoopedLayers(model, segment, stacks, partial(shard_along_batch, layout), recompute=recompute)
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class XlaEngine:
             # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
             # late anyway. Lengths would become an input of the graph; here, masks keep documents apart.
             waits = {} if self._recomputed else batch
-            waiting = {name: another(rows) for name, rows in waits.items() if name != "document_lengths"}
+            waiting = {name: copy_tensor(rows) for name, rows in waits.items() if name != "document_lengths"}
             output = forward_loss(self.model, {**batch, **waiting}, self.objective)
             loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
@@ -158,7 +160,7 @@ class XlaEngine:
             loss.backward(start)
             return sums
 
-        with self.graphs.recording():
+        with self.graphs.watch_reads():
             step_sums: StepSums = self._with_compute_copies(run_passes)
         if not last or self._accumulated is not None:
             self._add_gradients()
@@ -170,7 +172,9 @@ class XlaEngine:
         gradients = self._take_gradients()
         if self._accumulated is None:
             self._accumulated = {
-                name: self.layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
+                name: self.layout.create_zeros(
+                    gradient.shape, gradient.dtype, self._get_parameter_spec(name, gradient)
+                )
                 for name, gradient in gradients.items()
             }
         with torch.no_grad():
@@ -183,26 +187,28 @@ class XlaEngine:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad, None
-                xla.mark_sharding(gradient, self.layout.sharding(self._spec_of(name, gradient)))
+                xla.mark_sharding(
+                    gradient, self.layout.to_op_sharding(self._get_parameter_spec(name, gradient))
+                )
                 gradients[name] = gradient
         return gradients
 
-    def _spec_of(self, name: str, tensor: Tensor) -> Spec:
-        return self.held.spec(name, tensor.shape)
+    def _get_parameter_spec(self, name: str, tensor: Tensor) -> Spec:
+        return self.device_parameters.get_spec(name, tensor.shape)
 
-    def _spec(self, name: str, tensor: Tensor) -> Spec:
+    def _get_spec(self, name: str, tensor: Tensor) -> Spec:
         if isinstance(tensor, nn.Parameter):
-            return self._spec_of(name, tensor)
-        return self.layout.replicated(tensor.dim())
+            return self._get_parameter_spec(name, tensor)
+        return self.layout.get_replicated_spec(tensor.dim())
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         self._rate = learning_rate
-        norm = self._updated(self.layout.whole(torch.tensor(learning_rate)), max_norm, loss)
+        norm = self._trace_update(self.layout.replicate(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
         return norm
 
     @torch.no_grad()
-    def _updated(self, rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
+    def _trace_update(self, rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
         """Trace the update. In its own function, so that no temporary lives on as a result of the graph."""
         gradients = self._take_gradients() if self._accumulated is None else self._accumulated
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
@@ -225,7 +231,7 @@ class XlaEngine:
         """
         copies = dict(self._compute_copies())
         # Without it, every mask would look for packed sequences, and exist for each sequence by itself.
-        with no_value_checks():
+        with disable_value_checks():
             if not copies:
                 return function()
             return torch.func.functional_call(self._caller, copies, (function,))
@@ -236,13 +242,13 @@ class XlaEngine:
             if parameter.is_floating_point() and parameter.dtype != self._compute:
                 copy = parameter.to(self._compute)
             if self._gather_once or parameter is self._head:
-                whole = self.layout.sharding(self.layout.replicated(parameter.dim()))
-                cut = self.layout.sharding(self._spec_of(name, parameter))
+                unsharded = self.layout.to_op_sharding(self.layout.get_replicated_spec(parameter.dim()))
+                cut = self.layout.to_op_sharding(self._get_parameter_spec(name, parameter))
                 # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
                 if parameter is self._head:
-                    copy = constrain(copy, whole, whole)
+                    copy = constrain(copy, unsharded, unsharded)
                 else:
-                    copy = constrain(copy, whole, cut, alone=self.layout.sums_whole)
+                    copy = constrain(copy, unsharded, cut, alone=self.layout.reduces_unsharded)
             if copy is not parameter:
                 yield self._caller.name(name), copy
         if self._buffer_dtype is not None:
@@ -250,22 +256,24 @@ class XlaEngine:
                 if buffer.is_floating_point():
                     yield self._caller.name(name), buffer.to(self._buffer_dtype)
 
-    def health(self) -> Health:
-        return Health.of(self.layout.read([self._account])[0].tolist(), self._limit)
+    def read_health(self) -> Health:
+        return Health.from_counters(self.layout.read([self._account])[0].tolist(), self._limit)
 
-    def nonfinite_gradients(self) -> list[str]:
+    def find_nonfinite_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated is None else self._accumulated
-        names = [self.held.names(name) for name in gradients]
+        names = [self.device_parameters.get_names(name) for name in gradients]
         finite = [
-            torch.isfinite(gradient).reshape(len(held), -1).all(dim=1)
-            for held, gradient in zip(names, gradients.values(), strict=True)
+            torch.isfinite(gradient).reshape(len(layer_names), -1).all(dim=1)
+            for layer_names, gradient in zip(names, gradients.values(), strict=True)
         ]
         sound = self.layout.read(finite)
         pairs = (
-            pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
+            pair
+            for layer_names, values in zip(names, sound, strict=True)
+            for pair in zip(layer_names, values, strict=True)
         )
-        return [name for name, one in pairs if not one]
+        return [name for name, is_finite in pairs if not is_finite]
 
     @torch.no_grad()
     def find_nonfinite_state(self) -> list[str]:
@@ -275,9 +283,9 @@ class XlaEngine:
         nonfinite: list[str] = []
         for name, state in self._optimizer.tensors().items():
             values = [self._parameters[name], *([] if self._custom_optimizer else state.values())]
-            shards = self.layout.local_shards([value for value in values if value.is_floating_point()])
+            shards = self.layout.copy_local_shards([value for value in values if value.is_floating_point()])
             if not all(bool(torch.isfinite(shard.data).all()) for parts in shards for shard in parts):
-                nonfinite.append(self.held.names(name)[0])
+                nonfinite.append(self.device_parameters.get_names(name)[0])
         return nonfinite
 
     @torch.no_grad()
@@ -291,12 +299,12 @@ class XlaEngine:
         self.model.train()
         # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
         totals = dict(totals) or {
-            name: self.layout.whole(zero) for name, zero in build_zero_totals(sums).items()
+            name: self.layout.replicate(zero) for name, zero in build_zero_totals(sums).items()
         }
         totals = add_to_totals(totals, sums)
         for total in totals.values():
-            whole = self.layout.sharding(self.layout.replicated(total.dim()))
-            xla.mark_sharding(total, whole)
+            unsharded = self.layout.to_op_sharding(self.layout.get_replicated_spec(total.dim()))
+            xla.mark_sharding(total, unsharded)
         self.graphs.run(measure.kind, list(totals.values()))
         return totals
 
@@ -305,13 +313,13 @@ class XlaEngine:
         """See the protocol. One graph over the full length samples every token: one compilation."""
         self.model.eval()
 
-        def logits(tokens: Tensor) -> Tensor:
+        def compute_logits(tokens: Tensor) -> Tensor:
             passed: Tensor = self._with_compute_copies(
                 lambda: self.model(input_ids=tokens, use_cache=False).logits
             )
             return passed
 
-        tokens = sampled(prompt, max_new_tokens, seed, logits, self.layout, self.graphs)
+        tokens = sample_tokens(prompt, max_new_tokens, seed, compute_logits, self.layout, self.graphs)
         self.model.train()
         result: Tensor = self.layout.read([tokens])[0][:1]
         return result
@@ -324,28 +332,28 @@ class XlaEngine:
         self.layout.execute(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in self.held.state().items():
-            self.held.fill(name, tensor, self._spec(name, tensor), weights)
+        for name, tensor in self.device_parameters.get_state().items():
+            self.device_parameters.fill(name, tensor, self._get_spec(name, tensor), weights)
         self._optimizer.begin()
 
     def load(self, checkpoint: Checkpoint) -> None:
-        stored = stored_state(checkpoint, self.model)
+        stored = match_stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         self._optimizer.load(stored.optimizer, checkpoint.optimizer)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        state = staged_state(self.layout, self.held, self._optimizer, self._rate)
+        state = stage_state(self.layout, self.device_parameters, self._optimizer, self._rate)
         return self._saver.save(state, folder, background=background)
 
 
 class _Caller(Caller):
     """A module around model and stacks, whose tensors may both be replaced."""
 
-    def __init__(self, model: nn.Module, held: Parameters) -> None:
+    def __init__(self, model: nn.Module, device_parameters: Parameters) -> None:
         super().__init__(model)
-        self._places = {name: f"stack{place}" for place, name in enumerate(held.stacks)}
+        self._places = {name: f"stack{place}" for place, name in enumerate(device_parameters.stacks)}
         for name, place in self._places.items():
-            self.register_parameter(place, held.by_name[name])
+            self.register_parameter(place, device_parameters.by_name[name])
 
     def name(self, name: str) -> str:
         """What ``functional_call`` calls the tensor that the engine calls ``name``."""
@@ -371,6 +379,6 @@ def _check_routers(segments: list[Segment], *, recomputed: bool) -> None:
     )
 
 
-def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
+def _insert_barrier(_: nn.Module, gradients: Any, __: Any) -> None:
     """Keep the compiler from interleaving the backward passes of layers."""
     xla.barrier_([gradient for gradient in gradients if gradient is not None])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Make mixtures of experts compute every expert for every token; see :func:`every_expert`.
+    """Make mixtures of experts compute every expert for every token; see :func:`compute_every_expert`.
 
     Args:
         model: is changed.
@@ -25,13 +25,13 @@ def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Te
     for module in experts:
         module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
-        of_transformers.compute_experts_by(model, EVERY_EXPERT, every_expert)
+        of_transformers.compute_experts_by(model, EVERY_EXPERT, compute_every_expert)
 
 
 EVERY_EXPERT = "every_expert"
 
 
-def every_expert(
+def compute_every_expert(
     experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """All experts for all tokens, added up by their weights, which are zero for those not chosen.
@@ -52,20 +52,20 @@ def every_expert(
     shares = (weights.unsqueeze(-1) * (chosen.unsqueeze(-1) == numbers)).sum(dim=1)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     # Else the products take the sharding of the weights, and all tokens are sent to every device.
-    inner = experts.along_tokens(_products(experts, name, hidden.unsqueeze(0)))
-    inner = of_transformers.gated(experts, inner) if experts.has_gate else experts.act_fn(inner)
-    outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
+    inner = experts.along_tokens(_compute_products(experts, name, hidden.unsqueeze(0)))
+    inner = of_transformers.apply_gate(experts, inner) if experts.has_gate else experts.act_fn(inner)
+    outer = experts.along_tokens(_compute_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)
     weighted: torch.Tensor = (outer * shares.t().unsqueeze(-1)).sum(dim=0)
     return weighted.to(hidden.dtype)
 
 
-def _products(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
+def _compute_products(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
     """``[experts, tokens, out]`` from ``[experts or 1, tokens, in]``."""
     weight = getattr(experts, name)
-    found = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
-    return found + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else found
+    products = torch.matmul(inputs, weight if experts.is_transposed else weight.transpose(1, 2))
+    return products + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else products
 
 
 @cache  # once per process
@@ -74,10 +74,10 @@ def count_on_device() -> None:
 
     torch_xla runs it on the CPU, where it does not exist for integers.
     """
-    library.impl("aten::histc", "XLA", _histc)
+    library.impl("aten::histc", "XLA", _compute_histogram)
 
 
-def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+def _compute_histogram(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
     if values.is_floating_point() or bins != max - min:  # with one bin an integer, the last two share one
         return torch.histc(values.cpu(), bins, min, max).to(values.device)
     numbers = torch.arange(min, max, dtype=values.dtype, device=values.device)

@@ -11,11 +11,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.checks import check
-from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Setting, Traffic
-from portable.planner.optimizer_memory import MASTER, moment_bytes
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, StrategySetting, Traffic
+from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
 from portable.planner.passes import Compiler
 from portable.tpu.xla.checks import GATHERED_ONCE
-from portable.tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned
+from portable.tpu.xla.sharding import HYBRID, LANES, ShardingRules, is_head_gradient_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,12 +33,12 @@ def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     return config
 
 
-def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
         strategies += ["hybrid_shard_zero2", "hybrid_shard"]
-    yield from map(Setting, strategies)
+    yield from map(StrategySetting, strategies)
 
 
 def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
@@ -88,7 +88,7 @@ _MOVES = {
 }
 
 
-def result(operation: str, *, elementwise: bool) -> Result:
+def classify_result(operation: str, *, elementwise: bool) -> Result:
     """What a TPU's compiler does with a result; see :data:`portable.planner.passes.Result`."""
     if operation in _PRODUCTS:
         return "product"
@@ -97,7 +97,7 @@ def result(operation: str, *, elementwise: bool) -> Result:
     return "computed" if elementwise or operation in _MOVES else "written"
 
 
-def every_expert(model: Any) -> None:
+def use_every_expert(model: Any) -> None:
     """Make mixtures of experts compute every expert for every token, as the engine does."""
     from portable.tpu.xla.fixed_shapes import use_fixed_shapes  # which needs torch
 
@@ -122,33 +122,37 @@ class _Sums(NamedTuple):
     copied: int
 
 
-def _sums(model: Inventory, config: RunConfig, rules: ShardingRules, group: int, *, kept: bool) -> _Sums:
+def _sum_weights(
+    model: Inventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
+) -> _Sums:
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
-        dim = rules.dim(weight.name, shape)
+        dim = rules.choose_dim(weight.name, shape)
         if dim is not None:
             learning += weight.elements * weight.trained
             if weight.head or not weight.table:
-                gathers += weight.elements * (1 if kept or weight.layer is None else 2)
+                gathers += weight.elements * (1 if keeps_gathered or weight.layer is None else 2)
                 scattered += weight.elements * weight.trained
             shape[dim] //= group
         size = weight.elements // group if dim is not None else weight.elements
         parameters += weight.itemsize * size
         # Casts are copies. What is not cast is copied by the barriers that make it be gathered again.
-        again = weight.trained and not kept and (weight.head or not weight.table)
+        again = weight.trained and not keeps_gathered and (weight.head or not weight.table)
         if compute != weight.itemsize or again:
             copied += compute * size
         if weight.trained:
             gradients += MASTER * size
             first = shape[0] if shape else 1
-            own = moment_bytes(config.train, shape, first, exact=True, matrices=weight.matrices)
-            moments += own
+            moment_size = compute_moment_bytes(
+                config.train, shape, first, exact=True, matrices=weight.matrices
+            )
+            moments += moment_size
             tied = weight.table and weight.head and dim == 1
-            if tied and shape[1] % LANES and not turned(shape[1], group):
+            if tied and shape[1] % LANES and not is_head_gradient_transposed(shape[1], group):
                 # Its state lies transposed, which takes less. Its gradient does not: the update copies it.
-                copied += (MASTER * size + own) * -(-shape[1] // LANES) * LANES // shape[1]
+                copied += (MASTER * size + moment_size) * -(-shape[1] // LANES) * LANES // shape[1]
     # One replicated vector of step counts, also of parameters whose rule has none.
     uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
     moments += MASTER * len(uncounted)
@@ -166,17 +170,17 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
     # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
     # head's; of these, rows are sent.
-    kept = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
-    sums = _sums(model, config, rules, group, kept=kept)
+    keeps_gathered = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
+    sums = _sum_weights(model, config, rules, group, keeps_gathered=keeps_gathered)
     gradients = sums.gradients
-    layers = model.sizes("layer")
+    layers = model.count_part_elements("layer")
     outside = model.elements - sum(layers)
-    running = compute * (sum(layers) if kept else max(layers, default=0))
+    running = compute * (sum(layers) if keeps_gathered else max(layers, default=0))
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
-    gathered = compute * (outside + (sum(layers) if kept else 0))
+    gathered = compute * (outside + (sum(layers) if keeps_gathered else 0))
     # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
     # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbors.
-    head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
+    head = sum(w.elements for w in model.trained if w.head and rules.choose_dim(w.name, w.shape) is not None)
     pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
     gathered -= compute * head * (group - pieces) // group
     in_layers = running
@@ -186,7 +190,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
-    orthogonal, exchanged = _orthogonalizing(model, compute, group)
+    orthogonal, exchanged = _compute_orthogonalization_costs(model, compute, group)
     per_pass = (sums.gathers + sums.scattered) * compute * share
     apart = sum(w.elements for w in model.trained) - sums.learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
@@ -201,11 +205,11 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         optimizer=sums.moments,
         compute="cast",
         compiler=Compiler(
-            result,
+            classify_result,
             bool(config.xla.scan_layers),
             config.xla.attention_rows,
             config.context_parallel_size,
-            every_expert,
+            use_every_expert,
         ),
         gathered=gathered + sums.copied,
         in_layers=in_layers + sums.copied,
@@ -216,7 +220,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     )
 
 
-def _orthogonalizing(model: Inventory, compute: int, group: int) -> tuple[int, float]:
+def _compute_orthogonalization_costs(model: Inventory, compute: int, group: int) -> tuple[int, float]:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import MeshLayout, Spec
 
 
 def gather_matrices(
-    layer: nn.Module, prefix: str, spec_of: Callable[[str, Tensor], Spec], layout: Layout
+    layer: nn.Module, prefix: str, spec_of: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
     """Make ``layer`` compute with gathered copies of its sharded parameters, made once a pass.
 
@@ -40,22 +40,22 @@ def gather_matrices(
             spec = spec_of(f"{prefix}.{name}", parameter)
             # Lookup tables are read where they lie.
             if any(spec) and not isinstance(module, nn.Embedding):
-                whole = layout.sharding(layout.replicated(parameter.dim()))
-                places[name] = whole, layout.sharding(spec)
+                unsharded = layout.to_op_sharding(layout.get_replicated_spec(parameter.dim()))
+                places[name] = unsharded, layout.to_op_sharding(spec)
     if not places:
         return
     forward = layer.forward
     caller = Caller(layer)
 
     @functools.wraps(forward)
-    def gathering(*args: Any, **kwargs: Any) -> Any:
+    def gather_and_forward(*args: Any, **kwargs: Any) -> Any:
         # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
         parameters = dict(layer.named_parameters())
         here = {name: to for name, to in places.items() if name in parameters}
         copies = {
-            f"module.{name}": constrain(parameters[name], *to, alone=layout.sums_whole)
+            f"module.{name}": constrain(parameters[name], *to, alone=layout.reduces_unsharded)
             for name, to in here.items()
         }
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 
-    layer.forward = gathering
+    layer.forward = gather_and_forward

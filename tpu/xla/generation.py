@@ -14,45 +14,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.tpu.xla.graphs import Graphs
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
 
 
-def sampled(
+def sample_tokens(
     prompt: Tensor,
     max_new_tokens: int,
     seed: int,
-    logits: Callable[[Tensor], Tensor],
-    layout: Layout,
+    compute_logits: Callable[[Tensor], Tensor],
+    layout: MeshLayout,
     graphs: Graphs,
 ) -> Tensor:
     """``prompt`` ``[1, length]`` with sampled tokens behind it, int64 on the devices.
 
     Args:
-        logits: of tokens ``[rows, length]``: ``[rows, length, vocabulary]``.
+        compute_logits: of tokens ``[rows, length]``: ``[rows, length, vocabulary]``.
 
     Returns:
         a row for each part of a batch, along which activations are sharded; the rows are equal.
     """
     start = prompt.shape[1]
     padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
-    tokens = layout.whole(padded.repeat(layout.rows, 1))
+    tokens = layout.replicate(padded.repeat(layout.rows, 1))
     draws = torch.Generator().manual_seed(seed)
     for position in range(start, start + max_new_tokens):
         noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
-        tokens = _with_sampled_token(tokens, layout.whole(torch.tensor([position])), noise, logits, layout)
+        tokens = _write_sampled_token(
+            tokens, layout.replicate(torch.tensor([position])), noise, compute_logits, layout
+        )
         graphs.run("sampled token", [tokens])
     return tokens
 
 
-def _with_sampled_token(
-    tokens: Tensor, position: Tensor, noise: Tensor, logits: Callable[[Tensor], Tensor], layout: Layout
+def _write_sampled_token(
+    tokens: Tensor,
+    position: Tensor,
+    noise: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    layout: MeshLayout,
 ) -> Tensor:
     """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
-    before = logits(tokens).index_select(1, position - 1).squeeze(1).float()
+    before = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()
     top = torch.topk(before, min(noise.shape[1], before.shape[1]))
-    chosen = (top.values / 0.8 + layout.whole(noise)[:, : top.values.shape[1]]).argmax(dim=1, keepdim=True)
+    chosen = (top.values / 0.8 + layout.replicate(noise)[:, : top.values.shape[1]]).argmax(
+        dim=1, keepdim=True
+    )
     drawn = top.indices.gather(1, chosen)
     here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
     extended = torch.where(here, drawn, tokens)
-    xla.mark_sharding(extended, layout.sharding(layout.replicated(2)))
+    xla.mark_sharding(extended, layout.to_op_sharding(layout.get_replicated_spec(2)))
     return extended

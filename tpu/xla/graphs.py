@@ -28,16 +28,16 @@ class Graphs:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._known: dict[str, dict[bytes, str]] = {}
+        self._texts: dict[str, dict[bytes, str]] = {}
         self._excess: Counter[str] = Counter()
         self._reported = False
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def watch_reads(self) -> Iterator[None]:
         """Warn if code in this block reads a tensor's value, which executes the graph too early."""
-        before = counted()
+        before = read_counters()
         yield
-        if counted() != before and not self._reported:
+        if read_counters() != before and not self._reported:
             self._reported = True
             self._report(
                 "xla: the model reads tensor values in its forward or backward pass, which executes part "
@@ -51,54 +51,54 @@ class Graphs:
             kind: a name for the graph, for messages.
             results: tensors that the graph computes; their hash identifies it.
         """
-        known = self._known.setdefault(kind, {})
+        texts = self._texts.setdefault(kind, {})
         fingerprint = xla.graph_hash(list(results))
-        before = _samples("CompileTime")
-        if fingerprint not in known:
+        before = _count_samples("CompileTime")
+        if fingerprint not in texts:
             text = xla.graph_text(list(results))[:MOST_TEXT]
-            nearest = _nearest(text, known.values()) if known else None
-            known[fingerprint] = text
+            nearest = _find_nearest(text, texts.values()) if texts else None
+            texts[fingerprint] = text
             if nearest is not None:
-                self._report_excess(kind, difference(nearest, text))
+                self._report_excess(kind, describe_difference(nearest, text))
             # Waits this once: where the next graph is begun while the results of the first one are still to
             # come, it is now and then compiled anew.
             torch_xla.sync(wait=True)
             return
         torch_xla.sync()
-        if _samples("CompileTime") > before:
+        if _count_samples("CompileTime") > before:
             self._excess[kind] += 1
             self._report_excess(
                 kind, "the loss is the same, but the update has a new constant: a rate, decay or beta"
             )
 
     def _report_excess(self, kind: str, cause: str) -> None:
-        number = self.distinct[kind]
+        number = self.graph_counts[kind]
         self._report(f"xla: compiling graph {number} of the {kind}, where one should be enough: {cause}")
 
     @property
-    def distinct(self) -> dict[str, int]:
+    def graph_counts(self) -> dict[str, int]:
         """The number of different graphs of each kind."""
-        return {kind: len(known) + self._excess[kind] for kind, known in self._known.items()}
+        return {kind: len(texts) + self._excess[kind] for kind, texts in self._texts.items()}
 
 
-def _nearest(text: str, known: Iterable[str]) -> str:
-    lines = Counter(_normal(line) for line in text.splitlines())
+def _find_nearest(text: str, texts: Iterable[str]) -> str:
+    lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
-    def distance(other: str) -> int:
-        others = Counter(_normal(line) for line in other.splitlines())
+    def compute_distance(other: str) -> int:
+        others = Counter(_strip_value_numbers(line) for line in other.splitlines())
         return (lines - others).total() + (others - lines).total()
 
-    return min(known, key=distance)
+    return min(texts, key=compute_distance)
 
 
-def difference(before: str, after: str) -> str:
+def describe_difference(before: str, after: str) -> str:
     """The first line in which two graphs differ: a shape, a value, or an operation."""
-    old, new = ([_normal(line) for line in text.splitlines()] for text in (before, after))
+    old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (before, after))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:
         pairs = ((a, b) for a, b in zip(old, new, strict=False) if a != b)
-        found = next(pairs, None)
-        return f"{found[0]} became {found[1]}" if found else "operations were added or removed"
+        pair = next(pairs, None)
+        return f"{pair[0]} became {pair[1]}" if pair else "operations were added or removed"
     for tag, a, b, c, d in matcher.get_opcodes():
         if tag != "equal":
             was, now = " ".join(old[a:b][:1]) or "nothing", " ".join(new[c:d][:1]) or "nothing"
@@ -108,19 +108,19 @@ def difference(before: str, after: str) -> str:
     return "the same operations in another order"
 
 
-def _normal(line: str) -> str:
+def _strip_value_numbers(line: str) -> str:
     """``line`` without value numbers, which shift with every added operation."""
     return re.sub(r"%\d+", "%", line).strip()
 
 
-def counted() -> dict[str, float]:
+def read_counters() -> dict[str, float]:
     """The numbers of graphs compiled and of transfers from the device, in this process."""
     return {
-        "graphs_compiled": _samples("CompileTime"),
-        "transfers_from_device": _samples("TransferFromDeviceTime"),
+        "graphs_compiled": _count_samples("CompileTime"),
+        "transfers_from_device": _count_samples("TransferFromDeviceTime"),
     }
 
 
-def _samples(metric: str) -> int:
+def _count_samples(metric: str) -> int:
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0

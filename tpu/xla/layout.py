@@ -35,14 +35,14 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
-class Shard:
+class LocalShard:
     """A shard that this host holds: its offset in each dim, and its values on the CPU."""
 
     offset: tuple[int, ...]
     data: Tensor
 
 
-class Layout:
+class MeshLayout:
     """The mesh, and the placement of tensors on it.
 
     Args:
@@ -61,7 +61,7 @@ class Layout:
     """
 
     def __init__(self, config: RunConfig, devices: int) -> None:
-        order = _device_order(devices)
+        order = _compute_device_order(devices)
         self.device = torch.device("xla:0")
         self.devices = devices
         self.group = _group_size(config, devices)
@@ -82,13 +82,13 @@ class Layout:
 
     # -- specs -------------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, shape: Sequence[int]) -> Spec:
+    def get_parameter_spec(self, name: str, shape: Sequence[int]) -> Spec:
         """The spec of a parameter: sharded along one dim over the axes :attr:`shard`, or replicated.
 
         Raises:
             UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
-        dim = self._rules.dim(name, shape)
+        dim = self._rules.choose_dim(name, shape)
         return tuple(self.shard if d == dim else None for d in range(len(shape)))
 
     def check_rules(self) -> None:
@@ -96,44 +96,44 @@ class Layout:
         self._rules.check_rules()
 
     @property
-    def shards(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether any parameter may be sharded."""
         return self._rules.sharded
 
     @property
-    def sums_whole(self) -> bool:
+    def reduces_unsharded(self) -> bool:
         """Whether the TPU's compiler adds up gradients as a whole, and cuts them afterwards."""
         return self.group > 32
 
-    def batch(self, dims: int) -> Spec:
+    def get_batch_spec(self, dims: int) -> Spec:
         """The spec of batches: sharded along dim 0 over the groups that share sequences, or all devices."""
         return (self._batch_axes, *(None,) * (dims - 1))
 
-    def activation(self, dims: int) -> Spec:
+    def get_activation_spec(self, dims: int) -> Spec:
         """The spec of ``[batch, tokens, ...]``, or of ``[tokens of all sequences, ...]`` with two dims."""
         if dims == 2:
             return (self._axes, None)
         return (self._batch_axes, self._token_axis, *(None,) * (dims - 2))
 
-    def of_heads(self, *, whole: bool) -> Spec:
+    def get_heads_spec(self, *, whole_sequences: bool) -> Spec:
         """The spec of ``[batch, heads, tokens, width]``: of whole sequences with a share of the heads, or of
         parts of them with all heads."""
-        last = (self._token_axis, None) if whole else (None, self._token_axis)
+        last = (self._token_axis, None) if whole_sequences else (None, self._token_axis)
         return (self._batch_axes, *last, None)
 
-    def replicated(self, dims: int) -> Spec:
+    def get_replicated_spec(self, dims: int) -> Spec:
         """The spec of a replicated tensor."""
         return (None,) * dims
 
-    def sharding(self, spec: Spec) -> Any:
+    def to_op_sharding(self, spec: Spec) -> Any:
         """The bindings' form of ``spec``."""
         return self.mesh.get_op_sharding(spec)
 
-    def along_tokens(self, tensor: Tensor) -> Tensor:
+    def shard_along_tokens(self, tensor: Tensor) -> Tensor:
         """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
         if tensor.is_meta:  # a trial pass
             return tensor
-        sharding = self.sharding((None, *self.activation(tensor.dim() - 1)))
+        sharding = self.to_op_sharding((None, *self.get_activation_spec(tensor.dim() - 1)))
         return constrain(tensor, sharding, sharding)
 
     # -- tensors -----------------------------------------------------------------------------------------
@@ -144,27 +144,29 @@ class Layout:
         Hosts that share sequences all have them.
         """
         parts = tensor.chunk(max(1, self._local_devices // self.sequence))
-        shards = [parts[at * len(parts) // self._local_devices] for at in range(self._local_devices)]
+        shards = [parts[device * len(parts) // self._local_devices] for device in range(self._local_devices)]
         shape = (self.rows * len(parts[0]), *tensor.shape[1:])
-        return self._assembled(shards, self.batch(tensor.dim()), shape)
+        return self._assemble(shards, self.get_batch_spec(tensor.dim()), shape)
 
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         """A tensor of zeros. The host allocates one shard, each device its own."""
         cut = [
             size // self.group if axis == self.shard else size for size, axis in zip(shape, spec, strict=True)
         ]
-        return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
+        return self._assemble([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def replicate(self, tensor: Tensor) -> Tensor:
         """Replicate a CPU tensor to every device.
 
         Use it for changing scalars, too: ``tensor.to(device)`` would turn 0 and 1 into constants of the
         graph.
         """
-        return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
+        return self._assemble(
+            [tensor] * self._local_devices, self.get_replicated_spec(tensor.dim()), tensor.shape
+        )
 
-    def _assembled(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:
-        tensor: Tensor = xla.from_cpu_shards(shards, self.sharding(spec), torch.Size(shape))
+    def _assemble(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:
+        tensor: Tensor = xla.from_cpu_shards(shards, self.to_op_sharding(spec), torch.Size(shape))
         return tensor
 
     @cached_property
@@ -176,26 +178,26 @@ class Layout:
         read: dict[tuple[tuple[int, int], ...], Tensor] = {}
         shards = []
         for _, index in xla.shard_places([tensor])[0]:
-            slices = _slices(index, tensor.shape)
+            slices = _to_slices(index, tensor.shape)
             key = tuple((s.start, s.stop) for s in slices)
             if key not in read:
                 read[key] = to_torch(source.read(slices)).to(tensor.dtype)
             shards.append(read[key])
-        tensor.data = self._assembled(shards, spec, tensor.shape)
+        tensor.data = self._assemble(shards, spec, tensor.shape)
 
-    def local_shards(self, tensors: Sequence[Tensor]) -> list[list[Shard]]:
+    def copy_local_shards(self, tensors: Sequence[Tensor]) -> list[list[LocalShard]]:
         """CPU copies of the shards of each tensor that this host saves; one device saves each shard."""
         _wait()
-        return [self._shards(tensor) for tensor in tensors]  # one at a time: replicas are copied as well
+        return [self._copy_shards(tensor) for tensor in tensors]  # one at a time: replicas are copied as well
 
-    def _shards(self, tensor: Tensor) -> list[Shard]:
+    def _copy_shards(self, tensor: Tensor) -> list[LocalShard]:
         (places,) = xla.shard_places([tensor])
         (copies,) = xla.local_shards([tensor])
         shards = []
         for (replica, index), (values, _) in zip(places, copies, strict=True):
             if replica == 0:
-                slices = _slices(index, tensor.shape)
-                shards.append(Shard(tuple(s.start for s in slices), values))
+                slices = _to_slices(index, tensor.shape)
+                shards.append(LocalShard(tuple(s.start for s in slices), values))
         return shards
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -209,7 +211,7 @@ class Layout:
         if wait:
             _wait()
 
-    def own_copy(self, tensor: Tensor) -> Tensor:
+    def copy_replicated(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a replicated tensor, from one of this host's devices."""
         _wait()
         values: Tensor = xla.local_shards([tensor])[0][0][0]
@@ -230,25 +232,25 @@ class _Constrain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any, alone: bool) -> Tensor:
         ctx.gradient, ctx.alone = gradient, alone
-        return marked(tensor, sharding)
+        return copy_with_sharding(tensor, sharding)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        gradient = marked(gradients[0], ctx.gradient)
+        gradient = copy_with_sharding(gradients[0], ctx.gradient)
         if ctx.alone:
             xla.barrier_([gradient])
         return gradient, None, None, None
 
 
-def marked(tensor: Tensor, sharding: Any) -> Tensor:
+def copy_with_sharding(tensor: Tensor, sharding: Any) -> Tensor:
     """A copy of ``tensor`` that is annotated with a sharding."""
     # Marking works in place, and a clone would inherit the sharding of a placed tensor.
-    copy = another(tensor)
+    copy = copy_tensor(tensor)
     xla.mark_sharding(copy, sharding)
     return copy
 
 
-def another(tensor: Tensor) -> Tensor:
+def copy_tensor(tensor: Tensor) -> Tensor:
     """The same values as a tensor of its own; the compiler removes the operation."""
     return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
@@ -258,19 +260,19 @@ def _wait() -> None:
     xla.wait([])
 
 
-def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+def _to_slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
     if index is Ellipsis:
         return tuple(slice(0, size) for size in shape)
     return tuple(slice(s.start, s.stop) for s in index)
 
 
-def _device_order(devices: int) -> Any:
+def _compute_device_order(devices: int) -> Any:
     """Device ids ordered by slice, so that neighbors in the mesh share a fast interconnect."""
-    slices = _slices_of_devices() or [0] * devices
+    slices = _read_slice_indices() or [0] * devices
     return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
 
 
-def _slices_of_devices() -> list[int]:
+def _read_slice_indices() -> list[int]:
     """The slice index of each device, by device id."""
     attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
     by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
@@ -280,7 +282,7 @@ def _slices_of_devices() -> list[int]:
 def _group_size(config: RunConfig, devices: int) -> int:
     if config.strategy not in HYBRID:
         return devices
-    slices = len(set(_slices_of_devices())) or 1
+    slices = len(set(_read_slice_indices())) or 1
     size = config.fsdp.shard_group_size or devices // slices
     if slices == 1 and config.fsdp.shard_group_size is None:
         raise UserError(

@@ -15,7 +15,7 @@ class _Binding:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    @_torch_xla.needed_for("backend: xla")
+    @_torch_xla.guard("backend: xla")
     def __get__(self, instance: object, owner: type) -> Any:
         import torch_xla
 
@@ -52,5 +52,5 @@ class _Bindings:
 xla = _Bindings()
 
 
-lowering_context = _torch_xla.function("torch_xla:_XLAC.lowering.LoweringContext", "backend: xla")
+lowering_context = _torch_xla.wrap_function("torch_xla:_XLAC.lowering.LoweringContext", "backend: xla")
 """An empty graph with a name, to build from tensors."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from portable.converters import Tensor as StoredTensor
-from portable.model.groups import groups_of
+from portable.model.groups import assign_groups
 from portable.optim import adafactor
 from portable.optim.average import AVERAGE
-from portable.optim.muon import blend_momentum, orthogonalized, rate_factor
-from portable.optim.optimizers import muon, parameter_groups, rate_of
+from portable.optim.muon import blend_momentum, compute_rate_factor, orthogonalize
+from portable.optim.optimizers import build_muon, build_parameter_groups, compute_group_rate
 from portable.optim.stored_state import check_entry
-from portable.tpu.xla.layout import Spec, marked
+from portable.tpu.xla.layout import Spec, copy_with_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.converters.checkpoint import OptimizerState
     from portable.optim.optimizers import Group
-    from portable.tpu.xla.layout import Layout
+    from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.parameters import Parameters
 
 State = dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ class Inputs:
     Attributes:
         parameter: its values.
         gradient: of the same shape.
-        state: by the names of :meth:`Rule.initial`.
+        state: by the names of :meth:`UpdateRule.get_state_places`.
         step: its number, from 1, a scalar on the device.
         rate: the learning rate, a scalar on the device; where ``stacked``, perhaps ``[parameters, 1, ...]``.
         decay: the weight decay, likewise, or a number.
@@ -60,45 +60,45 @@ class Inputs:
     stacked: bool
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """The update of one parameter, or of a stack of them."""
 
     counts_steps: bool
 
-    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         """Where the state is kept; it starts as zeros."""
 
-    def update(self, given: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
         """The new parameter and state."""
 
 
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``."""
+class XlaAdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.XlaAdamW``."""
 
     counts_steps = True
 
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps
 
-    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update(self, given: Inputs) -> tuple[Tensor, State]:
-        (beta1, beta2), gradient = self._betas, given.gradient
-        first = given.state["exp_avg"].lerp(gradient, 1 - beta1)
-        second = given.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
-        root = (second / _bias_correction(beta2, given.step)).sqrt() + self._eps
-        decayed = given.parameter * (1 - given.rate * given.decay)
-        moved = decayed - given.rate / _bias_correction(beta1, given.step) * (first / root)
+    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+        (beta1, beta2), gradient = self._betas, inputs.gradient
+        first = inputs.state["exp_avg"].lerp(gradient, 1 - beta1)
+        second = inputs.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+        root = (second / _compute_bias_correction(beta2, inputs.step)).sqrt() + self._eps
+        decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
+        moved = decayed - inputs.rate / _compute_bias_correction(beta1, inputs.step) * (first / root)
         return moved, {"exp_avg": first, "exp_avg_sq": second}
 
 
-def _bias_correction(beta: float, step: Tensor) -> Tensor:
+def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
     """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
-class Sgd:
+class XlaSgd:
     """SGD with momentum, as ``torch.optim.SGD``: the decay is added to the gradient."""
 
     counts_steps = False
@@ -106,40 +106,40 @@ class Sgd:
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
 
-    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
-    def update(self, given: Inputs) -> tuple[Tensor, State]:
-        gradient = given.gradient + given.parameter * given.decay
+    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+        gradient = inputs.gradient + inputs.parameter * inputs.decay
         if not self._momentum:
-            return given.parameter - given.rate * gradient, {}
-        buffer = given.state["momentum_buffer"] * self._momentum + gradient
-        return given.parameter - given.rate * buffer, {"momentum_buffer": buffer}
+            return inputs.parameter - inputs.rate * gradient, {}
+        buffer = inputs.state["momentum_buffer"] * self._momentum + gradient
+        return inputs.parameter - inputs.rate * buffer, {"momentum_buffer": buffer}
 
 
-class Adafactor:
-    """Adafactor, by the formulas of :class:`portable.optim.adafactor.Rule`.
+class XlaAdafactor:
+    """Adafactor, by the formulas of :class:`portable.optim.adafactor.AdafactorRule`.
 
     Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
     """
 
     counts_steps = True
 
-    def __init__(self, rule: adafactor.Rule) -> None:
+    def __init__(self, rule: adafactor.AdafactorRule) -> None:
         self._rule = rule
 
-    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
-        shapes = adafactor.moment_shapes(parameter.shape, stacked)
+    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        shapes = adafactor.get_moment_shapes(parameter.shape, stacked)
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
 
-    def update(self, given: Inputs) -> tuple[Tensor, State]:
-        rule, parameter, gradient, state = self._rule, given.parameter, given.gradient, given.state
-        fresh, rate = rule.compute_new_share(given.step), rule.limit_rate(given.rate, given.step)
+    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+        rule, parameter, gradient, state = self._rule, inputs.parameter, inputs.gradient, inputs.state
+        fresh, rate = rule.compute_new_share(inputs.step), rule.limit_rate(inputs.rate, inputs.step)
         if rule.scaled:
-            rate = rule.scale_rate(rate, _root_mean_square(parameter, given.stacked))
-        squares = rule.square(gradient)
-        if parameter.dim() - given.stacked < 2:
+            rate = rule.scale_rate(rate, _compute_rms(parameter, inputs.stacked))
+        squares = rule.square_gradient(gradient)
+        if parameter.dim() - inputs.stacked < 2:
             new = {"variance": state["variance"].lerp(squares, fresh)}
             variance = new["variance"].clone()
         else:
@@ -147,19 +147,19 @@ class Adafactor:
             columns = state["col_var"].lerp(squares.mean(dim=-2, keepdim=True), fresh)
             new = {"row_var": rows, "col_var": columns}
             variance = rule.estimate(rows, columns, rows.mean(dim=-2, keepdim=True))
-        change = gradient * rule.invert(variance)
-        clipped = change / adafactor.bound_update(_root_mean_square(change, given.stacked))
-        return parameter * (1 - given.rate * given.decay) - rate * clipped, new
+        change = gradient * rule.compute_inverse_root(variance)
+        clipped = change / adafactor.compute_update_divisor(_compute_rms(change, inputs.stacked))
+        return parameter * (1 - inputs.rate * inputs.decay) - rate * clipped, new
 
 
-def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
+def _compute_rms(tensor: Tensor, stacked: bool) -> Tensor:
     """Of a parameter, a scalar; of stacked ones, each its own, of shape ``[parameters, 1, ...]``."""
     if not stacked:
         return tensor.square().mean().sqrt()
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
 
-class Muon:
+class XlaMuon:
     """Muon, as :class:`portable.optim.muon.Muon`, for matrices and stacks of them.
 
     Args:
@@ -170,20 +170,23 @@ class Muon:
 
     counts_steps = False
 
-    def __init__(self, settings: TrainConfig, layout: Layout, compute: torch.dtype) -> None:
+    def __init__(self, settings: TrainConfig, layout: MeshLayout, compute: torch.dtype) -> None:
         self._momentum, self._rate_rule = settings.muon_momentum, settings.muon_rate
         self._layout, self._compute = layout, compute
 
-    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
-    def update(self, given: Inputs) -> tuple[Tensor, State]:
-        """``gradient`` is the orthogonalized update, and the state is new already; see :meth:`prepared`."""
-        adjusted = given.rate * rate_factor(self._rate_rule, given.parameter.shape)
-        decayed = given.parameter * (1 - given.rate * given.decay)
-        return decayed - adjusted * given.gradient, given.state
+    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+        """Apply the orthogonalized update, which :meth:`orthogonalize_updates` has put into ``gradient``.
 
-    def prepared(
+        The state was updated by the same method.
+        """
+        adjusted = inputs.rate * compute_rate_factor(self._rate_rule, inputs.parameter.shape)
+        decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
+        return decayed - adjusted * inputs.gradient, inputs.state
+
+    def orthogonalize_updates(
         self, gradients: Mapping[str, Tensor], states: Mapping[str, State], specs: Mapping[str, Spec]
     ) -> tuple[dict[str, Tensor], dict[str, State]]:
         """The orthogonalized updates, fp32, and the new states, by name.
@@ -191,7 +194,7 @@ class Muon:
         Matrices of one shape and cut are put together and spread over the devices, each of which has some as
         a whole.
         """
-        made: dict[str, State] = {}
+        new_states: dict[str, State] = {}
         alike: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
@@ -200,37 +203,39 @@ class Muon:
             *before, rows, columns = specs[name]
             cut: Spec | None = None if any(before) else (None, rows, columns)  # experts may be spread already
             alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
-            made[name] = {"momentum_buffer": buffer}
+            new_states[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}
-        spread = self._layout.sharding((self._layout.shard, None, None))
+        spread = self._layout.to_op_sharding((self._layout.shard, None, None))
         for (_, cut), matrices in alike.items():
             counts = [len(update) for update in matrices.values()]
             padding = -sum(counts) % self._layout.group
             parts = [*matrices.values(), *[torch.zeros_like(next(iter(matrices.values()))[:1])] * padding]
             together = torch.cat(parts)
             if cut is not None:
-                together = marked(together, self._layout.sharding(cut))
-            whole = orthogonalized(marked(together, spread), self._compute)
+                together = copy_with_sharding(together, self._layout.to_op_sharding(cut))
+            orthogonal = orthogonalize(copy_with_sharding(together, spread), self._compute)
             if cut is not None:
                 # Cut as before on both sides: an all-to-all leads there and back. The compiler's own way
                 # takes four times as many bytes.
-                whole = marked(marked(whole, spread), self._layout.sharding(cut))
-            for name, update in zip(matrices, whole.split([*counts, *[1] * padding]), strict=False):
+                orthogonal = copy_with_sharding(
+                    copy_with_sharding(orthogonal, spread), self._layout.to_op_sharding(cut)
+                )
+            for name, update in zip(matrices, orthogonal.split([*counts, *[1] * padding]), strict=False):
                 updates[name] = update.reshape(gradients[name].shape).float()
-        return updates, made
+        return updates, new_states
 
 
-def build_rule(settings: TrainConfig) -> Rule:
+def build_rule(settings: TrainConfig) -> UpdateRule:
     """The rule that ``train.optimizer`` names; of muon, that of what is no matrix."""
     beta1, beta2 = settings.betas
     if settings.optimizer in ("adamw", "muon"):
-        return AdamW((beta1, beta2), settings.eps)
+        return XlaAdamW((beta1, beta2), settings.eps)
     if settings.optimizer == "adafactor":
-        return Adafactor(adafactor.RULES[settings.adafactor_rule])
-    return Sgd(beta1)
+        return XlaAdafactor(adafactor.RULES[settings.adafactor_rule])
+    return XlaSgd(beta1)
 
 
-class Optimizer:
+class XlaOptimizer:
     """Applies the rules to all parameters; their state is sharded as they are.
 
     The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
@@ -241,44 +246,53 @@ class Optimizer:
         self,
         settings: TrainConfig,
         model: nn.Module,
-        layout: Layout,
-        held: Parameters,
+        layout: MeshLayout,
+        device_parameters: Parameters,
         compute: torch.dtype,
     ) -> None:
-        trained = {name: p for name, p in held.by_name.items() if p.requires_grad}
+        trained = {name: p for name, p in device_parameters.by_name.items() if p.requires_grad}
         self._names = list(trained)
         self._parameters = trained
         self._layout = layout
-        self._held = held
+        self._device_parameters = device_parameters
         apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        of = groups_of(model, settings)
-        self._groups = _torch_groups(settings, apart, of)
-        rule, self._muon = build_rule(settings), Muon(settings, layout, compute)
-        self._rules: dict[str, Rule] = {name: self._muon if of[name].matrices else rule for name in trained}
+        named_groups = assign_groups(model, settings)
+        self._groups = _build_torch_groups(settings, apart, named_groups)
+        rule, self._muon = build_rule(settings), XlaMuon(settings, layout, compute)
+        self._rules: dict[str, UpdateRule] = {
+            name: self._muon if named_groups[name].matrices else rule for name in trained
+        }
         self._settings, self._decay = settings, settings.ema
-        self._factors = {name: self._factor(name, of) for name in trained}
-        self._steps = layout.whole(torch.zeros(len(trained)))
+        self._factors = {name: self._compute_factors(name, named_groups) for name in trained}
+        self._steps = layout.replicate(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
         self._places: dict[str, Places] = {}
         for name, parameter in trained.items():
-            spec = held.spec(name, parameter.shape)
-            places = self._rules[name].initial(parameter, spec, stacked=name in held.stacks)
+            spec = device_parameters.get_spec(name, parameter.shape)
+            places = self._rules[name].get_state_places(
+                parameter, spec, stacked=name in device_parameters.stacks
+            )
             if settings.ema is not None:
                 places[AVERAGE] = (tuple(parameter.shape), spec)
             self._places[name] = places
             self._state[name] = {
-                key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
+                key: layout.create_zeros(shape, torch.float32, place)
+                for key, (shape, place) in places.items()
             }
 
-    def _factor(self, name: str, groups: Mapping[str, Group]) -> tuple[Tensor | float, Tensor | float]:
+    def _compute_factors(
+        self, name: str, groups: Mapping[str, Group]
+    ) -> tuple[Tensor | float, Tensor | float]:
         """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
-        of = [groups[one] for one in self._held.names(name)]
+        member_groups = [groups[member] for member in self._device_parameters.get_names(name)]
         highest = self._settings.learning_rate
-        pairs = [(group.learning_rate / highest, group.weight_decay) for group in of]
+        pairs = [(group.learning_rate / highest, group.weight_decay) for group in member_groups]
         if len(set(pairs)) == 1:
             return pairs[0]
-        shape = (len(of), *[1] * (self._parameters[name].dim() - 1))
-        share, decay = (self._layout.whole(torch.tensor(one).view(shape)) for one in zip(*pairs, strict=True))
+        shape = (len(member_groups), *[1] * (self._parameters[name].dim() - 1))
+        share, decay = (
+            self._layout.replicate(torch.tensor(values).view(shape)) for values in zip(*pairs, strict=True)
+        )
         return share, decay
 
     def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
@@ -291,10 +305,13 @@ class Optimizer:
             counted = self._steps + 1
             if len(gradients) < len(self._names):
                 reached = torch.tensor([float(name in gradients) for name in self._names])
-                counted = self._steps + self._layout.whole(reached)
-            own = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
-            specs = {name: self._held.spec(name, gradient.shape) for name, gradient in own.items()}
-            updates, states = self._muon.prepared(own, self._state, specs)
+                counted = self._steps + self._layout.replicate(reached)
+            muon_gradients = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
+            specs = {
+                name: self._device_parameters.get_spec(name, gradient.shape)
+                for name, gradient in muon_gradients.items()
+            }
+            updates, states = self._muon.orthogonalize_updates(muon_gradients, self._state, specs)
             for index, name in enumerate(self._names):
                 if name not in gradients:
                     continue
@@ -307,7 +324,7 @@ class Optimizer:
                     counted[index],
                     rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
                     decay,
-                    stacked=name in self._held.stacks,
+                    stacked=name in self._device_parameters.stacks,
                 )
                 moved, new = self._rules[name].update(inputs)
                 if self._decay is not None:
@@ -331,17 +348,17 @@ class Optimizer:
         """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
         if not any(rule.counts_steps for rule in self._rules.values()):
             return {}
-        counts = self._layout.own_copy(self._steps)
+        counts = self._layout.copy_replicated(self._steps)
         return {
-            one: {"step": counts[index].clone()}
+            parameter_name: {"step": counts[index].clone()}
             for index, name in enumerate(self._names)
             if self._rules[name].counts_steps
-            for one in self._held.names(name)
+            for parameter_name in self._device_parameters.get_names(name)
         }
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
-        return [{**group, "lr": rate_of(group, rate, self._settings)} for group in self._groups]
+        return [{**group, "lr": compute_group_rate(group, rate, self._settings)} for group in self._groups]
 
     def load(
         self,
@@ -355,38 +372,38 @@ class Optimizer:
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
             sources: dict[str, dict[str, StoredTensor]] = {}
-            for one in self._held.names(name):
-                values = dict(stored.get(one, {}))
+            for parameter_name in self._device_parameters.get_names(name):
+                values = dict(stored.get(parameter_name, {}))
                 step = values.pop("step", 0.0)
                 steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
-                if not values and one not in stored:
+                if not values and parameter_name not in stored:
                     continue
                 for key, tensor in self._state[name].items():
                     value = values.get(key)
                     if value is None and key == AVERAGE:
                         continue  # it begins here
-                    shape = tuple(tensor.shape)[name in self._held.stacks :]
+                    shape = tuple(tensor.shape)[name in self._device_parameters.stacks :]
                     source = value if isinstance(value, StoredTensor) else None
-                    check_entry(source, shape, f"{key} of {one}")
+                    check_entry(source, shape, f"{key} of {parameter_name}")
                     assert source is not None
-                    sources.setdefault(key, {})[one] = source
-            for key, found in sources.items():
-                self._held.fill(name, self._state[name][key], self._places[name][key][1], found)
-        self._steps = self._layout.whole(steps)
+                    sources.setdefault(key, {})[parameter_name] = source
+            for key, parts in sources.items():
+                self._device_parameters.fill(name, self._state[name][key], self._places[name][key][1], parts)
+        self._steps = self._layout.replicate(steps)
 
 
-def _torch_groups(
-    settings: TrainConfig, trained: Mapping[str, nn.Parameter], of: Mapping[str, Group]
+def _build_torch_groups(
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, Group]
 ) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in trained.items()}
-    groups = parameter_groups(trained, of, settings.learning_rate)
+    groups = build_parameter_groups(trained, named_groups, settings.learning_rate)
     beta1, beta2 = settings.betas
     rate = settings.learning_rate
     optimizer: torch.optim.Optimizer
     if settings.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=(beta1, beta2), eps=settings.eps)
     elif settings.optimizer == "muon":
-        optimizer = muon(settings, groups, torch.float32)
+        optimizer = build_muon(settings, groups, torch.float32)
     elif settings.optimizer == "adafactor":
         optimizer = torch.optim.Adafactor(groups, lr=rate)
     else:

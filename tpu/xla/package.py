@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.config.rules import Problem
+    from portable.config.rules import SettingProblem
     from portable.planner.compiled_graph import Compiled
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
@@ -38,7 +38,7 @@ class XlaPackage:
 
         return uses_tpu()
 
-    def local_ranks(self) -> int:
+    def count_local_ranks(self) -> int:
         return 1
 
     def check_ranks(self, ranks: int) -> None:
@@ -50,18 +50,18 @@ class XlaPackage:
     def launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
-    def world(self, ranks: int) -> World:
+    def get_world(self, ranks: int) -> World:
         from portable.tpu.xla import runtime
 
         runtime.start()  # only the runtime knows the hosts of a slice
-        return World(runtime.hosts(), runtime.local_devices())
+        return World(runtime.count_hosts(), runtime.count_local_devices())
 
-    def default_precision(self, *, in_rank: bool) -> str | None:
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
         from portable.tpu.xla import runtime
 
-        return "bf16" if runtime.on_tpu() else "fp32"
+        return "bf16" if runtime.is_on_tpu() else "fp32"
 
-    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[Problem]:
+    def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         from portable.tpu.xla import checks
 
         return checks.find_problems(config, late=late)
@@ -71,20 +71,20 @@ class XlaPackage:
 
     def check(self, config: RunConfig, world: World) -> None:
         from portable.tpu.xla import runtime
-        from portable.tpu.xla.layout import Layout
+        from portable.tpu.xla.layout import MeshLayout
 
         require(
-            config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
+            config.xla.compilation_cache in ("auto", "none") or runtime.is_on_tpu(),
             "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",
         )
-        Layout(config, world.devices)
+        MeshLayout(config, world.devices)
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def build_notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
-    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         # Nothing can be offloaded, and the logits exist once, in the compute type.
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
@@ -92,18 +92,18 @@ class XlaPackage:
         if config.data.longest > 2 * _ROWS and not by_rows:
             yield f"xla.attention_rows {_ROWS}"
 
-    def host_memory_advice(self, config: RunConfig) -> str:
+    def get_host_memory_advice(self, config: RunConfig) -> str:
         return "to use less, set data.num_workers or train.micro_batch_size lower"
 
-    def footprint(self) -> FootprintModule:
+    def load_footprint(self) -> FootprintModule:
         from portable.tpu.xla import footprint
 
         return footprint
 
-    def devices(self) -> tuple[Device, ...]:
-        from portable.tpu.device_specs import accelerators
+    def list_devices(self) -> tuple[Device, ...]:
+        from portable.tpu.device_specs import list_accelerators
 
-        return tuple(accelerators())
+        return tuple(list_accelerators())
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         from portable.tpu.compile.compiler import compile_run

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from portable.errors import require
-from portable.model.parameters import replace_tensors, state_tensors, stored_tensors
-from portable.tpu.xla.layout import Shard
+from portable.model.parameters import get_state_tensors, get_stored_tensors, replace_tensors
+from portable.tpu.xla.layout import LocalShard
 from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.model.tensors import ReadableTensor
-    from portable.tpu.xla.layout import Layout, Spec
+    from portable.tpu.xla.layout import MeshLayout, Spec
 
 
 class Parameters:
@@ -37,52 +37,54 @@ class Parameters:
         UserError: if ``xla.sharding`` treats the layers of a stack differently.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, stacks: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, layout: MeshLayout, stacks: Mapping[str, Sequence[str]]) -> None:
         self._model, self._layout, self.stacks = model, layout, dict(stacks)
         self._stacked = {name for names in stacks.values() for name in names}
         metas = dict(model.named_parameters())
         for first, names in stacks.items():
-            places = {layout.parameter(name, metas[name].shape) for name in names}
+            places = {layout.get_parameter_spec(name, metas[name].shape) for name in names}
             require(
                 len(places) == 1,
                 f"xla.scan_layers: xla.sharding shards {first} of one layer differently from that of the "
                 "next; use a pattern that matches it in every layer, or set xla.scan_layers: false",
             )
 
-        def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
+        def place_parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
             if name in self._stacked:
                 return meta
-            placed = layout.zeros(meta.shape, meta.dtype, layout.parameter(name, meta.shape))
+            placed = layout.create_zeros(meta.shape, meta.dtype, layout.get_parameter_spec(name, meta.shape))
             return nn.Parameter(placed, requires_grad=meta.requires_grad)
 
-        replace_tensors(model, parameter, lambda _, value: layout.whole(value))
+        replace_tensors(model, place_parameter, lambda _, value: layout.replicate(value))
         layout.check_rules()
         self.by_name = {n: p for n, p in model.named_parameters() if n not in self._stacked}
         for first, names in stacks.items():
             meta = metas[first]
             shape = (len(names), *meta.shape)
-            placed = layout.zeros(shape, meta.dtype, (None, *layout.parameter(first, meta.shape)))
+            placed = layout.create_zeros(
+                shape, meta.dtype, (None, *layout.get_parameter_spec(first, meta.shape))
+            )
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
-    def names(self, name: str) -> list[str]:
+    def get_names(self, name: str) -> list[str]:
         """The names of the parameters that the tensor called ``name`` holds."""
         return list(self.stacks.get(name, [name]))
 
-    def spec(self, name: str, shape: Sequence[int]) -> Spec:
+    def get_spec(self, name: str, shape: Sequence[int]) -> Spec:
         """The place of the tensor called ``name``, or of its gradient, of ``shape``."""
         if name in self.stacks:
-            return (None, *self._layout.parameter(name, shape[1:]))
-        return self._layout.parameter(name, shape)
+            return (None, *self._layout.get_parameter_spec(name, shape[1:]))
+        return self._layout.get_parameter_spec(name, shape)
 
-    def state(self) -> dict[str, Tensor]:
+    def get_state(self) -> dict[str, Tensor]:
         """Parameters, stacked or not, and persistent buffers."""
-        apart = {n: t for n, t in state_tensors(self._model).items() if n not in self._stacked}
+        apart = {n: t for n, t in get_state_tensors(self._model).items() if n not in self._stacked}
         return {**apart, **{name: self.by_name[name] for name in self.stacks}}
 
-    def stored(self) -> dict[str, Tensor]:
+    def get_stored_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model, likewise."""
-        stored = stored_tensors(self._model).keys()
-        return {name: tensor for name, tensor in self.state().items() if name in stored}
+        stored = get_stored_tensors(self._model).keys()
+        return {name: tensor for name, tensor in self.get_state().items() if name in stored}
 
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]) -> None:
@@ -91,22 +93,22 @@ class Parameters:
             if name in sources:
                 self._layout.fill(tensor, spec, sources[name])
             return
-        for index, one in enumerate(self.stacks[name]):
-            if one not in sources:
+        for index, parameter_name in enumerate(self.stacks[name]):
+            if parameter_name not in sources:
                 continue
             # One layer at a time, so that the host never holds more than its shards of one.
-            layer = self._layout.zeros(tensor.shape[1:], tensor.dtype, spec[1:])
-            self._layout.fill(layer, spec[1:], sources[one])
+            layer = self._layout.create_zeros(tensor.shape[1:], tensor.dtype, spec[1:])
+            self._layout.fill(layer, spec[1:], sources[parameter_name])
             here = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
-            tensor.copy_(torch.where(self._layout.whole(here), layer, tensor))
-            xla.mark_sharding(tensor, self._layout.sharding(spec))
+            tensor.copy_(torch.where(self._layout.replicate(here), layer, tensor))
+            xla.mark_sharding(tensor, self._layout.to_op_sharding(spec))
             self._layout.execute()
 
-    def apart(self, name: str, shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    def split_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
         """The shards of the tensor called ``name``, as those of each parameter in it."""
         if name not in self.stacks:
             return {name: list(shards)}
         return {
-            one: [Shard(shard.offset[1:], shard.data[index]) for shard in shards]
-            for index, one in enumerate(self.stacks[name])
+            parameter_name: [LocalShard(shard.offset[1:], shard.data[index]) for shard in shards]
+            for index, parameter_name in enumerate(self.stacks[name])
         }

@@ -9,9 +9,9 @@ import os
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.tpu import device_specs as devices
-from portable.tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from portable.tpu.libtpu_flags import OURS, VARIABLE, add_missing_flags
 from portable.tpu.xla.of_torch_xla import xla
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _import() -> Any:
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
     if os.environ["PJRT_DEVICE"] == "TPU":
-        os.environ[VARIABLE] = with_missing(os.environ.get(VARIABLE, ""), OURS)
+        os.environ[VARIABLE] = add_missing_flags(os.environ.get(VARIABLE, ""), OURS)
     try:
         import torch_xla
         import torch_xla.core.xla_builder
@@ -45,7 +45,7 @@ def _import() -> Any:
         import torch_xla.distributed.spmd.xla_sharding
         import torch_xla.runtime
     except ImportError as error:
-        reason = f"torch_xla cannot be imported ({one_line(error)})"
+        reason = f"torch_xla cannot be imported ({to_one_line(error)})"
         raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL}") from error
     return torch_xla
 
@@ -74,17 +74,17 @@ def start() -> None:
     except (OSError, RuntimeError) as error:
         kind = os.environ["PJRT_DEVICE"]
         raise UserError(
-            f"backend: xla cannot use {kind} devices ({one_line(error)}); for a TPU, install: "
+            f"backend: xla cannot use {kind} devices ({to_one_line(error)}); for a TPU, install: "
             "pip install 'portable-trainer[tpu]'"
         ) from error
 
 
-def hosts() -> int:
+def count_hosts() -> int:
     """Hosts of the slice: one process a host."""
     return int(xr.process_count())
 
 
-def local_devices() -> int:
+def count_local_devices() -> int:
     """Devices that this process drives."""
     return int(xr.addressable_runtime_device_count())
 
@@ -96,6 +96,6 @@ def cache_graphs(folder: Path) -> None:
         xr.initialize_cache(str(folder))
 
 
-def on_tpu() -> bool:
+def is_on_tpu() -> bool:
     """Whether the runtime uses TPUs rather than virtual devices."""
     return str(xr.device_type()) == "TPU"

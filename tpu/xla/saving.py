@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.tpu.xla.layout import Layout, Shard
+    from portable.tpu.xla.layout import LocalShard, MeshLayout
     from portable.tpu.xla.parameters import Parameters
 
 
@@ -29,47 +29,54 @@ class Staged:
 
     shape: torch.Size
     dtype: torch.dtype
-    shards: list[Shard]
+    shards: list[LocalShard]
 
 
-def staged_state(layout: Layout, held: Parameters, optimizer: Any, rate: float) -> dict[str, Any]:
+def stage_state(
+    layout: MeshLayout, device_parameters: Parameters, optimizer: Any, rate: float
+) -> dict[str, Any]:
     """What this host saves of weights and optimizer, under the names of a live model.
 
     Args:
-        optimizer: with the methods of :class:`portable.tpu.xla.optim.Optimizer`.
+        optimizer: with the methods of :class:`portable.tpu.xla.optim.XlaOptimizer`.
         rate: the learning rate of the last step.
     """
     scalars = optimizer.scalars()
     moments: dict[str, dict[str, Any]] = {}
     for name, tensors in optimizer.tensors().items():
-        for one in held.names(name):
-            moments[one] = dict(scalars.get(one, {}))
-        for key, staged in staged_shards(layout, tensors).items():
-            for one, part in _apart(held, name, staged).items():
-                moments[one][key] = part
-    model = staged_shards(layout, held.stored())
+        for parameter_name in device_parameters.get_names(name):
+            moments[parameter_name] = dict(scalars.get(parameter_name, {}))
+        for key, staged in stage_shards(layout, tensors).items():
+            for parameter_name, part in _split_stack(device_parameters, name, staged).items():
+                moments[parameter_name][key] = part
+    model = stage_shards(layout, device_parameters.get_stored_tensors())
     return {
-        "model": {one: part for name, s in model.items() for one, part in _apart(held, name, s).items()},
+        "model": {
+            parameter_name: part
+            for name, s in model.items()
+            for parameter_name, part in _split_stack(device_parameters, name, s).items()
+        },
         "optim": {"state": moments, "param_groups": optimizer.groups(rate)},
     }
 
 
-def staged_shards(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
+def stage_shards(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
     """Copies of what this host saves of each tensor."""
     if not tensors:
         return {}
-    shards = layout.local_shards(list(tensors.values()))
+    shards = layout.copy_local_shards(list(tensors.values()))
     return {
         name: Staged(tensor.shape, tensor.dtype, parts)
         for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
     }
 
 
-def _apart(held: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
+def _split_stack(device_parameters: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
     """A stack as the parameters that it holds; another tensor as it is."""
-    shape = staged.shape[1:] if name in held.stacks else staged.shape
+    shape = staged.shape[1:] if name in device_parameters.stacks else staged.shape
     return {
-        one: Staged(shape, staged.dtype, shards) for one, shards in held.apart(name, staged.shards).items()
+        parameter_name: Staged(shape, staged.dtype, shards)
+        for parameter_name, shards in device_parameters.split_shards(name, staged.shards).items()
     }
 
 
@@ -85,7 +92,7 @@ class StagedPlanner(DefaultSavePlanner):
         self.state_dict = {name: value for name, value in everything.items() if name not in staged}
         plan: SavePlan = super().create_local_plan()
         self.state_dict = everything
-        items = [item for name, value in staged.items() for item in _items(name, value)]
+        items = [item for name, value in staged.items() for item in _build_write_items(name, value)]
         self.plan = SavePlan([*plan.items, *items], planner_data=plan.planner_data)
         return self.plan
 
@@ -96,7 +103,7 @@ class StagedPlanner(DefaultSavePlanner):
         return next(shard.data for shard in value.shards if torch.Size(shard.offset) == index.offset)
 
 
-def _items(name: str, value: Staged) -> list[WriteItem]:
+def _build_write_items(name: str, value: Staged) -> list[WriteItem]:
     properties = TensorProperties(dtype=value.dtype)
     return [
         WriteItem(

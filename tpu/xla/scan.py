@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from portable.private.of_torch import changes, root_and_replay
-from portable.tpu.xla.layout import another, constrain
+from portable.private.of_torch import get_root_and_replay, get_version
+from portable.tpu.xla.layout import constrain, copy_tensor
 from portable.tpu.xla.of_torch_xla import lowering_context, xla
 from portable.tpu.xla.runtime import xb
 
@@ -48,7 +48,7 @@ class Scan:
     def __init__(self, body: Any, *, recompute: bool) -> None:
         self._body = body
         self._recompute = recompute
-        self._traced: dict[Hashable, _Traced] = {}
+        self._traced: dict[Hashable, _TracedLoops] = {}
 
     def __call__(
         self,
@@ -78,8 +78,8 @@ class Scan:
         # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
         seed = xla.rng_seed(_DEVICE)
         if signature not in self._traced:
-            trace = _Trace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
-            self._traced[signature] = trace.taken(learns, self._recompute)
+            trace = _BodyTrace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
+            self._traced[signature] = trace.build_loops(learns, self._recompute)
         _start_from(seed)
         traced = self._traced[signature]
         shape = (len(stacked[0]),)
@@ -95,33 +95,33 @@ class Scan:
 
 class _Loops(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, traced: _Traced, counts: tuple[int, int, int], *inputs: Tensor) -> Tensors:
+    def forward(ctx: Any, traced: _TracedLoops, counts: tuple[int, int, int], *inputs: Tensor) -> Tensors:
         carry, stacked, shared, seeds = _split(inputs, *counts)
         carried, results = traced.forward(carry, stacked, shared, seeds)
-        given, saved = _split(results, len(results) - traced.saved)
+        outputs, saved = _split(results, len(results) - traced.saved)
         ctx.traced, ctx.counts = traced, counts
         ctx.save_for_backward(*stacked, *shared, *seeds, *saved)
         ctx.set_materialize_grads(False)
-        return *carried, *given
+        return *carried, *outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        traced: _Traced = ctx.traced
+        traced: _TracedLoops = ctx.traced
         carries, stacks, shares = ctx.counts
         stacked, shared, seeds, saved = _split(
             ctx.saved_tensors, stacks, shares, len(ctx.saved_tensors) - stacks - shares - traced.saved
         )
-        given = [
+        output_gradients = [
             torch.zeros(shape, dtype=dtype, device=_DEVICE) if gradient is None else gradient
             for gradient, (shape, dtype) in zip(gradients, traced.outputs, strict=True)
         ]
-        of_carry, of_results = given[:carries], given[carries:]
+        carry_gradients, result_gradients = output_gradients[:carries], output_gradients[carries:]
         into_shared = [torch.zeros_like(shared[i]) for i in traced.learning_shared]
-        carried, of_stacked = traced.backward(
-            (*of_carry, *into_shared), (*of_results, *stacked, *saved), shared, seeds
+        carried, stacked_gradients = traced.backward(
+            (*carry_gradients, *into_shared), (*result_gradients, *stacked, *saved), shared, seeds
         )
         every: list[Any] = [*carried[:carries], *[None] * (stacks + shares)]
-        for index, gradient in zip(traced.learning_stacked, of_stacked, strict=True):
+        for index, gradient in zip(traced.learning_stacked, stacked_gradients, strict=True):
             every[carries + index] = gradient
         for index, gradient in zip(traced.learning_shared, carried[carries:], strict=True):
             every[carries + stacks + index] = gradient
@@ -129,7 +129,7 @@ class _Loops(torch.autograd.Function):
 
 
 @dataclass
-class _Traced:
+class _TracedLoops:
     """The two loops of one signature.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Traced:
     seeds: int
 
 
-class _Trace:
+class _BodyTrace:
     """Records the body on placeholders."""
 
     def __init__(
@@ -166,146 +166,156 @@ class _Trace:
             *((t.shape, t.dtype, t.requires_grad) for t in shared),
         ]
 
-    def taken(self, learns: bool, recompute: bool) -> _Traced:
+    def build_loops(self, learns: bool, recompute: bool) -> _TracedLoops:
         if not learns:
             with torch.no_grad():
-                outputs, _ = self._called(given := self._placeholders())
-            loop = self._loop(given, outputs)
-            return _Traced(loop, None, 0, self._described(outputs), [], [], loop.seeds)
-        return self._recomputing() if recompute else self._saving()
+                outputs, _ = self._call_body(placeholders := self._create_placeholders())
+            loop = self._build_loop(placeholders, outputs)
+            return _TracedLoops(loop, None, 0, self._describe_outputs(outputs), [], [], loop.seeds)
+        return self._trace_with_recompute() if recompute else self._trace_with_saving()
 
-    def _placeholders(self) -> list[Tensor]:
+    def _create_placeholders(self) -> list[Tensor]:
         return [
             xb.create_placeholder_tensor(shape, dtype).requires_grad_(learns)
             for shape, dtype, learns in self._shapes
         ]
 
-    def _seen(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
+    def _constrain_inputs(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
         """The inputs as the body sees them: constrained, and no longer placeholders.
 
         Marking a placeholder would replace it by a tensor that is no input of the computation.
         """
         carry, stacked, shared = _split(placeholders, *self._counts[:2])
         slices = [
-            another(tensor) if sharding is None else constrain(tensor, *sharding)
+            copy_tensor(tensor) if sharding is None else constrain(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*map(another, carry), *slices, *map(another, shared)]
+        return [*map(copy_tensor, carry), *slices, *map(copy_tensor, shared)]
 
-    def _called(
-        self, placeholders: Sequence[Tensor], know: Callable[[Sequence[Tensor]], None] = lambda _: None
+    def _call_body(
+        self, placeholders: Sequence[Tensor], on_inputs: Callable[[Sequence[Tensor]], None] = lambda _: None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The body's outputs, and the inputs that it saw; ``know`` gets them before it runs."""
+        """The body's outputs, and the inputs that it saw; ``on_inputs`` gets them before it runs."""
         _seeds.append([])
         try:
             _start_from(_ANY_SEED)
-            know(seen := self._seen(placeholders))
+            on_inputs(seen := self._constrain_inputs(placeholders))
             carried, results = self._body(*_split(seen, *self._counts[:2]))
         finally:
             self._own_seeds = _seeds.pop()
         for before, after in zip(seen, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
-        return [another(t) for t in (*carried, *results)], seen  # an input may be an output, too
+        return [copy_tensor(t) for t in (*carried, *results)], seen  # an input may be an output, too
 
-    def _recomputing(self) -> _Traced:
+    def _trace_with_recompute(self) -> _TracedLoops:
         with torch.no_grad():
-            outputs, seen = self._called(given := self._placeholders())
-        forward = self._loop(given, [*outputs, *seen[: self._counts[0]]])
-        given = self._placeholders()
+            outputs, seen = self._call_body(placeholders := self._create_placeholders())
+        forward = self._build_loop(placeholders, [*outputs, *seen[: self._counts[0]]])
+        placeholders = self._create_placeholders()
         # A loop around this one must not take what is saved here for its own.
         with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
-            outputs, _ = self._called(given)
-        return self._with_backward(forward, outputs, given, given, given[: self._counts[0]])
+            outputs, _ = self._call_body(placeholders)
+        return self._trace_backward(
+            forward, outputs, placeholders, placeholders, placeholders[: self._counts[0]]
+        )
 
-    def _saving(self) -> _Traced:
-        given = self._placeholders()
+    def _trace_with_saving(self) -> _TracedLoops:
+        placeholders = self._create_placeholders()
         inputs: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
-        again: list[Tensor] = []  # what the backward loop has in their places
+        backward_values: list[Tensor] = []  # what the backward loop has in their places
 
-        def know(seen: Sequence[Tensor]) -> None:
+        def note_inputs(seen: Sequence[Tensor]) -> None:
             for place, tensor in enumerate(seen):
                 if place >= self._counts[0]:
                     inputs[xla.tensor_id(tensor)] = place
 
         def pack(tensor: Tensor) -> tuple[int, Callable[[Tensor], Tensor] | None]:
-            root, view = root_and_replay(tensor)
+            root, view = get_root_and_replay(tensor)
             name = xla.tensor_id(root)
             if name in inputs:
                 return inputs[name], view
-            roots.setdefault(name, (root, changes(root)))
-            return len(given) + list(roots).index(name), view
+            roots.setdefault(name, (root, get_version(root)))
+            return len(placeholders) + list(roots).index(name), view
 
         def unpack(packed: tuple[int, Callable[[Tensor], Tensor] | None]) -> Tensor:
             place, view = packed
             if view is None:
-                return again[place]
-            return view(again[place])
+                return backward_values[place]
+            return view(backward_values[place])
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-            outputs, _ = self._called(given, know)
-        assert all(changes(root) == version for root, version in roots.values()), "a saved tensor was changed"
-        kept = [root.detach() for root, _ in roots.values()]
-        forward = self._loop(given, [*outputs, *kept])
-        anew = self._placeholders()
-        saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in kept]
+            outputs, _ = self._call_body(placeholders, note_inputs)
+        assert all(get_version(root) == version for root, version in roots.values()), (
+            "a saved tensor was changed"
+        )
+        saved_roots = [root.detach() for root, _ in roots.values()]
+        forward = self._build_loop(placeholders, [*outputs, *saved_roots])
+        backward_placeholders = self._create_placeholders()
+        saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in saved_roots]
         with torch.no_grad():
-            again += [*self._seen(anew), *map(another, saved)]
-        traced = self._with_backward(forward, outputs, given, anew, saved)
-        assert not traced.backward.reads(given), "a function keeps tensors without save_for_backward"
+            backward_values += [*self._constrain_inputs(backward_placeholders), *map(copy_tensor, saved)]
+        traced = self._trace_backward(forward, outputs, placeholders, backward_placeholders, saved)
+        assert not traced.backward.reads(placeholders), "a function keeps tensors without save_for_backward"
         return traced
 
-    def _with_backward(
+    def _trace_backward(
         self,
         forward: _Loop,
         outputs: Sequence[Tensor],
         leaves: Sequence[Tensor],
-        given: Sequence[Tensor],
+        placeholders: Sequence[Tensor],
         saved: Sequence[Tensor],
-    ) -> _Traced:
-        """Record the gradient of ``outputs`` in ``leaves``, as a loop over ``given`` and ``saved``."""
+    ) -> _TracedLoops:
+        """Record the gradient of ``outputs`` in ``leaves``, as a loop over ``placeholders`` and ``saved``."""
         carries, stacks, _ = self._counts
         incoming = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
         learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        pairs = [(o, another(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
+        pairs = [(o, copy_tensor(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        leaf_gradients = torch.autograd.grad(
             [output for output, _ in pairs],
             [leaves[place] for place in learning],
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        gradients = {place: g for place, g in zip(learning, found, strict=True) if g is not None}
-        of_carry = [
+        gradients = {place: g for place, g in zip(learning, leaf_gradients, strict=True) if g is not None}
+        carry_gradients = [
             gradients[place] if place in gradients else torch.zeros_like(incoming[place])
             for place in range(carries)
         ]
-        of_stacked = {p - carries: g for p, g in gradients.items() if carries <= p < carries + stacks}
-        of_shared = {p - carries - stacks: g for p, g in gradients.items() if p >= carries + stacks}
-        sums = [xb.create_placeholder_tensor(g.shape, g.dtype) for g in of_shared.values()]
-        added = [total + gradient for total, gradient in zip(sums, of_shared.values(), strict=True)]
+        stacked_gradients = {p - carries: g for p, g in gradients.items() if carries <= p < carries + stacks}
+        shared_gradients = {p - carries - stacks: g for p, g in gradients.items() if p >= carries + stacks}
+        sums = [xb.create_placeholder_tensor(g.shape, g.dtype) for g in shared_gradients.values()]
+        added = [total + gradient for total, gradient in zip(sums, shared_gradients.values(), strict=True)]
         backward = _Loop(
             [*incoming[:carries], *sums],
-            [*incoming[carries:], *given[carries : carries + stacks], *saved],
-            given[carries + stacks :],
-            [*of_carry, *added, *of_stacked.values()],
+            [*incoming[carries:], *placeholders[carries : carries + stacks], *saved],
+            placeholders[carries + stacks :],
+            [*carry_gradients, *added, *stacked_gradients.values()],
             self._iterations,
             self._own_seeds,
             reverse=True,
         )
-        described = self._described(outputs)
-        return _Traced(
-            forward, backward, len(saved), described, list(of_stacked), list(of_shared), forward.seeds
+        output_shapes = self._describe_outputs(outputs)
+        return _TracedLoops(
+            forward,
+            backward,
+            len(saved),
+            output_shapes,
+            list(stacked_gradients),
+            list(shared_gradients),
+            forward.seeds,
         )
 
-    def _described(self, outputs: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _describe_outputs(self, outputs: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         carries = self._counts[0]
         return [
             (tuple(t.shape) if place < carries else (self._iterations, *t.shape), t.dtype)
             for place, t in enumerate(outputs)
         ]
 
-    def _loop(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
-        carry, slices, shared = _split(given, *self._counts[:2])
+    def _build_loop(self, placeholders: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
+        carry, slices, shared = _split(placeholders, *self._counts[:2])
         return _Loop(carry, slices, shared, outputs, self._iterations, self._own_seeds, reverse=False)
 
 
@@ -349,7 +359,7 @@ class _Loop:
         constants = {place: value for place, value in constants.items() if place not in arguments}
         self._constants = list(constants.values())
         arguments |= {place: ("constants", index) for index, place in enumerate(constants)}
-        self._computation = self._built(
+        self._computation = self._build_computation(
             xb.computation_from_module_proto("scan_body", lowered.hlo()),
             [arguments[place] for place in range(len(arguments))],
             {"carry": carry, "slices": slices, "shared": shared, "constants": self._constants},
@@ -362,7 +372,7 @@ class _Loop:
         """Whether the body was computed from any of ``tensors``."""
         return any(self._lowered.tensor_parameter_id(tensor) != -1 for tensor in tensors)
 
-    def _built(
+    def _build_computation(
         self,
         body: Any,
         arguments: Sequence[tuple[str, int]],
@@ -374,7 +384,7 @@ class _Loop:
         builder = xb.create_builder("scan")
         state: list[Any] = []
 
-        def parameter(shape: Sequence[int], dtype: torch.dtype) -> None:
+        def add_parameter(shape: Sequence[int], dtype: torch.dtype) -> None:
             wanted = xb.mkshape(xb.Op.from_torch_type(dtype), tuple(shape))
             state.append(xb.mkparam(builder, len(state), wanted))
 
@@ -382,39 +392,41 @@ class _Loop:
         for group in ("carry", "slices", "shared", "seeds", "constants"):
             starts[group] = len(state)
             for _ in range(self.seeds if group == "seeds" else 0):
-                parameter((iterations,), torch.int64)
+                add_parameter((iterations,), torch.int64)
             for tensor in groups.get(group, ()):
-                parameter((iterations, *tensor.shape) if group == "slices" else tensor.shape, tensor.dtype)
+                add_parameter(
+                    (iterations, *tensor.shape) if group == "slices" else tensor.shape, tensor.dtype
+                )
         first = len(state)
         for tensor in results:
             zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(tensor.dtype))
             state.append(zero.broadcast((iterations, *tensor.shape)))
         state.append(xb.Op.scalar(builder, 0, dtype=xb.Type.S32))
 
-        def more(*state: Any) -> Any:
+        def has_more(*state: Any) -> Any:
             return state[-1] < xb.Op.scalar(state[-1].builder(), iterations, dtype=xb.Type.S32)
 
         def step(*state: Any) -> tuple[Any, ...]:
             new, count = list(state), state[-1]
 
-            def number(value: int) -> Any:
+            def make_scalar(value: int) -> Any:
                 return xb.Op.scalar(count.builder(), value, dtype=xb.Type.S32)
 
-            at = number(iterations - 1) - count if reverse else count
-            given = []
+            position = make_scalar(iterations - 1) - count if reverse else count
+            call_arguments = []
             for group, index in arguments:
                 value = state[starts[group] + index]
-                given.append(_slice(value, at) if group in ("slices", "seeds") else value)
-            outputs = xb.Op.call(body, given, builder=count.builder())
+                call_arguments.append(_read_slice(value, position) if group in ("slices", "seeds") else value)
+            outputs = xb.Op.call(body, call_arguments, builder=count.builder())
             for index in range(self._carries):
                 new[index] = outputs.get_tuple_element(index)
             for index in range(len(results)):
                 value = outputs.get_tuple_element(self._carries + index)
-                new[first + index] = _with_slice(state[first + index], value, at)
-            new[-1] = count + number(1)
+                new[first + index] = _write_slice(state[first + index], value, position)
+            new[-1] = count + make_scalar(1)
             return tuple(new)
 
-        end = xb.Op.mkwhile(state, more, step)
+        end = xb.Op.mkwhile(state, has_more, step)
         wanted = [*range(self._carries), *range(first, first + len(results))]
         return xb.Op.tuple([end.get_tuple_element(place) for place in wanted]).build("scan")
 
@@ -425,8 +437,8 @@ class _Loop:
         shared: Sequence[Tensor],
         seeds: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        given = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
-        outputs = xla.user_computation("portable::scan", given, self._computation)
+        inputs = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
+        outputs = xla.user_computation("portable::scan", inputs, self._computation)
         return outputs[: self._carries], outputs[self._carries :]
 
 
@@ -439,15 +451,15 @@ def _start_from(seed: int) -> None:
         _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
 
 
-def _slice(stack: Any, at: Any) -> Any:
+def _read_slice(stack: Any, index: Any) -> Any:
     sizes = list(stack.shape().sizes)
-    zero = at.zeros_like()
-    return stack.dynamic_slice([at, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]]).reshape(sizes[1:])
+    zero = index.zeros_like()
+    return stack.dynamic_slice([index, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]]).reshape(sizes[1:])
 
 
-def _with_slice(stack: Any, value: Any, at: Any) -> Any:
-    zero = at.zeros_like()
-    indices = [at, *[zero] * (stack.shape().rank - 1)]
+def _write_slice(stack: Any, value: Any, index: Any) -> Any:
+    zero = index.zeros_like()
+    indices = [index, *[zero] * (stack.shape().rank - 1)]
     return stack.dynamic_update_slice(value.broadcast([1]), indices)
 
 

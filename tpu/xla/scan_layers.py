@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.errors import UserError, one_line, require
-from portable.model.layers import layer_kinds, transformer_layers, trial_forward
-from portable.model.parameters import tied_names
+from portable.errors import UserError, require, to_one_line
+from portable.model.layers import find_transformer_layers, group_layers_by_kind, run_trial_forward
+from portable.model.parameters import find_tied_names
 from portable.model.tensors import to_numpy
 from portable.private.of_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
 from portable.tpu.xla.calling import Caller
@@ -45,19 +45,19 @@ class Segment:
 
     names: tuple[str, ...]
     period: int
-    returns: tuple[Returned, ...]
+    returns: tuple[ReturnForm, ...]
 
-    def parameters(self, model: nn.Module) -> list[list[str]]:
+    def list_parameter_names(self, model: nn.Module) -> list[list[str]]:
         """The names of the parameters that are one stack: the same of each repetition, in order."""
         return [
-            [f"{name}.{own}" for name in self.names[phase :: self.period]]
+            [f"{name}.{suffix}" for name in self.names[phase :: self.period]]
             for phase in range(self.period)
-            for own, _ in model.get_submodule(self.names[phase]).named_parameters()
+            for suffix, _ in model.get_submodule(self.names[phase]).named_parameters()
         ]
 
 
 @dataclass(frozen=True)
-class Returned:
+class ReturnForm:
     """The form of a layer's result: the hidden states, and what it hands on.
 
     Attributes:
@@ -86,21 +86,22 @@ def find_segments(model: nn.Module) -> list[Segment]:
             + ("skips layers at random" if skips else "asks for what each layer computes")
             + f", and a loop runs them all as one; {OFF}",
         )
-    layers = transformer_layers(model)
+    layers = find_transformer_layers(model)
     seen: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, layer in layers:
         seen.setdefault(name.rpartition(".")[0], []).append((name, layer))
-    shared = {name for first, others in tied_names(model).items() if others for name in (first, *others)}
-    found, returned = [], None
+    shared = {name for first, others in find_tied_names(model).items() if others for name in (first, *others)}
+    segments, returned = [], None
     for members in seen.values():
         likes = [
-            None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members
+            None if any(n.startswith(f"{name}.") for n in shared) else _build_likeness_key(m)
+            for name, m in members
         ]
         start = 0
         while start < len(members):
-            period, length = _longest(likes[start:])
+            period, length = _find_longest_repetition(likes[start:])
             if length:
-                returned = returned or _returned(model, kind)
+                returned = returned or _record_returns(model, kind)
                 names = tuple(name for name, _ in members[start : start + length])
                 for name in names[:period]:
                     require(
@@ -109,14 +110,14 @@ def find_segments(model: nn.Module) -> list[Segment]:
                         f"would lose; {OFF}",
                     )
                 forms = tuple(returned[name] for name in names[:period])
-                found.append(Segment(names, period, forms))
+                segments.append(Segment(names, period, forms))
             start += length or 1
-    if not found:
+    if not segments:
         raise UserError(f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {OFF}")
-    return found
+    return segments
 
 
-def _longest(likes: Sequence[Any]) -> tuple[int, int]:
+def _find_longest_repetition(likes: Sequence[Any]) -> tuple[int, int]:
     """The period and the number of layers of the longest repetition at the start; 0 if nothing repeats."""
     best = (0, 0)
     for period in range(1, min(LONGEST_PERIOD, len(likes) // 2) + 1):
@@ -130,7 +131,7 @@ def _longest(likes: Sequence[Any]) -> tuple[int, int]:
     return best
 
 
-def _likeness(layer: nn.Module) -> Any:
+def _build_likeness_key(layer: nn.Module) -> Any:
     """Equal for two layers that compute the same from their parameters."""
     plain = (bool, int, float, str, type(None))
     return (
@@ -153,37 +154,42 @@ def _digest(buffer: Tensor) -> bytes:
     return hashlib.sha256(to_numpy(buffer).tobytes()).digest()
 
 
-def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
+def _record_returns(model: nn.Module, kind: str) -> dict[str, ReturnForm]:
     """What layers return that return one new tensor, by name, from a pass on the meta device.
 
     Raises:
         UserError: if the pass fails.
     """
-    kinds = list(layer_kinds(model).values())
-    found: dict[str, Returned] = {}
+    kinds = list(group_layers_by_kind(model).values())
+    forms_by_name: dict[str, ReturnForm] = {}
 
     def watch(trial: nn.Module) -> None:
-        for names, (_, layer) in zip(kinds, transformer_layers(trial), strict=True):
+        for names, (_, layer) in zip(kinds, find_transformer_layers(trial), strict=True):
             layer.register_forward_hook(partial(note, names), with_kwargs=True)
 
     def note(names: list[str], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = {id(leaf): path for path, leaf in _flat(args, kwargs) if isinstance(leaf, torch.Tensor)}
+        argument_paths = {
+            id(leaf): path
+            for path, leaf in _flatten_arguments(args, kwargs)
+            if isinstance(leaf, torch.Tensor)
+        }
         leaves, structure = tree_flatten(output)
         forms: list[Any] = [
-            given.get(id(leaf), HIDDEN) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            argument_paths.get(id(leaf), HIDDEN) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
         ]
         if forms.count(HIDDEN) == 1:
-            found.update(dict.fromkeys(names, Returned(structure, tuple(forms))))
+            forms_by_name.update(dict.fromkeys(names, ReturnForm(structure, tuple(forms))))
 
     try:
-        trial_forward(model, watch)
+        run_trial_forward(model, watch)
     except Exception as error:
-        reason = one_line(error)
+        reason = to_one_line(error)
         raise UserError(f"xla.scan_layers: {kind} cannot be run without values ({reason}); {OFF}") from error
-    return found
+    return forms_by_name
 
 
-def _flat(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+def _flatten_arguments(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
     leaves: list[tuple[Any, Any]] = tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
     return leaves
 
@@ -216,16 +222,16 @@ class LoopedLayers:
         self._caller = Caller(nn.ModuleList(templates))
         self._forwards = [layer.forward for layer in templates]
         self._names = [
-            f"module.{phase}.{own}"
+            f"module.{phase}.{parameter_name}"
             for phase, layer in enumerate(templates)
-            for own, _ in layer.named_parameters()
+            for parameter_name, _ in layer.named_parameters()
         ]
         self._calls: list[_Call] = []
-        self._scan = Scan(self._body, recompute=recompute)
+        self._scan = Scan(self._run_body, recompute=recompute)
         for number, layer in enumerate(self._layers):
-            layer.forward = self._replacement(number)
+            layer.forward = self._make_forward(number)
 
-    def _replacement(self, number: int) -> Callable[..., Any]:
+    def _make_forward(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = _Call(args, kwargs)
             if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
@@ -248,8 +254,8 @@ class LoopedLayers:
 
     def _compare(self, number: int, call: _Call, first: _Call) -> None:
         same = call.structure == first.structure and all(
-            one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
-            for place, (one, other) in enumerate(zip(call.leaves, first.leaves, strict=True))
+            leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
+            for place, (leaf, other) in enumerate(zip(call.leaves, first.leaves, strict=True))
             if place != call.place
         )
         if not same:
@@ -277,25 +283,25 @@ class LoopedLayers:
         )
         return hidden
 
-    def _body(
+    def _run_body(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
         arguments, buffers = self._order
-        given = dict(zip(arguments, shared, strict=False))
+        shared_values = dict(zip(arguments, shared, strict=False))
         values = dict(zip(self._names, slices, strict=True))
         values |= dict(zip(buffers, shared[len(arguments) :], strict=True))
 
-        def layers() -> Tensor:
+        def run_layers() -> Tensor:
             hidden = carry[0]
             for call, forward, form in zip(self._calls, self._forwards, self._segment.returns, strict=False):
-                leaves = [given.get(id(leaf), leaf) for leaf in call.leaves]
+                leaves = [shared_values.get(id(leaf), leaf) for leaf in call.leaves]
                 leaves[call.place] = self._constrain(hidden)
                 args, kwargs = tree_unflatten(leaves, call.structure)
                 results, _ = tree_flatten(forward(*args, **kwargs))
                 hidden = self._constrain(results[form.leaves.index(HIDDEN)])
             return hidden
 
-        result: Tensor = torch.func.functional_call(self._caller, values, (layers,))
+        result: Tensor = torch.func.functional_call(self._caller, values, (run_layers,))
         return (result,), ()
 
 
@@ -303,7 +309,7 @@ class _Call:
     """The arguments of one layer. The hidden states come first, or by this name."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.paths = _flat(args, kwargs)
+        self.paths = _flatten_arguments(args, kwargs)
         self.leaves, self.structure = tree_flatten((tuple(args), dict(kwargs)))
         self.hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         self.place = next(place for place, leaf in enumerate(self.leaves) if leaf is self.hidden)

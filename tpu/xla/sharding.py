@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
-from portable.model.parameters import compiled
+from portable.model.parameters import compile_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ LANES = 128
 """Values that a chip holds side by side: a row takes a multiple of them."""
 
 
-def turned(width: int, group: int) -> bool:
+def is_head_gradient_transposed(width: int, group: int) -> bool:
     """Whether the head's gradient is computed transposed, ``[hidden size, vocabulary]``.
 
     The compiler scatters along a major dim, but not along every minor one. But a turned gradient may cost
@@ -57,12 +57,12 @@ class ShardingRules:
         self.sharded = config.strategy != "no_shard"
         self._first_dim = bool(config.xla.shard_param_on_dim_0)
         self._rules = [
-            (compiled("xla.sharding", p), p, dim) for p, dim in (config.xla.sharding or {}).items()
+            (compile_pattern("xla.sharding", p), p, dim) for p, dim in (config.xla.sharding or {}).items()
         ]
         self._unused = {pattern for _, pattern, _ in self._rules}
         self._tables: dict[tuple[int, ...], int] = {}
 
-    def dim(self, name: str, shape: Sequence[int]) -> int | None:
+    def choose_dim(self, name: str, shape: Sequence[int]) -> int | None:
         """The dim along which a parameter is sharded; None if it is replicated.
 
         Raises:

@@ -19,20 +19,20 @@ import torch
 
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.source import CLASSIFICATION
-from portable.errors import UserError, one_line
-from portable.evaluation.builtin import Setting, build_metrics
+from portable.errors import UserError, to_one_line
+from portable.evaluation.builtin import MetricSettings, build_metrics
 from portable.loop import train_step
 from portable.model import build as models
-from portable.model.labels import problem_of
+from portable.model.labels import get_problem_type
 from portable.model.loss import StepSums
-from portable.model.parameters import state_tensors
+from portable.model.parameters import get_state_tensors
 from portable.terminal import tell
-from portable.tpu.compile.child import answers_and_ends, given
-from portable.tpu.compile.messages import buffer_donors
-from portable.tpu.compile.traced_step import traced_step
+from portable.tpu.compile.child import read_request, write_answer_and_exit
+from portable.tpu.compile.messages import encode_buffer_donors
+from portable.tpu.compile.traced_step import build_traced_step
 from portable.tpu.xla.backend import XlaBackend
 from portable.tpu.xla.graphs import Graphs
-from portable.tpu.xla.layout import Layout
+from portable.tpu.xla.layout import MeshLayout
 from portable.tpu.xla.of_torch_xla import lowering_context, xla
 
 if TYPE_CHECKING:
@@ -51,30 +51,30 @@ NAMES = {"sampled token": "generation"}
 PROMPT_TOKENS = 32
 
 
-class TracedLayout(Layout):
+class TracedLayout(MeshLayout):
     """A layout whose tensors have no values, but for the smallest.
 
     Such a tensor starts as an operation. :func:`forget_values` makes it an input of graphs.
     """
 
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+    def create_zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         tensor = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
-        xla.mark_sharding(tensor, self.sharding(spec))
+        xla.mark_sharding(tensor, self.to_op_sharding(spec))
         return tensor
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def replicate(self, tensor: Tensor) -> Tensor:
         if tensor.numel() <= REAL_ELEMENTS:
-            return super().whole(tensor)
-        return self.zeros(tensor.shape, tensor.dtype, self.replicated(tensor.dim()))
+            return super().replicate(tensor)
+        return self.create_zeros(tensor.shape, tensor.dtype, self.get_replicated_spec(tensor.dim()))
 
     def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
-        tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
+        tensor.data = self.create_zeros(tensor.shape, tensor.dtype, spec)
 
     def execute(self, *, wait: bool = False) -> None:
         forget_values()
 
     def place_batch(self, tensor: Tensor) -> Tensor:
-        placed = self.zeros(tensor.shape, tensor.dtype, self.batch(tensor.dim()))
+        placed = self.create_zeros(tensor.shape, tensor.dtype, self.get_batch_spec(tensor.dim()))
         forget_values()
         return placed
 
@@ -104,13 +104,13 @@ class TracedGraphs(Graphs):
         forget_values()
 
     def _write(self, name: str) -> None:
-        pending = pending_tensors()
+        pending = list_pending_tensors()
         context = lowering_context("SyncTensorsGraph")
         context.build(pending)
         module = context.hlo()
-        donors = donated(context, pending)
+        donors = find_donated_parameters(context, pending)
         path = self._folder / f"{name}.hlo.pb"
-        path.write_bytes(module + buffer_donors(donors))
+        path.write_bytes(module + encode_buffer_donors(donors))
         self.written[name] = {
             "name": name,
             "file": path.name,
@@ -136,12 +136,12 @@ class TracingBackend(XlaBackend):
         engine: Any = super().prepare(model, config)
         # As a run does: the order in which tensors were made is that of a graph's parameters and results.
         # One layer of a loop stands for all: they are written into the same tensor.
-        others = {name for names in engine.held.stacks.values() for name in names[1:]}
-        engine.load_weights(dict.fromkeys(name for name in state_tensors(model) if name not in others))
+        others = {name for names in engine.device_parameters.stacks.values() for name in names[1:]}
+        engine.load_weights(dict.fromkeys(name for name in get_state_tensors(model) if name not in others))
         forget_values()
         return engine  # type: ignore[no-any-return]
 
-    def _make_layout(self, config: RunConfig) -> Layout:
+    def _make_layout(self, config: RunConfig) -> MeshLayout:
         return TracedLayout(config, self.devices_per_rank)
 
     def _make_graphs(self) -> Graphs:
@@ -150,7 +150,7 @@ class TracingBackend(XlaBackend):
 
 def forget_values() -> None:
     """Make every tensor that an operation would compute an input of later graphs, without a value."""
-    tensors = pending_tensors()
+    tensors = list_pending_tensors()
     xla.clear_pending(DEVICE)
     # An input gets the sharding of its tensor when the tensor has an operation and is asked for it, in that
     # order. The first call makes the operation.
@@ -162,26 +162,26 @@ def forget_values() -> None:
 DEVICE = "xla:0"
 
 
-def live_tensors() -> list[Tensor]:
+def list_live_tensors() -> list[Tensor]:
     """The tensors on the device, in the order in which they were made."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for thing in gc.get_objects():
         # By type: an isinstance asks lazy modules for their class, which imports them.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == "xla":
-            found.setdefault(xla.tensor_id(thing), thing)
-    return [found[number] for number in sorted(found)]
+            tensors.setdefault(xla.tensor_id(thing), thing)
+    return [tensors[number] for number in sorted(tensors)]
 
 
-def pending_tensors() -> list[Tensor]:
+def list_pending_tensors() -> list[Tensor]:
     """The tensors that a sync would compute, in its order."""
-    tensors = live_tensors()
+    tensors = list_live_tensors()
     needed = xla.are_pending(tensors)
     return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
 
 
-def donated(context: Any, pending: Sequence[Tensor]) -> list[int]:
+def find_donated_parameters(context: Any, pending: Sequence[Tensor]) -> list[int]:
     """The parameters of a lowered graph whose buffers it may overwrite: those of tensors that it replaces."""
-    replaced = {_owner(tensor) for tensor in pending}
+    replaced = {_read_owner(tensor) for tensor in pending}
     owners, data = xla.device_data(list(pending), [])
     return sorted(
         context.tensor_parameter_id(tensor)
@@ -190,11 +190,11 @@ def donated(context: Any, pending: Sequence[Tensor]) -> list[int]:
     )
 
 
-def _owner(tensor: Tensor) -> int:
+def _read_owner(tensor: Tensor) -> int:
     """The number by which a buffer knows its tensor; an update in place keeps it."""
-    found = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
+    match = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
+    assert match is not None
+    return int(match[1])
 
 
 def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]]:
@@ -204,13 +204,13 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     # scatters are others on a TPU.
     os.environ["PJRT_DEVICE"] = hardware
     # Whole sequences, which the compiler cuts.
-    config, model, plan, batch = traced_step(config, backend, parts=1)
+    config, model, plan, batch = build_traced_step(config, backend, parts=1)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
     if config.data.eval_fraction != 0 or config.data.eval is not None:
-        measures = build_metrics(config.train.metrics, _setting(config, model.config))
+        measures = build_metrics(config.train.metrics, _build_metric_setting(config, model.config))
         engine.evaluate(backend.place(batch), measures, {})
-    bound = models.positions(model.config)
+    bound = models.get_max_positions(model.config)
     tokens = config.log.sample_tokens
     tokens = tokens if bound is None else min(tokens, bound - PROMPT_TOKENS)
     if tokens > 0 and config.model.task == "causal-lm":
@@ -219,11 +219,13 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     return list(backend.graphs.written.values())
 
 
-def _setting(config: RunConfig, model_config: Any) -> Setting:
+def _build_metric_setting(config: RunConfig, model_config: Any) -> MetricSettings:
     """The classes are the model's; those of the data are not known."""
     if config.model.task != CLASSIFICATION:
-        return Setting(config.model.task)
-    return Setting(problem_of(model_config, config.model) or SINGLE, tuple(model_config.id2label.values()))
+        return MetricSettings(config.model.task)
+    return MetricSettings(
+        get_problem_type(model_config, config.model) or SINGLE, tuple(model_config.id2label.values())
+    )
 
 
 def _trace_step(
@@ -257,7 +259,7 @@ class _OneMicroBatch:
         self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
     ) -> StepSums:
         if self._first is not None:
-            zeros = self._engine.layout.whole(torch.zeros(self._first.values.shape))
+            zeros = self._engine.layout.replicate(torch.zeros(self._first.values.shape))
             return StepSums(zeros, self._first.names)
         self._first = self._engine.accumulate(batch, weight, last=last, with_token_metrics=with_token_metrics)
         return self._first
@@ -267,14 +269,14 @@ class _OneMicroBatch:
 
 
 def main() -> None:
-    config: RunConfig = given()
+    config: RunConfig = read_request()
     gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
     answer: dict[str, Any]
     try:
         answer = {"graphs": trace(config, Path(sys.argv[1]).parent, sys.argv[2])}
     except UserError as error:
-        answer = {"refused": one_line(error)}
-    answers_and_ends(answer)
+        answer = {"refused": to_one_line(error)}
+    write_answer_and_exit(answer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A DeepSpeed JSON: read, check, reconcile with the run's config, merge into DeepSpeed's configuration."""
 
-from portable.gpu.zero.config.document import Document, read
-from portable.gpu.zero.config.merging import merged, notes
+from portable.gpu.zero.config.document import DeepSpeedDocument, read
+from portable.gpu.zero.config.merging import build_notes, merge_config
 from portable.gpu.zero.config.reconcile import adopt, check_installed
 
-__all__ = ["Document", "adopt", "check_installed", "merged", "notes", "read"]
+__all__ = ["DeepSpeedDocument", "adopt", "build_notes", "check_installed", "merge_config", "read"]

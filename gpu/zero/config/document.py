@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.config.yaml_text import read_text
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
 from portable.gpu.zero.config.schema import check, drop_unset
 from portable.importing.deepspeed import AUTO, parse_json
@@ -23,7 +23,7 @@ KEY = "deepspeed.config"
 
 
 @dataclass(frozen=True)
-class Document:
+class DeepSpeedDocument:
     """A checked DeepSpeed configuration.
 
     Attributes:
@@ -39,13 +39,13 @@ class Document:
 
     def get(self, path: str) -> Any:
         """The value at the dotted ``path``; None if it is missing or ``auto``."""
-        found: Any = self.values
+        value: Any = self.values
         for part in path.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return None if found == AUTO else found
+            value = value.get(part) if isinstance(value, dict) else None
+        return None if value == AUTO else value
 
 
-def read(config: RunConfig) -> Document | None:
+def read(config: RunConfig) -> DeepSpeedDocument | None:
     """Read and check the JSON of ``deepspeed.config``; None if it is not set.
 
     The file is read once: :func:`portable.gpu.zero.config.reconcile.adopt` leaves the document in the config.
@@ -53,26 +53,27 @@ def read(config: RunConfig) -> Document | None:
     Raises:
         UserError: if it cannot be read, or has a key or value that DeepSpeed does not accept.
     """
-    given = config.deepspeed.config
-    if given is None:
+    source = config.deepspeed.config
+    if source is None:
         return None
-    if (known := config.documents.get(KEY)) is not None:
-        return known  # type: ignore[no-any-return]
-    name = KEY if isinstance(given, dict) else str(given)
-    values = given if isinstance(given, dict) else parse_json(read_text(Path(given), KEY), name)
+    if (document := config.documents.get(KEY)) is not None:
+        return document  # type: ignore[no-any-return]
+    name = KEY if isinstance(source, dict) else str(source)
+    values = source if isinstance(source, dict) else parse_json(read_text(Path(source), KEY), name)
     file = open_deepspeed(values, name)
     zero = file.values.setdefault("zero_optimization", {})
     require(
         isinstance(zero, dict),
-        f"{name}: zero_optimization must be a mapping, not {shown(zero)}; remove it, or set its stage in it",
+        f"{name}: zero_optimization must be a mapping, not {format_short_value(zero)}; remove it, or set its "
+        "stage in it",
     )
-    if (error := private_api.removed_key_error(file.values)) is not None:
-        raise UserError(f"{name}: {one_line(error)}") from error
+    if (error := private_api.find_removed_key_error(file.values)) is not None:
+        raise UserError(f"{name}: {to_one_line(error)}") from error
     for path in drop_unset(file.values):
         file.note(path, "has no effect: the installed DeepSpeed does not read it")
     check(file.values, name)
     zero["stage"] = _stage(config, zero, name)
-    return Document(file.values, name, convert_deepspeed(file))
+    return DeepSpeedDocument(file.values, name, convert_deepspeed(file))
 
 
 def _stage(config: RunConfig, zero: dict[str, Any], name: str) -> int:
@@ -82,7 +83,7 @@ def _stage(config: RunConfig, zero: dict[str, Any], name: str) -> int:
         return int(config.strategy[-1]) if config.strategy.startswith("zero") else 0
     if stage not in (0, 1, 2, 3):
         raise UserError(
-            f"{name}: zero_optimization.stage is {shown(stage)}; it must be 0, 1, 2 or 3, or set strategy to "
-            "zero1, zero2 or zero3"
+            f"{name}: zero_optimization.stage is {format_short_value(stage)}; it must be 0, 1, 2 or 3, or "
+            "set strategy to zero1, zero2 or zero3"
         )
     return int(stage)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.origins import shown
-from portable.gpu.zero.buckets import automatic
+from portable.config.origins import format_short_value
+from portable.gpu.zero.buckets import compute_auto_sizes
 from portable.gpu.zero.config.document import KEY
-from portable.gpu.zero.config.schema import without_auto
+from portable.gpu.zero.config.schema import drop_auto
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.config import RunConfig
-    from portable.gpu.zero.config.document import Document
+    from portable.gpu.zero.config.document import DeepSpeedDocument
 
 
 # The run's optimizer decides; gpu/zero/optimizer.py has checked what these would refuse.
 _OURS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 
-def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
+def merge_config(base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int) -> dict[str, Any]:
     """The configuration for DeepSpeed: what the JSON passes on, over the run's.
 
     Args:
@@ -31,17 +31,19 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
     """
     passed = {k: v for k, v in document.imported.values.get(KEY, {}).items() if k not in _OURS}
     asked = passed.get("zero_optimization", {})
-    sizes = {key: size for key, size in automatic(hidden_size).items() if asked.get(key) == AUTO}
-    return _over(_over(base, without_auto(passed)), {"zero_optimization": sizes})
+    sizes = {key: size for key, size in compute_auto_sizes(hidden_size).items() if asked.get(key) == AUTO}
+    return _merge_sections(_merge_sections(base, drop_auto(passed)), {"zero_optimization": sizes})
 
 
-def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` updated with ``values``, section by section."""
-    found = dict(base)
+    result = dict(base)
     for key, value in values.items():
-        inside = found.get(key)
-        found[key] = _over(inside, value) if isinstance(value, dict) and isinstance(inside, dict) else value
-    return found
+        inside = result.get(key)
+        result[key] = (
+            _merge_sections(inside, value) if isinstance(value, dict) and isinstance(inside, dict) else value
+        )
+    return result
 
 
 SWAPPING = {
@@ -52,7 +54,7 @@ SWAPPING = {
 """Values that the run chooses if parameters are swapped to disk."""
 
 
-def notes(config: RunConfig, document: Document) -> list[str]:
+def build_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
     """Notes on the JSON for the user, one line each.
 
     Args:
@@ -61,7 +63,7 @@ def notes(config: RunConfig, document: Document) -> list[str]:
     """
     swapped = config.memory.offload_params == "nvme"
     changed = [
-        f"{path} {shown(document.get(path))} has no effect: the run uses {why}"
+        f"{path} {format_short_value(document.get(path))} has no effect: the run uses {why}"
         for path, why in SWAPPING.items()
         if swapped and document.get(path) is not None
     ]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checks import check
 from portable.config import keys
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.config.validation import find_mistake
 from portable.errors import UserError, require
-from portable.gpu.zero.config.document import KEY, Document
+from portable.gpu.zero.config.document import KEY, DeepSpeedDocument
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
@@ -29,23 +29,23 @@ _MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"
 _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
-def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
+def adopt(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
     """The config with the JSON's values in place of defaults.
 
     Raises:
         UserError: if the JSON contradicts a setting of the run, or itself.
     """
     imported = document.imported.require_all()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def put(key: str, value: Any, origin: str) -> None:
         ours = config.get(key)
-        if config.is_set(key) and ours != AUTO and keys.plain(ours) != keys.plain(value):
+        if config.is_set(key) and ours != AUTO and keys.to_plain(ours) != keys.to_plain(value):
             raise UserError(
-                f"{origin} sets {key} to {shown(value)}, and {key} is {shown(ours)}; set one of the two, or "
-                "leave the JSON's at auto"
+                f"{origin} sets {key} to {format_short_value(value)}, and {key} is "
+                f"{format_short_value(ours)}; set one of the two, or leave the JSON's at auto"
             )
-        found[key] = value
+        values[key] = value
 
     precision = imported.values.get("precision", config.precision)
     spared = {
@@ -63,8 +63,8 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         if key not in imported.assumed:
             put(key, value, origin)
         elif not config.is_set(key):
-            found[key] = value
-    _batch(config, document, world_size, put)
+            values[key] = value
+    _reconcile_batch(config, document, world_size, put)
     several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     path = "checkpoint.use_node_local_storage"
     require(
@@ -73,15 +73,15 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         "remove it, and set output_dir to shared storage",
     )
     try:
-        adopted = config.replaced(found)
-        check(adopted, where=False)
+        adopted = config.replaced(values)
+        check(adopted, with_location=False)
         return adopted.with_document(KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error
 
 
-def check_installed(document: Document, device_type: str) -> None:
+def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
     """Raise UserError if a package or a GPU kernel that the JSON asks for is missing.
 
     Args:
@@ -103,8 +103,8 @@ def check_installed(document: Document, device_type: str) -> None:
         )
 
 
-def _batch(
-    config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
+def _reconcile_batch(
+    config: RunConfig, document: DeepSpeedDocument, world_size: int, put: Callable[[str, Any, str], None]
 ) -> None:
     """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
     origin = f"{document.name}: gradient_accumulation_steps"
@@ -118,14 +118,14 @@ def _batch(
     if micro == AUTO:
         micro = None  # computed from the other two, or searched
         total = config.train.global_batch_size if total is None else total
-    named = document.get("train_micro_batch_size_per_gpu") is not None
-    chosen = named or config.is_set("train.micro_batch_size")
+    sets_micro_batch = document.get("train_micro_batch_size_per_gpu") is not None
+    chosen = sets_micro_batch or config.is_set("train.micro_batch_size")
     others = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & document.values.keys()
     alone = document.get("train_batch_size") is not None and not others and not chosen
-    if steps is None and ((named and total is None) or (alone and total % world_size == 0)):
+    if steps is None and ((sets_micro_batch and total is None) or (alone and total % world_size == 0)):
         steps = 1  # DeepSpeed accumulates only if asked to, and does not split a batch
     if steps is None:
-        if named and total % (micro * world_size):
+        if sets_micro_batch and total % (micro * world_size):
             raise UserError(
                 f"{document.name}: a batch of {total} is not divisible by train_micro_batch_size_per_gpu "
                 f"{micro} x {world_size} ranks; set one of them to auto"
@@ -134,8 +134,8 @@ def _batch(
     if total is None:
         total = micro * steps * world_size
         put("train.global_batch_size", total, origin)
-    fitting, left = divmod(total, steps * world_size)
-    if left:
+    fitting, remainder = divmod(total, steps * world_size)
+    if remainder:
         raise UserError(
             f"{document.name}: a batch of {total} is not divisible by gradient_accumulation_steps {steps} x "
             f"{world_size} ranks; set gradient_accumulation_steps to auto"

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from portable.config import keys
-from portable.config.origins import shown
+from portable.config.origins import format_short_value
 from portable.converters.similar_names import suggest_name
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.gpu.zero import private_api
 from portable.importing.deepspeed import AUTO, KEYS, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
 from portable.importing.foreign_file import is_off
@@ -41,7 +41,7 @@ _DTYPES = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dty
 
 def _is_judged_elsewhere(path: Path) -> bool:
     """Return whether a key is refused anyway, or is in a section that DeepSpeed has a model for."""
-    return path[0] in _REFUSED | private_api.config_models().keys() or ".".join(path) in _REFUSED
+    return path[0] in _REFUSED | private_api.get_config_models().keys() or ".".join(path) in _REFUSED
 
 
 class RecordedSection(dict[str, Any]):
@@ -104,7 +104,7 @@ class RecordedSection(dict[str, Any]):
     def __deepcopy__(self, _: dict[int, Any]) -> RecordedSection:
         return self
 
-    def sections(self) -> Iterator[RecordedSection]:
+    def iter_sections(self) -> Iterator[RecordedSection]:
         """Yield this section and the sections in it that the parser has looked into.
 
         The parser keeps other mappings as they are, or does not know them.
@@ -112,9 +112,9 @@ class RecordedSection(dict[str, Any]):
         yield self
         for value in super().values():
             if isinstance(value, RecordedSection) and value.defaults:
-                yield from value.sections()
+                yield from value.iter_sections()
 
-    def plain_items(self) -> Iterator[tuple[str, Any]]:
+    def iter_plain_items(self) -> Iterator[tuple[str, Any]]:
         """Yield the items without recording."""
         yield from super().items()
 
@@ -142,7 +142,7 @@ def judge(document: Mapping[str, Any]) -> Judgment:
 
 
 def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
-    schema, values = build_schema(document), without_auto(document)
+    schema, values = build_schema(document), drop_auto(document)
     try:
         schema(**values)
     except ValidationError as error:
@@ -150,18 +150,18 @@ def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
         for detail in details:
             if detail["type"] == "extra_forbidden":
                 path = tuple(map(str, detail["loc"]))
-                judgment.unknown[path] = names_at(schema, path[:-1])
+                judgment.unknown[path] = list_names(schema, path[:-1])
         wrong = next((detail for detail in details if detail["type"] != "extra_forbidden"), None)
         if wrong is not None:
             # A location also names members of unions.
-            path = tuple(str(part) for part in wrong["loc"] if str(part) in _names_in(values))
+            path = tuple(str(part) for part in wrong["loc"] if str(part) in _collect_names(values))
             judgment.wrong = _describe_wrong(path, wrong)
     except Exception as error:  # of one of its validators
         judgment.wrong = str(error) or type(error).__name__
 
 
 def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
-    values = {key: value for key, value in without_auto(document).items() if key not in _OURS} | _BATCH
+    values = {key: value for key, value in drop_auto(document).items() if key not in _OURS} | _BATCH
     for path in judgment.unknown:
         _find_section(values, path[:-1]).pop(path[-1], None)
     recorded = RecordedSection(values)
@@ -178,15 +178,15 @@ def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
     elif problem is not None:  # its sections do not say where in the file they are
         judgment.wrong = str(problem) or type(problem).__name__
     else:
-        for section in recorded.sections():
-            for key, _ in section.plain_items():
+        for section in recorded.iter_sections():
+            for key, _ in section.iter_plain_items():
                 if key not in section.defaults:
                     judgment.unknown[(*section.path, key)] = _list_readable(section)
 
 
 def _describe_unreadable(path: Path, values: dict[str, Any]) -> str:
     """Return a message about a value that DeepSpeed's parser cannot use, because of its type."""
-    key, value = ".".join(path), shown(_find(values, path))
+    key, value = ".".join(path), format_short_value(_find(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
         return f"{key}: must be a mapping, not {value}"
     return f"{key}: DeepSpeed cannot read {value}; correct or remove it"
@@ -194,16 +194,16 @@ def _describe_unreadable(path: Path, values: dict[str, Any]) -> str:
 
 def _list_readable(section: RecordedSection) -> list[str]:
     """Return the keys that the parser asks for, except for those that it refuses."""
-    return [key for key in section.defaults if private_api.removed_key_error({key: None}) is None]
+    return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
 def _iter_wrong(recorded: RecordedSection) -> Iterator[str]:
     """Yield a message for each value that is not of the type of its default."""
-    for section in recorded.sections():
-        for key, value in section.plain_items():
+    for section in recorded.iter_sections():
+        for key, value in section.iter_plain_items():
             path = (*section.path, key)
             if path in _DTYPES and not private_api.is_dtype(value):
-                yield f"{'.'.join(path)}: {shown(value)} is not a dtype that DeepSpeed knows"
+                yield f"{'.'.join(path)}: {format_short_value(value)} is not a dtype that DeepSpeed knows"
             default = section.defaults.get(key)
             is_section = isinstance(value, dict) and isinstance(default, dict)
             if default is None or is_section or ".".join(path) in _REFUSED:
@@ -222,7 +222,7 @@ def _find_type(default: Any) -> Any:
 
 
 def _describe_wrong(path: Path, detail: Mapping[str, Any]) -> str:
-    value = "" if isinstance(detail["input"], dict) else f", not {shown(detail['input'])}"
+    value = "" if isinstance(detail["input"], dict) else f", not {format_short_value(detail['input'])}"
     message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # of an enum with two names for a value
     message = re.sub(r" or instance of \w+$", "", message)
     return f"{'.'.join(path)}: {message}{value}"
@@ -237,10 +237,10 @@ def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
     sections = {
         "optimizer": {
             **dict.fromkeys(("type", "legacy_fusion"), Any),
-            "params": _params(document, "optimizer", OPTIMIZERS),
+            "params": _list_params(document, "optimizer", OPTIMIZERS),
         },
-        "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
-        **private_api.config_models(),
+        "scheduler": {"type": Any, "params": _list_params(document, "scheduler", SCHEDULERS)},
+        **private_api.get_config_models(),
     }
     return _build_model("DeepSpeed", sections, ConfigDict(strict=True))
 
@@ -267,12 +267,14 @@ def drop_unset(document: dict[str, Any]) -> list[Path]:
     Returns:
         Path of each unknown key that was removed.
     """
-    models = private_api.config_models()
+    models = private_api.get_config_models()
     for section in REFUSED_KEYS & models.keys():
         if isinstance(inside := document.get(section), dict):
             defaults = models[section]().model_dump(exclude_none=True)
-            left = {k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])}
-            document.pop(section) if not left else document.update({section: left})
+            remaining = {
+                k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])
+            }
+            document.pop(section) if not remaining else document.update({section: remaining})
     removed: list[Path] = []
     for path, names in judge(document).unknown.items():
         section_values = _find_section(document, path[:-1])
@@ -313,21 +315,21 @@ def check(document: dict[str, Any], name: str) -> None:
     if judgment.unknown:
         raise UserError(f"{name}: {_describe_unknown(judgment.unknown)}")
     if judgment.wrong is not None:
-        raise UserError(one_line(f"{name}: {judgment.wrong}"))
+        raise UserError(to_one_line(f"{name}: {judgment.wrong}"))
 
 
-def without_auto(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+def drop_auto(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     """``values`` without those that are ``auto``."""
     return {
-        key: without_auto(value, (*path, key)) if isinstance(value, dict) else value
+        key: drop_auto(value, (*path, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules")
     }
 
 
-def _names_in(values: dict[str, Any]) -> set[str]:
+def _collect_names(values: dict[str, Any]) -> set[str]:
     """All keys at any depth."""
-    inside = (_names_in(value) for value in values.values() if isinstance(value, dict))
+    inside = (_collect_names(value) for value in values.values() if isinstance(value, dict))
     return set(values).union(*inside)
 
 
@@ -344,20 +346,25 @@ def _describe_unknown(unknown: Mapping[Path, list[str]]) -> str:
     return f"unknown key {hints[0]}{beside}"
 
 
-def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+def list_names(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     """The keys of the section at ``path``."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
-        inside = keys.parts(fields[part].annotation) if part in fields else ()
+        inside = keys.iter_parts(fields[part].annotation) if part in fields else ()
         groups = (kind for kind, _ in inside if inspect.isclass(kind) and issubclass(kind, BaseModel))
         schema = next(groups, schema)  # the names of a mapping of groups are the user's
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
 
 
-def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> Any:
+def _list_params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> Any:
     """The params of an optimizer or scheduler; any for one that is not supported."""
     inside = document.get(block)
     kind = inside.get("type") if isinstance(inside, dict) else None
-    named = {str(kind), str(kind).lower()}
-    names = [name for one in kinds if kind is None or one in named for name in private_api.params(one)]
+    type_names = {str(kind), str(kind).lower()}
+    names = [
+        name
+        for supported in kinds
+        if kind is None or supported in type_names
+        for name in private_api.list_params(supported)
+    ]
     return dict.fromkeys(names, Any) or Any

@@ -18,7 +18,7 @@ import torch
 
 from portable.batch import IGNORED
 from portable.data.samples.order import Permutation, locate
-from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
+from portable.data.samples.truncation import KeptOrder, Truncation, get_kept_slice
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,27 +61,27 @@ class Samples(ABC):
         """Return (epoch, index) of the sample at ``position`` of a run."""
         return locate(position, self.num_samples, seed)
 
-    def source_name(self, index: int) -> str:
+    def get_source_name(self, index: int) -> str:
         """The name of the source of a sample in a mixture; empty without one."""
         return ""
 
-    def example(self) -> tuple[int, int]:
+    def find_example(self) -> tuple[int, int]:
         """The place of a sample that is soon there, to see the columns."""
         return 0, 0
 
-    def epochs(self, taken: int) -> float | None:
+    def count_epochs(self, taken: int) -> float | None:
         """How many passes the first ``taken`` samples are; None if that is not known yet."""
         return taken / self.num_samples
 
-    def progress(self, position: int) -> dict[str, float]:
+    def compute_progress(self, position: int) -> dict[str, float]:
         """Numbers to log about the first ``position`` samples of a run, by name."""
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the samples besides the position: the manifests of streams, by name."""
         return {}
 
-    def adopt(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the :meth:`state` of a checkpoint.
 
         Raises:
@@ -89,7 +89,7 @@ class Samples(ABC):
         """
         return
 
-    def consumed(self, position: int) -> str:
+    def digest_consumed(self, position: int) -> str:
         """A digest of what decided the samples up to ``position``, where that is not known beforehand."""
         return ""
 
@@ -100,30 +100,30 @@ class Samples(ABC):
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        return {name: values[0] for name, values in self.batch([(0, index % self.num_samples)]).items()}
+        return {name: values[0] for name, values in self.build_batch([(0, index % self.num_samples)]).items()}
 
-    def batch(self, places: Sequence[tuple[int, int]]) -> Batch:
+    def build_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
         """Stack the samples at these (epoch, index) places: tensors of shape ``[len(places), ...]``."""
-        arrays = self.columns(places)
+        arrays = self.build_columns(places)
         if self.computed is not None:
             arrays = {**arrays, **self.computed([index for _, index in places])}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     @abstractmethod
-    def documents(self, index: int) -> Sequence[int]:
+    def list_documents(self, index: int) -> Sequence[int]:
         """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        """The same as :meth:`batch` in numpy, without further columns."""
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        """The same as :meth:`build_batch` in numpy, without further columns."""
 
-    def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
         """The same with those that the data has."""
-        return self.arrays(places)
+        return self.build_arrays(places)
 
 
 @dataclass(frozen=True)
-class Part:
+class SampleRange:
     """The range of the source's samples in a data set: ``[start, start + num_samples)``."""
 
     start: int
@@ -132,15 +132,15 @@ class Part:
     """Shuffles the samples first, so that the evaluation part of a sorted source is not biased."""
 
     def __call__(self, index: int) -> int:
-        at = self.start + index
-        return at if self.order is None else self.order(at)
+        position = self.start + index
+        return position if self.order is None else self.order(position)
 
-    def document(self, index: int) -> range:
+    def get_document_range(self, index: int) -> range:
         """The document of a sample, if each sample is one document."""
         return range(self(index), self(index) + 1)
 
 
-def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
+def count_packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
     """Return the number of full blocks in ``tokens`` tokens. ``shifted`` labels need one more token.
 
     Raises:
@@ -148,8 +148,8 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
     """
     count = (tokens - shifted) // seq_len
     if count < 1:
-        most = tokens - shifted
-        remedy = f"give at most {most}, or more text" if most >= 2 else "give more text"
+        longest = tokens - shifted
+        remedy = f"give at most {longest}, or more text" if longest >= 2 else "give more text"
         raise UserError(
             f"data.seq_len: the source has {tokens} tokens, too few for one sample of {seq_len}; {remedy}"
         )
@@ -158,7 +158,7 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
 
 def split_blocks(
     blocks: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
-) -> tuple[Part, Part]:
+) -> tuple[SampleRange, SampleRange]:
     """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
 
     Args:
@@ -168,13 +168,15 @@ def split_blocks(
     if left_out is not None and len(left_out):
         blocks -= len(left_out)
         order = KeptOrder(blocks, left_out, shuffled=False)
-    held = _held_out(blocks, eval_fraction)
-    return Part(0, blocks - held, order), Part(blocks - held, held, order)
+    num_held_out = _count_held_out(blocks, eval_fraction)
+    return SampleRange(0, blocks - num_held_out, order), SampleRange(
+        blocks - num_held_out, num_held_out, order
+    )
 
 
 def split_documents(
     documents: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
-) -> tuple[Part, Part]:
+) -> tuple[SampleRange, SampleRange]:
     """Split documents into training and evaluation at random, independently of the run's seed.
 
     Args:
@@ -184,11 +186,13 @@ def split_documents(
     if left_out is not None and len(left_out):
         documents -= len(left_out)
         order = KeptOrder(documents, left_out)
-    held = _held_out(documents, eval_fraction)
-    return Part(0, documents - held, order), Part(documents - held, held, order)
+    num_held_out = _count_held_out(documents, eval_fraction)
+    return SampleRange(0, documents - num_held_out, order), SampleRange(
+        documents - num_held_out, num_held_out, order
+    )
 
 
-def _held_out(samples: int, eval_fraction: float | None) -> int:
+def _count_held_out(samples: int, eval_fraction: float | None) -> int:
     """Compute how many samples are held out.
 
     The default is 1 % of the samples, but at least :data:`LEAST_HELD_OUT`, because the mean loss of fewer
@@ -206,7 +210,7 @@ def _held_out(samples: int, eval_fraction: float | None) -> int:
 
 
 @dataclass(eq=False)
-class OfCache(Samples):
+class CacheSamples(Samples):
     """The samples of a part of a token cache.
 
     Attributes:
@@ -217,29 +221,29 @@ class OfCache(Samples):
     """
 
     cache: TokenCache
-    part: Part
+    part: SampleRange
     seq_len: int
     with_columns = False
 
     def __post_init__(self) -> None:
         self.num_samples = self.part.num_samples
 
-    def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
         """With the further numbers, ``[batch]``, of the record that each sample is."""
         if not self.with_columns:
-            return self.arrays(places)
-        numbers = [int(self.documents(index)[0]) for _, index in places]
-        return {**self.arrays(places), **self.cache.columns(numbers)}
+            return self.build_arrays(places)
+        numbers = [int(self.list_documents(index)[0]) for _, index in places]
+        return {**self.build_arrays(places), **self.cache.read_columns(numbers)}
 
-    def documents(self, index: int) -> range:
-        return self.part.document(index)
+    def list_documents(self, index: int) -> range:
+        return self.part.get_document_range(index)
 
-    def _documents_of_block(self, index: int) -> range:
-        at = self.part(index) * self.seq_len
-        return self.cache.documents_between("text", at, at + self.seq_len)
+    def _find_block_documents(self, index: int) -> range:
+        start = self.part(index) * self.seq_len
+        return self.cache.find_documents("text", start, start + self.seq_len)
 
 
-class PackedCausal(OfCache):
+class PackedCausal(CacheSamples):
     """Concatenated documents in blocks of ``seq_len``. Every position is a target, if its token is trained.
 
     Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
@@ -250,26 +254,26 @@ class PackedCausal(OfCache):
         super().__post_init__()
         self.valid_tokens = self.seq_len if self.cache.trained_bits is None else None
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         length, tokens = self.seq_len, self.cache.tokens["text"]
         inputs = np.empty((len(places), length), dtype=np.int64)
         labels = np.empty_like(inputs)
         for row, (_, index) in enumerate(places):
-            at = self.part(index) * length
-            block = tokens[at : at + length + 1]
+            start = self.part(index) * length
+            block = tokens[start : start + length + 1]
             inputs[row] = block[:-1]
             labels[row] = block[1:]
-            trained = self.cache.trained_between(at + 1, at + length + 1)
+            trained = self.cache.read_trained_range(start + 1, start + length + 1)
             if trained is not None:
                 labels[row][~trained] = IGNORED
         return {"input_ids": inputs, "labels": labels}
 
-    def documents(self, index: int) -> range:
-        return self._documents_of_block(index)
+    def list_documents(self, index: int) -> range:
+        return self._find_block_documents(index)
 
 
 @dataclass(eq=False)
-class PaddedCausal(OfCache):
+class PaddedCausal(CacheSamples):
     """One document per sample, truncated to ``seq_len`` and padded on the right.
 
     Attributes:
@@ -284,41 +288,41 @@ class PaddedCausal(OfCache):
     whole: bool = field(default=False, kw_only=True)
     with_last: bool = field(default=False, kw_only=True)
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        return self._arrays([self.part(index) for _, index in places])
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        return self._build_arrays([self.part(index) for _, index in places])
 
-    def _arrays(self, numbers: Sequence[int]) -> Arrays:
-        kept = slice_of(self.truncation, self.seq_len + (not self.whole))
-        documents = [self.cache.document("text", number)[kept] for number in numbers]
-        every = self.whole or self.with_last
-        shown = [tokens[: self.seq_len] if every else tokens[:-1] for tokens in documents]
-        inputs, mask = pad_rows(shown, self.seq_len, self.pad)
+    def _build_arrays(self, numbers: Sequence[int]) -> Arrays:
+        kept_slice = get_kept_slice(self.truncation, self.seq_len + (not self.whole))
+        documents = [self.cache.read_document("text", number)[kept_slice] for number in numbers]
+        has_last_token = self.whole or self.with_last
+        input_tokens = [tokens[: self.seq_len] if has_last_token else tokens[:-1] for tokens in documents]
+        inputs, mask = pad_rows(input_tokens, self.seq_len, self.pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self.seq_len, IGNORED)
         for row, number in zip(labels, numbers, strict=True):
-            if (trained := self.cache.trained("text", number)) is not None:
-                targets = trained[kept][1:]
+            if (trained := self.cache.read_trained_mask("text", number)) is not None:
+                targets = trained[kept_slice][1:]
                 row[: len(targets)][~targets] = IGNORED
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
 
 
-class Pairs(PaddedCausal):
+class PairSamples(PaddedCausal):
     """Two documents per sample, one after the other in the source: what was chosen, and what was rejected."""
 
     sequences = 2
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [2 * self.part(index) + which for _, index in places for which in (0, 1)]
-        found = self._arrays(numbers)
-        return {name: values.reshape(len(places), 2, -1) for name, values in found.items()}
+        arrays = self._build_arrays(numbers)
+        return {name: values.reshape(len(places), 2, -1) for name, values in arrays.items()}
 
-    def documents(self, index: int) -> range:
+    def list_documents(self, index: int) -> range:
         first = 2 * self.part(index)
         return range(first, first + 2)
 
 
-def sequence(batch: dict[str, Any], which: int) -> dict[str, Any]:
+def select_sequence(batch: dict[str, Any], index: int) -> dict[str, Any]:
     """The tokens of one sequence of each sample, ``[batch, tokens]``, where samples have several."""
-    return {name: values[:, which] for name, values in batch.items() if values.ndim == 3}
+    return {name: values[:, index] for name, values in batch.items() if values.ndim == 3}
 
 
 def count_text_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from portable.data.sources.documents import listed
+from portable.data.sources.documents import format_names
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class KnownClasses:
     """In the order of their ids."""
 
     @property
-    def named(self) -> bool:
+    def has_names(self) -> bool:
         """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
-    def renamed(self, names: Sequence[str]) -> bool:
+    def is_renaming(self, names: Sequence[str]) -> bool:
         """Whether ``names`` are given to these without either telling that they are the same."""
-        return not self.named and names != self.names and not all(map(_is_number, names))
+        return not self.has_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Classes:
     """For a regression on integers, the value of each label in the same order."""
 
 
-def classes_of(
+def map_classes(
     tokens: TokenCache,
     declared: Sequence[str] | None = None,
-    known: KnownClasses | None = None,
+    known_classes: KnownClasses | None = None,
     problem: Problem | None = None,
 ) -> Classes:
     """Map the labels of ``tokens`` to the outputs of a classifier.
@@ -67,16 +67,16 @@ def classes_of(
     Args:
         tokens: a cache with labels.
         declared: class names of the data set, if it has them; its labels are indices of these.
-        known: the classes or outputs of the model; None for an untrained head.
+        known_classes: the classes or outputs of the model; None for an untrained head.
         problem: ``problem_type`` of the model's config.
 
     Raises:
         UserError: if the labels do not fit the model.
     """
     kind, names = tokens.label_kind, tokens.label_names
-    width = len(known.names) if known is not None else int(tokens.meta.get("label_width", 1))
+    width = len(known_classes.names) if known_classes is not None else int(tokens.meta.get("label_width", 1))
     if problem is None:
-        if known is not None and width == 1:
+        if known_classes is not None and width == 1:
             problem = REGRESSION
         else:
             by_kind = {"classes": SINGLE, "sets": MULTI, "values": REGRESSION if width == 1 else MULTI}
@@ -84,23 +84,29 @@ def classes_of(
             _check_fractions(tokens)
     _check_kind(kind, names, problem)
     if problem != REGRESSION and tokens.values is None:
-        return number_classes(names, declared, known, several=problem == MULTI)
-    own = known.names if known is not None else tuple(f"LABEL_{index}" for index in range(width))
+        return number_labels(names, declared, known_classes, several=problem == MULTI)
+    outputs = (
+        known_classes.names
+        if known_classes is not None
+        else tuple(f"LABEL_{index}" for index in range(width))
+    )
     if tokens.values is not None:
-        if (found := tokens.values.shape[1]) != len(own):
+        if (num_values := tokens.values.shape[1]) != len(outputs):
             raise UserError(
-                f"data.label_field: {found} numbers per text, but {known.key if known else 'the model'} has "
-                f"{len(own)} outputs (num_labels); make them equal"
+                f"data.label_field: {num_values} numbers per text, but "
+                f"{known_classes.key if known_classes else 'the model'} has {len(outputs)} outputs "
+                "(num_labels); make them equal"
             )
         if problem == MULTI:
             _check_shares(tokens.values[:])
-        return Classes(own, (), problem)
-    if len(own) != 1:
+        return Classes(outputs, (), problem)
+    if len(outputs) != 1:
         raise UserError(
-            f"data.label_field: one number per text, but {known.key if known else 'the model'} has "
-            f"{len(own)} outputs (num_labels); give lists with one number with a fraction per output"
+            "data.label_field: one number per text, but "
+            f"{known_classes.key if known_classes else 'the model'} has {len(outputs)} outputs (num_labels); "
+            "give lists with one number with a fraction per output"
         )
-    return Classes(own, (), problem, tuple(float(name) for name in names))
+    return Classes(outputs, (), problem, tuple(float(name) for name in names))
 
 
 def _check_fractions(tokens: TokenCache) -> None:
@@ -121,7 +127,7 @@ def _check_fractions(tokens: TokenCache) -> None:
 _FEW_FRACTIONS = 0.1
 
 
-def classes_as(
+def map_eval_classes(
     training: Classes,
     trained: TokenCache,
     declared: Sequence[str] | None,
@@ -139,38 +145,42 @@ def classes_as(
         UserError: if it has other labels.
     """
     if training.problem == REGRESSION or tokens.values is not None:
-        known = KnownClasses("the model", training.names)
-        return classes_of(tokens, declared_there, known, training.problem)
+        known_classes = KnownClasses("the model", training.names)
+        return map_classes(tokens, declared_there, known_classes, training.problem)
     _check_kind(tokens.label_kind, tokens.label_names, training.problem)
     ids = {name: index for index, name in enumerate(training.names)}
     for label, index in zip(trained.label_names if training.ids else (), training.ids, strict=True):
-        ids[_spelt(label, declared)] = index
+        ids[_get_label_name(label, declared)] = index
     folded = {name.casefold(): index for name, index in ids.items()}
-    found = []
+    class_ids = []
     for label in tokens.label_names:
-        name = _spelt(label, declared_there)
-        found_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
-        if found_id is None:
+        name = _get_label_name(label, declared_there)
+        class_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
+        if class_id is None:
             raise UserError(
                 f"data.label_field: the label {name!r} is not one of the training data's classes "
-                f"({listed(training.names)}); remove these records, or train with this class"
+                f"({format_names(training.names)}); remove these records, or train with this class"
             )
-        found.append(found_id)
-    return Classes(training.names, tuple(found), training.problem)
+        class_ids.append(class_id)
+    return Classes(training.names, tuple(class_ids), training.problem)
 
 
-def _spelt(label: int | str, declared: Sequence[str] | None) -> str:
+def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
     """The name of a label, which may be an index of ``declared``."""
     inside = declared is not None and isinstance(label, int) and 0 <= label < len(declared)
     return declared[label] if inside else str(label)  # type: ignore[index]
 
 
-_WANTED = {
+_EXPECTED_LABELS = {
     SINGLE: "one class per text (an integer or a string)",
     MULTI: "a list of classes per text (integers or strings), or of a number with a fraction for each class",
     REGRESSION: "a number per text, or a list of numbers with a fraction",
 }
-_FOUND = {"classes": "one class per text", "sets": "lists of classes", "values": "numbers with a fraction"}
+_KIND_DESCRIPTIONS = {
+    "classes": "one class per text",
+    "sets": "lists of classes",
+    "values": "numbers with a fraction",
+}
 
 
 def _check_kind(kind: LabelKind, names: Sequence[int | str], problem: Problem) -> None:
@@ -182,8 +192,8 @@ def _check_kind(kind: LabelKind, names: Sequence[int | str], problem: Problem) -
     }
     if not fits[problem]:
         raise UserError(
-            f"data.label_field: the labels are {_FOUND[kind]}, but problem_type {problem} needs "
-            f"{_WANTED[problem]}; change the labels or the model's problem_type"
+            f"data.label_field: the labels are {_KIND_DESCRIPTIONS[kind]}, but problem_type {problem} needs "
+            f"{_EXPECTED_LABELS[problem]}; change the labels or the model's problem_type"
         )
 
 
@@ -197,10 +207,10 @@ def _check_shares(values: npt.NDArray[Any]) -> None:
             )
 
 
-def number_classes(
+def number_labels(
     labels: Sequence[int | str],
     declared: Sequence[str] | None = None,
-    known: KnownClasses | None = None,
+    known_classes: KnownClasses | None = None,
     *,
     several: bool = False,
 ) -> Classes:
@@ -209,7 +219,7 @@ def number_classes(
     Args:
         labels: the distinct labels, sorted.
         declared: class names of the data set, if it has them; its labels are indices of these.
-        known: the model's classes; None for an untrained head, which takes those of the data.
+        known_classes: the model's classes; None for an untrained head, which takes those of the data.
         several: whether a text may have any number of classes.
 
     Raises:
@@ -224,30 +234,31 @@ def number_classes(
         if outside := [label for label in labels if label not in range(len(declared))]:
             raise UserError(
                 f"data.label_field: some records have the label {outside[0]!r}, which is not one of "
-                f"the {len(declared)} classes of the data set ({listed(declared)}); choose another data.split"
+                f"the {len(declared)} classes of the data set ({format_names(declared)}); choose another "
+                "data.split"
             )
         fresh = Classes(tuple(declared), tuple(int(label) for label in labels), problem)
     else:
         fresh = Classes(tuple(str(label) for label in labels), tuple(range(len(labels))), problem)
-    if known is None:
+    if known_classes is None:
         return fresh
     for spelt in (str, str.casefold):
-        ids = {spelt(name): index for index, name in enumerate(known.names)}
+        ids = {spelt(name): index for index, name in enumerate(known_classes.names)}
         ours = [spelt(name) for name in fresh.names]
-        ambiguous = len(ids) < len(known.names) or len(set(ours)) < len(ours)
+        ambiguous = len(ids) < len(known_classes.names) or len(set(ours)) < len(ours)
         if not ambiguous and ids.keys() >= set(ours):
-            return Classes(known.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
-    count = len(known.names)
+            return Classes(known_classes.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
+    count = len(known_classes.names)
     numbers = tuple(label for label in labels if isinstance(label, int) and 0 <= label < count)
-    if declared is None and len(numbers) == len(labels) and not any(map(_is_number, known.names)):
-        complete = len(numbers) == count and not known.named
-        return Classes(fresh.names if complete else known.names, numbers, problem)
-    if not known.named and count == len(fresh.names):
+    if declared is None and len(numbers) == len(labels) and not any(map(_is_number, known_classes.names)):
+        complete = len(numbers) == count and not known_classes.has_names
+        return Classes(fresh.names if complete else known_classes.names, numbers, problem)
+    if not known_classes.has_names and count == len(fresh.names):
         return fresh
     raise UserError(
-        f"data.label_field: the labels of the data ({listed(fresh.names)}) are not the classes of "
-        f"{known.key} ({listed(known.names)}); use the model's class names in the data, or a model with an "
-        "untrained head"
+        f"data.label_field: the labels of the data ({format_names(fresh.names)}) are not the classes of "
+        f"{known_classes.key} ({format_names(known_classes.names)}); use the model's class names in the "
+        "data, or a model with an untrained head"
     )
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable import plugins
-from portable.data.samples.base import Arrays, Part, Samples
-from portable.errors import UserError, one_line
+from portable.data.samples.base import Arrays, SampleRange, Samples
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,75 +30,86 @@ class FinishedSamples(Samples):
         vocabulary: tokens that the model knows; 0 if that is not known.
     """
 
-    def __init__(self, name: str, records: Any, part: Part, vocabulary: int = 0) -> None:
+    def __init__(self, name: str, records: Any, part: SampleRange, vocabulary: int = 0) -> None:
         self.num_samples = part.num_samples
         self._name = name
         self._records = records
         self._part = part
         self._length = len(records)
         self._vocabulary = vocabulary
-        self._like: dict[str, tuple[list[int], np.dtype[Any]]] = {}
-        first = self._sample(0)
-        self._like = _made(first)
+        self._expected_layout: dict[str, tuple[list[int], np.dtype[Any]]] = {}
+        first = self._load_sample(0)
+        self._expected_layout = _describe_layout(first)
         self.sequences = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
         self.tokens = int(first["input_ids"].shape[-1])
         """Of a sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._name, self._part, self._vocabulary, plugins.installed())
+        return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_installed_sources())
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        found = [self._sample(self._part(index)) for _, index in places]
-        return {key: np.stack([one[key] for one in found]) for key in self._like}
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        samples = [self._load_sample(self._part(index)) for _, index in places]
+        return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
-    def documents(self, index: int) -> range:
-        return self._part.document(index)
+    def list_documents(self, index: int) -> range:
+        return self._part.get_document_range(index)
 
-    def _sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        told = f"data.source: {self._name}"
-        with plugins.user_code_errors(f"{told}: sample {number}"):
+    def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        subject = f"data.source: {self._name}"
+        with plugins.convert_user_errors(f"{subject}: sample {number}"):
             length = len(self._records)
             if length != self._length:
                 raise UserError(
-                    f"{told}: had {self._length:,} samples at first and has {length:,} now; keep its length"
+                    f"{subject}: had {self._length:,} samples at first and has {length:,} now; keep its "
+                    "length"
                 )
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-                raise UserError(f"{told}: sample {number} is no mapping with input_ids and labels")
-            found = {str(key): _array(value) for key, value in sample.items()}
-        ids = found["input_ids"]
+                raise UserError(f"{subject}: sample {number} is no mapping with input_ids and labels")
+            arrays = {str(key): _to_array(value) for key, value in sample.items()}
+        ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
             raise UserError(
-                f"{told}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
+                f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
                 f"{self._vocabulary:,}, from 0; correct it, or data.tokenizer and the model"
             )
-        made = _made(found)
-        if self._like and made != self._like:
-            wrong = next(key for key in {**self._like, **made} if made.get(key) != self._like.get(key))
-            shown = "missing" if wrong not in made else "{1} {0}".format(*made[wrong])
-            first = "not there" if wrong not in self._like else "{1} {0}".format(*self._like[wrong])
-            raise UserError(
-                f"{told}: {wrong} of sample {number} is {shown}, and that of the first one {first}; pad all "
-                "samples to one shape"
+        layout = _describe_layout(arrays)
+        if self._expected_layout and layout != self._expected_layout:
+            wrong = next(
+                key
+                for key in {**self._expected_layout, **layout}
+                if layout.get(key) != self._expected_layout.get(key)
             )
-        return found
+            shown = "missing" if wrong not in layout else "{1} {0}".format(*layout[wrong])
+            first = (
+                "not there"
+                if wrong not in self._expected_layout
+                else "{1} {0}".format(*self._expected_layout[wrong])
+            )
+            raise UserError(
+                f"{subject}: {wrong} of sample {number} is {shown}, and that of the first one {first}; pad "
+                "all samples to one shape"
+            )
+        return arrays
 
 
-def _made(sample: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[list[int], np.dtype[Any]]]:
+def _describe_layout(sample: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[list[int], np.dtype[Any]]]:
     """Shape and dtype of each tensor of a sample."""
     return {key: (list(value.shape), value.dtype) for key, value in sample.items()}
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def _to_array(value: Any) -> npt.NDArray[Any]:
     array = np.asarray(value)
     if array.dtype.kind in "iub":
         return array.astype(np.int64)
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    raise TypeError(f"{one_line(array.dtype)} is neither of integers nor of floats")
+    raise TypeError(f"{to_one_line(array.dtype)} is neither of integers nor of floats")
 
 
-def _again(name: str, part: Part, vocabulary: int, sources: Mapping[str, str]) -> FinishedSamples:
+def _rebuild_samples(
+    name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
+) -> FinishedSamples:
     """The same in a process that prepares batches."""
     plugins.install(sources)
-    return FinishedSamples(name, plugins.load_made("data.source", name), part, vocabulary)
+    return FinishedSamples(name, plugins.load_and_call("data.source", name), part, vocabulary)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
 from portable.converters.interrupts import ignore_interrupts
 from portable.data.samples.base import Samples, count_text_tokens
-from portable.data.samples.order import accumulation_steps, first_of_rank
+from portable.data.samples.order import compute_rank_start, count_accumulation_steps
 from portable.errors import RunError, UserError
 from portable.private import of_torch
 
@@ -33,7 +33,7 @@ Places = list[tuple[int, int]]
 """Epoch and number of each sample of a batch. A row of sample ``i`` without labels has the number ``~i``."""
 
 
-def rank_positions(
+def iter_rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
 ) -> Iterator[tuple[list[int], int]]:
     """Iterate over the sample positions of this rank's micro-batches, without end.
@@ -54,10 +54,10 @@ def rank_positions(
             f"train.global_batch_size: {global_batch_size} samples cannot be divided among {world_size} "
             f"ranks; set train.global_batch_size: {world_size}, or use fewer ranks"
         )
-    first, end = (first_of_rank(global_batch_size, number, world_size) for number in (rank, rank + 1))
-    padded = micro_batch_size * accumulation_steps(global_batch_size, micro_batch_size, world_size)
+    first, end = (compute_rank_start(global_batch_size, number, world_size) for number in (rank, rank + 1))
+    padded = micro_batch_size * count_accumulation_steps(global_batch_size, micro_batch_size, world_size)
 
-    def positions() -> Iterator[tuple[list[int], int]]:
+    def iter_positions() -> Iterator[tuple[list[int], int]]:
         start = position
         while True:
             for begin in range(start + first, start + first + padded, micro_batch_size):
@@ -66,7 +66,7 @@ def rank_positions(
                 yield [min(number, last) for number in micro_batch], sum(n <= last for n in micro_batch)
             start += global_batch_size
 
-    return positions()
+    return iter_positions()
 
 
 @dataclass(eq=False)
@@ -95,14 +95,14 @@ class TrainLoader:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        self._positions()  # check the sizes now, not at the first batch
+        self._iter_positions()  # check the sizes now, not at the first batch
 
     @property
     def micro_batches_per_step(self) -> int:
-        return accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
+        return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
-    def _positions(self) -> Iterator[tuple[list[int], int]]:
-        return rank_positions(
+    def _iter_positions(self) -> Iterator[tuple[list[int], int]]:
+        return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -115,7 +115,7 @@ class TrainLoader:
         return places[:trained] + [(epoch, ~index) for epoch, index in places[trained:]]
 
     def __iter__(self) -> BatchIterator:
-        places = (self._locate(positions, trained) for positions, trained in self._positions())
+        places = (self._locate(positions, trained) for positions, trained in self._iter_positions())
         batch = partial(fetch, self.dataset, part=self.part)
         return BatchIterator(batch, places, self.num_workers, self.pin_memory)
 
@@ -167,33 +167,35 @@ def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -
     """Fetch a batch, or a part of its samples. Places beyond the end become rows without valid labels."""
     count = len(dataset)
     samples = [(epoch, index if index >= 0 else ~index) for epoch, index in places]
-    batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in samples])
+    batch = dataset.build_batch([(epoch, index if index < count else 0) for epoch, index in samples])
     for row, (_, index) in enumerate(places):
         if not 0 <= index < count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
-    return part_of(batch, part)
+    return slice_sequence(batch, part)
 
 
-def part_of(whole: Batch, part: tuple[int, int]) -> Batch:
-    """Return a part of the tokens of each sample of ``whole``: which, of how many of equal length.
+def slice_sequence(batch: Batch, part: tuple[int, int]) -> Batch:
+    """Return a part of the tokens of each sample of ``batch``: which, of how many of equal length.
 
     ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Each label is
     already the next token, so no part needs a label of another part. ``position_ids``, which separate the
     documents, are not divided.
     """
-    which, parts = part
+    index, parts = part
     if parts == 1:
-        return whole
-    ids = whole["input_ids"]
-    positions = whole.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
+        return batch
+    ids = batch["input_ids"]
+    positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
     size = ids.shape[1] // parts
-    cut = {"input_ids": ids, "labels": whole["labels"], PART_POSITIONS: positions}
-    cut[TEXT_TOKENS] = count_text_tokens(whole).expand(
+    divided = {"input_ids": ids, "labels": batch["labels"], PART_POSITIONS: positions}
+    divided[TEXT_TOKENS] = count_text_tokens(batch).expand(
         ids.shape
     )  # because a part does not have all tokens of its texts
-    kept = {name: whole[name] for name in ("position_ids", "document_lengths") if name in whole}
+    undivided = {name: batch[name] for name in ("position_ids", "document_lengths") if name in batch}
     # Padding comes last, where causal attention does not see it: its mask is not needed.
-    return kept | {name: values.narrow(1, which * size, size).contiguous() for name, values in cut.items()}
+    return undivided | {
+        name: values.narrow(1, index * size, size).contiguous() for name, values in divided.items()
+    }
 
 
 class BatchIterator(Iterator[Batch]):
@@ -218,7 +220,7 @@ class BatchIterator(Iterator[Batch]):
         self._ahead: _ReadAhead | None = None
         self._batches: Iterator[Batch]
         if num_workers:
-            self._batches = _worker_batches(batch, places, num_workers, pin_memory)
+            self._batches = _iter_worker_batches(batch, places, num_workers, pin_memory)
         else:
             self._batches = self._ahead = _ReadAhead(batch, places, pin_memory)
 
@@ -239,7 +241,7 @@ class BatchIterator(Iterator[Batch]):
         self._batches = iter(())
 
 
-def _worker_batches(
+def _iter_worker_batches(
     batch: Callable[[Places], Batch], places: Iterable[Places], num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
@@ -256,11 +258,11 @@ def _worker_batches(
         before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
         others = [name for name in before if name != _PRELOAD]
         context.set_forkserver_preload([_PRELOAD, *others])
-    return _raised(
+    return _iter_or_raise(
         names,
         DataLoader(
-            _Feed(batch),
-            sampler=_Listed(places),
+            _BatchDataset(batch),
+            sampler=_PlaceSampler(places),
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -270,7 +272,9 @@ def _worker_batches(
     )
 
 
-def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
+def _iter_or_raise(
+    names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
+) -> Iterator[Batch]:
     """The batches of workers; what went wrong in one is raised here."""
     with ignore_interrupts():
         batches = iter(loader)
@@ -280,15 +284,15 @@ def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserEr
         try:
             batch = next(batches, None)
         except RuntimeError as error:
-            if (died := worker_died(error)) is None:
+            if (worker_error := parse_worker_error(error)) is None:
                 raise
             of_torch.abandon_workers(batches)
-            raise died from error
+            raise worker_error from error
         except (EOFError, ConnectionError) as error:  # its memory was being handed over
             if str(error).startswith("Caught "):  # in the worker
                 raise
             of_torch.abandon_workers(batches)
-            raise _killed() from error
+            raise _build_killed_error() from error
         if batch is None:
             return
         if isinstance(batch, RunError | UserError):
@@ -296,13 +300,13 @@ def _raised(names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserEr
         yield batch
 
 
-def worker_died(error: BaseException) -> RunError | None:
+def parse_worker_error(error: BaseException) -> RunError | None:
     """The error for a worker that has died, if that is what torch raised, in whatever the process did."""
-    told = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-    return _killed() if told else None
+    is_worker_death = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+    return _build_killed_error() if is_worker_death else None
 
 
-def _killed() -> RunError:
+def _build_killed_error() -> RunError:
     return RunError(
         "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
         "some or lower data.num_workers, and run the same command again"
@@ -365,7 +369,7 @@ class _Flag:
         return bool(self._byte.value)
 
 
-class _Listed(Sampler[Places]):
+class _PlaceSampler(Sampler[Places]):
     def __init__(self, places: Iterable[Places]) -> None:
         self._places = places
 
@@ -373,7 +377,7 @@ class _Listed(Sampler[Places]):
         return iter(self._places)
 
 
-class _Feed(Dataset[Batch | RunError | UserError]):
+class _BatchDataset(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
     def __init__(self, batch: Callable[[Places], Batch]) -> None:
@@ -402,7 +406,7 @@ class _ReadAhead(Iterator[Batch]):
             daemon=True,
         )
         # Runs when this object is deleted, or at exit, before the interpreter shuts down.
-        self.close = weakref.finalize(self, _stop, self._ready, stop, thread)
+        self.close = weakref.finalize(self, _stop_thread, self._ready, stop, thread)
         self._end: BaseException | None = None
         thread.start()
 
@@ -437,7 +441,9 @@ def _read_ahead(
         ready.put(error)
 
 
-def _stop(ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread) -> None:
+def _stop_thread(
+    ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
+) -> None:
     stop.set()
     with contextlib.suppress(queue.Empty):
         while True:

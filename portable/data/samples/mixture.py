@@ -22,7 +22,7 @@ import numpy as np
 
 from portable.batch import SOURCE
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.order import seed_of
+from portable.data.samples.order import derive_seed
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Interleave:
     def __len__(self) -> int:
         return len(self._sums) - 1
 
-    def _left(self, first: int, last: int, positions: int) -> tuple[int, int]:
+    def _split_positions(self, first: int, last: int, positions: int) -> tuple[int, int]:
         """The middle of the sources ``[first, last)``, and how many of ``positions`` the left half gets."""
         middle = (first + last) // 2
         left, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
@@ -56,31 +56,31 @@ class Interleave:
         """The source at ``position``, and how many positions before it have the same source."""
         first, last = 0, len(self)
         while last - first > 1:
-            middle, before = self._left(first, last, position)
-            _, after = self._left(first, last, position + 1)
+            middle, before = self._split_positions(first, last, position)
+            _, after = self._split_positions(first, last, position + 1)
             if after > before:
                 last, position = middle, before
             else:
                 first, position = middle, position - before
         return first, position
 
-    def counts(self, positions: int) -> list[int]:
+    def count_per_source(self, positions: int) -> list[int]:
         """How many of the first ``positions`` each source has."""
-        found = [0] * len(self)
+        counts = [0] * len(self)
 
-        def count(first: int, last: int, positions: int) -> None:
+        def count_range(first: int, last: int, positions: int) -> None:
             if last - first == 1:
-                found[first] = positions
+                counts[first] = positions
                 return
-            middle, left = self._left(first, last, positions)
-            count(first, middle, left)
-            count(middle, last, positions - left)
+            middle, left = self._split_positions(first, last, positions)
+            count_range(first, middle, left)
+            count_range(middle, last, positions - left)
 
-        count(0, len(self), positions)
-        return found
+        count_range(0, len(self), positions)
+        return counts
 
 
-class Schedule:
+class MixtureSchedule:
     """Weights that change at some positions of the run; each source goes on where it stood.
 
     Args:
@@ -96,24 +96,24 @@ class Schedule:
         self._phases = [Interleave(weights) for _, weights in phases]
         self._before = [[0] * len(self._phases[0])]
         for phase, start, end in zip(self._phases, self._starts, self._starts[1:], strict=False):
-            counted = phase.counts(end - start)
+            counted = phase.count_per_source(end - start)
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
     def __call__(self, position: int) -> tuple[int, int]:
         """The source at ``position``, and how many positions before it have the same source."""
         phase = bisect_right(self._starts, position) - 1
-        source, at = self._phases[phase](position - self._starts[phase])
-        return source, self._before[phase][source] + at
+        source, index = self._phases[phase](position - self._starts[phase])
+        return source, self._before[phase][source] + index
 
-    def counts(self, positions: int) -> list[int]:
+    def count_per_source(self, positions: int) -> list[int]:
         """How many of the first ``positions`` each source has."""
         phase = max(0, bisect_right(self._starts, positions) - 1)
-        counted = self._phases[phase].counts(positions - self._starts[phase])
-        return [a + b for a, b in zip(self._before[phase], counted, strict=True)]
+        phase_counts = self._phases[phase].count_per_source(positions - self._starts[phase])
+        return [a + b for a, b in zip(self._before[phase], phase_counts, strict=True)]
 
 
 @dataclass(frozen=True)
-class Share:
+class MixtureShare:
     """How much of a mixture a source is: one of the two is given.
 
     Attributes:
@@ -141,7 +141,7 @@ class Mixture(Samples):
     def __init__(
         self,
         sources: Mapping[str, Samples],
-        shares: Mapping[str, Share],
+        shares: Mapping[str, MixtureShare],
         phases: Sequence[tuple[int, Mapping[str, float]]] = (),
         *,
         marked: bool = True,
@@ -157,11 +157,11 @@ class Mixture(Samples):
             weights.append(share.weight if share.epochs is None else round(share.epochs * len(part)))  # type: ignore[arg-type]
         by_epochs = all(share.epochs is not None for share in shares.values())
         self._pass = int(sum(weights)) if by_epochs else self.num_samples
-        changes = [(at, [later.get(name, 0.0) for name in self.names]) for at, later in phases]
-        self.schedule = Schedule([(0, weights), *changes] if not changes or changes[0][0] else changes)
+        changes = [(start, [later.get(name, 0.0) for name in self.names]) for start, later in phases]
+        self.schedule = MixtureSchedule([(0, weights), *changes] if not changes or changes[0][0] else changes)
         kinds = {part.valid_tokens for part in self.parts}
         self.valid_tokens = kinds.pop() if len(kinds) == 1 else None
-        taken = Interleave(weights).counts(1 << 20)
+        taken = Interleave(weights).count_per_source(1 << 20)
         self.waste = sum(n * part.waste for n, part in zip(taken, self.parts, strict=True)) / sum(taken)
         contexts = [(n, part.context) for n, part in zip(taken, self.parts, strict=True)]
         self.context = (
@@ -170,18 +170,18 @@ class Mixture(Samples):
             else None
         )
         self.sequences = self.parts[0].sequences
-        self._shapes = self._columns()
+        self._shapes = self._compute_column_shapes()
 
-    def _columns(self) -> dict[str, tuple[int, ...]]:
+    def _compute_column_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each column without its rows: the largest of all sources.
 
         Raises:
             UserError: if the sources have different columns.
         """
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
         for name, part in zip(self.names, self.parts, strict=True):
-            arrays = part.columns([part.example()])
+            arrays = part.build_columns([part.find_example()])
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
@@ -189,75 +189,77 @@ class Mixture(Samples):
                     "all sources the same kind of records"
                 )
             for column, values in arrays.items():
-                known = found.get(column, values.shape[1:])
-                found[column] = tuple(map(max, known, values.shape[1:]))
-        return found
+                shape = shapes.get(column, values.shape[1:])
+                shapes[column] = tuple(map(max, shape, values.shape[1:]))
+        return shapes
 
     @property
     def epoch_samples(self) -> int:
         return self._pass
 
     def locate(self, position: int, seed: int) -> tuple[int, int]:
-        source, at = self.schedule(position)
-        epoch, index = self.parts[source].locate(at, seed_of(self.names[source], seed))
+        source, source_position = self.schedule(position)
+        epoch, index = self.parts[source].locate(source_position, derive_seed(self.names[source], seed))
         return epoch, self._starts[source] + index
 
-    def source_of(self, index: int) -> tuple[int, int]:
+    def find_source(self, index: int) -> tuple[int, int]:
         """The source of a sample, and its number in it."""
         source = bisect_right(self._starts, index) - 1
         return source, index - self._starts[source]
 
-    def source_name(self, index: int) -> str:
-        source, at = self.source_of(index)
-        return f"{self.names[source]} {self.parts[source].source_name(at)}".strip()
+    def get_source_name(self, index: int) -> str:
+        source, source_index = self.find_source(index)
+        return f"{self.names[source]} {self.parts[source].get_source_name(source_index)}".strip()
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         rows: dict[int, list[int]] = {}
-        owners = [self.source_of(index) for _, index in places]
+        owners = [self.find_source(index) for _, index in places]
         for row, (source, _) in enumerate(owners):
             rows.setdefault(source, []).append(row)
         out: Arrays = {}
         if self._marked:
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
-            rows_of = np.array(taken)
-            arrays = self.parts[source].columns([(places[row][0], owners[row][1]) for row in taken])
+            row_indices = np.array(taken)
+            arrays = self.parts[source].build_columns([(places[row][0], owners[row][1]) for row in taken])
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
-                inside: tuple[Any, ...] = (rows_of, *map(slice, values.shape[1:]))
-                out[column][inside] = values
+                region: tuple[Any, ...] = (row_indices, *map(slice, values.shape[1:]))
+                out[column][region] = values
         return out
 
-    def example(self) -> tuple[int, int]:
-        epoch, index = self.parts[0].example()
+    def find_example(self) -> tuple[int, int]:
+        epoch, index = self.parts[0].find_example()
         return epoch, index
 
-    def state(self) -> dict[str, Any]:
-        return {name: value for part in self.parts for name, value in part.state().items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
-    def adopt(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         for part in self.parts:
-            part.adopt(state)
+            part.load_state_dict(state)
 
     def close(self) -> None:
         for part in self.parts:
             part.close()
 
-    def consumed(self, position: int) -> str:
-        taken = zip(self.parts, self.schedule.counts(position), strict=True)
-        return " ".join(part.consumed(count) for part, count in taken)
+    def digest_consumed(self, position: int) -> str:
+        taken = zip(self.parts, self.schedule.count_per_source(position), strict=True)
+        return " ".join(part.digest_consumed(count) for part, count in taken)
 
-    def documents(self, index: int) -> Sequence[int]:
-        source, at = self.source_of(index)
-        return self.parts[source].documents(at)
+    def list_documents(self, index: int) -> Sequence[int]:
+        source, source_index = self.find_source(index)
+        return self.parts[source].list_documents(source_index)
 
-    def progress(self, position: int) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name, part, taken in zip(self.names, self.parts, self.schedule.counts(position), strict=True):
-            found[f"samples/{name}"] = taken
-            if (epochs := part.epochs(taken)) is not None:
-                found[f"epoch/{name}"] = epochs
+    def compute_progress(self, position: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, part, taken in zip(
+            self.names, self.parts, self.schedule.count_per_source(position), strict=True
+        ):
+            metrics[f"samples/{name}"] = taken
+            if (epochs := part.count_epochs(taken)) is not None:
+                metrics[f"epoch/{name}"] = epochs
             if part.valid_tokens is not None:
-                found[f"tokens/{name}"] = taken * part.valid_tokens
-        return found
+                metrics[f"tokens/{name}"] = taken * part.valid_tokens
+        return metrics

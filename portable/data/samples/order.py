@@ -1,6 +1,6 @@
 """The order of samples: a pure function of seed, epoch and index.
 
-``permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
+``get_permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
 smallest even number of bits that fits ``n``, with cycle walking to stay inside the range (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", 2002). It needs no table. The position in the data is therefore one
 integer, and a run resumes at once with any world size.
@@ -72,12 +72,12 @@ class Permutation:
             if index < self.n:
                 return index
 
-    def array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Permute an array of indices of any shape; returns int64 of the same shape."""
-        given = np.asarray(indices, dtype=np.int64)
-        if given.size and not (given.min() >= 0 and given.max() < self.n):
+        index_array = np.asarray(indices, dtype=np.int64)
+        if index_array.size and not (index_array.min() >= 0 and index_array.max() < self.n):
             raise IndexError(f"an index is outside range({self.n})")
-        flat = given.reshape(-1).astype(np.uint64)
+        flat = index_array.reshape(-1).astype(np.uint64)
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         todo = np.arange(flat.size)
         while todo.size:
@@ -88,11 +88,11 @@ class Permutation:
             values = (left << half) | right
             flat[todo] = values
             todo = todo[values >= self.n]
-        return flat.astype(np.int64).reshape(given.shape)
+        return flat.astype(np.int64).reshape(index_array.shape)
 
 
 @lru_cache(maxsize=16)
-def permutation(n: int, seed: int, epoch: int) -> Permutation:
+def get_permutation(n: int, seed: int, epoch: int) -> Permutation:
     """The order of one epoch, cached."""
     return Permutation(n, seed, epoch)
 
@@ -100,20 +100,20 @@ def permutation(n: int, seed: int, epoch: int) -> Permutation:
 def locate(position: int, n: int, seed: int) -> tuple[int, int]:
     """Return (epoch, data set index) of the sample at ``position`` of a run over ``n`` samples."""
     epoch, index = divmod(position, n)
-    return epoch, permutation(n, seed, epoch)(index)
+    return epoch, get_permutation(n, seed, epoch)(index)
 
 
-def seed_of(name: str, seed: int) -> int:
+def derive_seed(name: str, seed: int) -> int:
     """The seed of a source, which no other source shares and no change of the list alters."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
-def first_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
+def compute_rank_start(global_batch_size: int, rank: int, world_size: int) -> int:
     """Return the first sample of a rank within the global batch. Shares of ranks differ by at most one."""
     return rank * global_batch_size // world_size
 
 
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+def count_accumulation_steps(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Return the number of micro-batches per step, which is the same on all ranks."""
     largest_share = -(-global_batch_size // world_size)
     return -(-largest_share // micro_batch_size)

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.batch import IGNORED
-from portable.data.samples.base import Arrays, OfCache, Part
-from portable.data.samples.truncation import Truncation, slice_of
-from portable.data.sources.documents import digest_of
+from portable.data.samples.base import Arrays, CacheSamples, SampleRange
+from portable.data.samples.truncation import Truncation, get_kept_slice
+from portable.data.sources.documents import compute_digest
 from portable.data.tokens.cache import FORMAT, TokenCache, TokenWriter
 from portable.errors import UserError
-from portable.temporary_folder import made_once
+from portable.temporary_folder import open_or_build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ _FIELD = "documents"
 
 
 @dataclass(eq=False)
-class PackedDocuments(OfCache):
+class PackedDocuments(CacheSamples):
     """Whole documents one after the other, padded on the right at the end of the sample.
 
     A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
@@ -48,7 +48,7 @@ class PackedDocuments(OfCache):
     document, then those of the padding, then zeros; a row sums to ``seq_len``.
 
     Attributes:
-        plan: from :func:`planned`.
+        plan: from :func:`plan_packing`.
         pad: the padding token.
         truncation: what is kept of a document that is longer than a sample.
         with_last: the last token is an input as well, without a label, if the sample has room for it.
@@ -64,24 +64,24 @@ class PackedDocuments(OfCache):
         self.num_samples, self.waste, self._most = sizes.samples, sizes.waste, sizes.most
         self.context = sizes.seen / sizes.filled
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        shape, kept = (len(places), self.seq_len), slice_of(self.truncation, self.seq_len + 1)
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        shape, kept_slice = (len(places), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
         inputs, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(places), self._most + 1), np.int64)
         for row, (_, index) in enumerate(places):
-            at = 0
-            for count, number in enumerate(self.documents(index)):
-                tokens = self.cache.document("text", number)[kept]
+            start = 0
+            for count, number in enumerate(self.list_documents(index)):
+                tokens = self.cache.read_document("text", number)[kept_slice]
                 size = min(len(tokens), self.seq_len) if self.with_last else len(tokens) - 1
-                end, end_of_labels = at + size, at + len(tokens) - 1
-                inputs[row, at:end], labels[row, at:end_of_labels] = tokens[:size], tokens[1:]
-                if (trained := self.cache.trained("text", number)) is not None:
-                    labels[row, at:end_of_labels][~trained[kept][1:]] = IGNORED
-                positions[row, at:end] = np.arange(end - at)
-                lengths[row, count] = end - at
-                at = end
-            positions[row, at:] = 0
-            lengths[row, count + 1] = self.seq_len - at
+                end, end_of_labels = start + size, start + len(tokens) - 1
+                inputs[row, start:end], labels[row, start:end_of_labels] = tokens[:size], tokens[1:]
+                if (trained := self.cache.read_trained_mask("text", number)) is not None:
+                    labels[row, start:end_of_labels][~trained[kept_slice][1:]] = IGNORED
+                positions[row, start:end] = np.arange(end - start)
+                lengths[row, count] = end - start
+                start = end
+            positions[row, start:] = 0
+            lengths[row, count + 1] = self.seq_len - start
         return {
             "input_ids": inputs,
             "labels": labels,
@@ -89,12 +89,14 @@ class PackedDocuments(OfCache):
             "document_lengths": lengths,
         }
 
-    def documents(self, index: int) -> Sequence[int]:  # type: ignore[override]
-        numbers: list[int] = self.plan.document(_FIELD, index).tolist()
+    def list_documents(self, index: int) -> Sequence[int]:  # type: ignore[override]
+        numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
 
-def planned(tokens: TokenCache, part: Part, seq_len: int, *, with_last: bool = False) -> TokenCache:
+def plan_packing(
+    tokens: TokenCache, part: SampleRange, seq_len: int, *, with_last: bool = False
+) -> TokenCache:
     """Return the plan for the documents of ``part``, from the cache if possible.
 
     Args:
@@ -105,16 +107,16 @@ def planned(tokens: TokenCache, part: Part, seq_len: int, *, with_last: bool = F
     """
 
     def write(folder: Path) -> None:
-        found = PackedSizes(seq_len)
+        sizes = PackedSizes(seq_len)
         with closing(TokenWriter(folder, [_FIELD], tokens.documents)) as writer:
-            for numbers, lengths, counts in _packed_windows(tokens, part, seq_len, with_last):
+            for numbers, lengths, counts in _iter_packed_windows(tokens, part, seq_len, with_last):
                 writer.add(_FIELD, numbers, counts)
-                found.add(lengths, counts)
-            if not found.samples:
+                sizes.add(lengths, counts)
+            if not sizes.samples:
                 raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
-            writer.finish(sizes=asdict(found))
+            writer.finish(sizes=asdict(sizes))
 
-    return made_once(_plan_folder(tokens, part, seq_len, with_last), TokenCache.intact, write)
+    return open_or_build(_get_plan_folder(tokens, part, seq_len, with_last), TokenCache.open_if_intact, write)
 
 
 @dataclass
@@ -148,24 +150,26 @@ class PackedSizes:
         return 1 - self.filled / max(1, self.samples * self.seq_len)
 
 
-def packed_sizes(tokens: TokenCache, part: Part, seq_len: int, *, with_last: bool = False) -> PackedSizes:
-    """The sizes that :func:`planned` leads to, from the cache if possible. Writes nothing."""
-    found = PackedSizes(seq_len)
-    if (plan := TokenCache.intact(_plan_folder(tokens, part, seq_len, with_last))) is not None:
+def compute_packed_sizes(
+    tokens: TokenCache, part: SampleRange, seq_len: int, *, with_last: bool = False
+) -> PackedSizes:
+    """The sizes that :func:`plan_packing` leads to, from the cache if possible. Writes nothing."""
+    sizes = PackedSizes(seq_len)
+    if (plan := TokenCache.open_if_intact(_get_plan_folder(tokens, part, seq_len, with_last))) is not None:
         return PackedSizes(**plan.meta["sizes"])
-    for _, lengths, counts in _packed_windows(tokens, part, seq_len, with_last):
-        found.add(lengths, counts)
-    return found
+    for _, lengths, counts in _iter_packed_windows(tokens, part, seq_len, with_last):
+        sizes.add(lengths, counts)
+    return sizes
 
 
-def _plan_folder(tokens: TokenCache, part: Part, seq_len: int, with_last: bool) -> Path:
+def _get_plan_folder(tokens: TokenCache, part: SampleRange, seq_len: int, with_last: bool) -> Path:
     """The folder of a plan, whether or not it exists."""
     content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}{' with_last' * with_last}"
-    return tokens.folder.with_name(digest_of(content))
+    return tokens.folder.with_name(compute_digest(content))
 
 
-def _packed_windows(
-    tokens: TokenCache, part: Part, seq_len: int, with_last: bool
+def _iter_packed_windows(
+    tokens: TokenCache, part: SampleRange, seq_len: int, with_last: bool
 ) -> Iterator[tuple[Integers, Integers, Integers]]:
     """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
     lengths = np.empty(tokens.documents, np.uint32)
@@ -177,15 +181,15 @@ def _packed_windows(
     for start in range(part.start, part.start + part.num_samples, WINDOW):
         numbers = np.arange(start, min(start + WINDOW, part.start + part.num_samples))
         if part.order is not None:
-            numbers = part.order.array(numbers)
+            numbers = part.order.permute_array(numbers)
         sizes = lengths[numbers].astype(np.int64)
         numbers, sizes = numbers[sizes > 0], sizes[sizes > 0]
         if len(numbers):
-            order, counts = best_fit(sizes, seq_len)
+            order, counts = pack_best_fit(sizes, seq_len)
             yield numbers[order], sizes[order], counts
 
 
-def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
+def pack_best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
     """Pack items into bins: the longest first, each into the fullest bin with room for it.
 
     Items of one length are placed together, and so are bins with the same room. The time beyond the sort
@@ -199,31 +203,31 @@ def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
     """
     bin_of = np.empty(len(lengths), np.int64)  # of the items from the longest to the shortest
     rooms: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of bins by their room
-    present = 0  # bit r is set if a bin has the room r
-    bins = at = 0
+    room_bits = 0  # bit r is set if a bin has the room r
+    bins = num_packed = 0
     counts = np.bincount(lengths, minlength=capacity + 1)
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            if fitting := present >> length:
+        remaining = int(counts[length])
+        while remaining:
+            if fitting := room_bits >> length:
                 room = length + (fitting & -fitting).bit_length() - 1
                 start, stop = rooms[room].pop()
-                present ^= (not rooms[room]) << room
+                room_bits ^= (not rooms[room]) << room
             else:
                 room, start = capacity, bins
-                stop = bins = bins - (-left // (capacity // length))
+                stop = bins = bins - (-remaining // (capacity // length))
             # A bin stays the fullest with enough room until no further item fits.
             each = room // length
-            full = min(stop - start, left // each)
-            some = left - full * each if full < stop - start else 0
+            full = min(stop - start, remaining // each)
+            some = remaining - full * each if full < stop - start else 0
             taken = full * each + some
-            bin_of[at : at + taken] = start + np.arange(taken) // each
-            at, left = at + taken, left - taken
+            bin_of[num_packed : num_packed + taken] = start + np.arange(taken) // each
+            num_packed, remaining = num_packed + taken, remaining - taken
             ends = (start, start + full, start + full + (some > 0), stop)
             for (first, last), used in zip(pairwise(ends), (each, some, 0), strict=True):
                 rest = room - used * length
                 if first < last and rest:
                     rooms[rest].append((first, last))
-                    present |= 1 << rest
+                    room_bits |= 1 << rest
     longest_first = np.argsort(-lengths, kind="stable")
     return longest_first[np.argsort(bin_of, kind="stable")], np.bincount(bin_of)

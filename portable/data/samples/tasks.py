@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.batch import IGNORED
-from portable.data.samples.base import LAST_LABEL, Arrays, OfCache, cut, pad_rows
+from portable.data.samples.base import LAST_LABEL, Arrays, CacheSamples, cut, pad_rows
 from portable.data.samples.classes import MULTI, SINGLE
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MASKED_SHARE = 0.15
 
 
 @dataclass(eq=False)
-class MaskedLM(OfCache):
+class MaskedLM(CacheSamples):
     """Masked language modeling (Devlin et al., "BERT", 2018).
 
     15% of the tokens that are not special are targets, at least one per sample. Of these, 80% are replaced by
@@ -45,8 +45,8 @@ class MaskedLM(OfCache):
     packed: bool
     shift: LabelShift | None = None
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        pairs = [self._masked(epoch, self.part(index)) for epoch, index in places]
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        pairs = [self._mask_tokens(epoch, self.part(index)) for epoch, index in places]
         inputs, mask = pad_rows([hidden for hidden, _ in pairs], self.seq_len, self.vocabulary.pad)
         labels, _ = pad_rows([targets for _, targets in pairs], self.seq_len, IGNORED)
         arrays = {"input_ids": inputs, "labels": labels}
@@ -56,17 +56,17 @@ class MaskedLM(OfCache):
             arrays["decoder_input_ids"] = self.shift(labels)
         return arrays
 
-    def documents(self, index: int) -> range:
-        return self._documents_of_block(index) if self.packed else super().documents(index)
+    def list_documents(self, index: int) -> range:
+        return self._find_block_documents(index) if self.packed else super().list_documents(index)
 
-    def _tokens(self, number: int) -> npt.NDArray[np.int64]:
+    def _read_tokens(self, number: int) -> npt.NDArray[np.int64]:
         if not self.packed:
-            return cut(self.cache.document("text", number), self.seq_len, self.suffix)
-        at = number * self.seq_len
-        return np.array(self.cache.tokens["text"][at : at + self.seq_len], dtype=np.int64)
+            return cut(self.cache.read_document("text", number), self.seq_len, self.suffix)
+        start = number * self.seq_len
+        return np.array(self.cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
-    def _masked(self, epoch: int, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        tokens = self._tokens(number)
+    def _mask_tokens(self, epoch: int, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        tokens = self._read_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
         counter = np.array([0, 0, 0, number], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
@@ -83,7 +83,7 @@ class MaskedLM(OfCache):
 
 
 @dataclass(eq=False)
-class Seq2Seq(OfCache):
+class Seq2Seq(CacheSamples):
     """Source and target texts, both padded. The decoder's input is its labels shifted right by one.
 
     Attributes:
@@ -99,12 +99,14 @@ class Seq2Seq(OfCache):
     target_suffix: Sequence[int] | None = None
     target_seq_len: int | None = None
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [self.part(index) for _, index in places]
         pad, length = self.vocabulary.pad, self.target_seq_len or self.seq_len
-        inputs, mask = pad_rows(self._field("text", numbers, self.seq_len, self.suffix), self.seq_len, pad)
+        inputs, mask = pad_rows(
+            self._read_field("text", numbers, self.seq_len, self.suffix), self.seq_len, pad
+        )
         suffix = self.suffix if self.target_suffix is None else self.target_suffix
-        targets = self._field("target", numbers, length, suffix)
+        targets = self._read_field("target", numbers, length, suffix)
         labels, _ = pad_rows(targets, length, IGNORED)
         start = self.decoder_start_token_id
         shifted: list[npt.NDArray[Any]] = [
@@ -113,18 +115,18 @@ class Seq2Seq(OfCache):
         decoder, _ = pad_rows(shifted, length, pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
-    def _field(
+    def _read_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        return [cut(self.cache.document(field, number), length, suffix) for number in numbers]
+        return [cut(self.cache.read_document(field, number), length, suffix) for number in numbers]
 
 
 @dataclass(eq=False)
-class Classification(OfCache):
+class Classification(CacheSamples):
     """Texts or pairs of texts with labels.
 
-    Labels are class ids, int64 ``[batch]``; for several classes per text, float32 ``[batch, classes]`` of 0
-    and 1; for a regression, float32 ``[batch]`` or ``[batch, numbers]``.
+    Labels are class ids, int64 ``[batch]``; for several classes per text, float32 ``[batch, classes]``
+    of 0 and 1; for a regression, float32 ``[batch]`` or ``[batch, numbers]``.
 
     Attributes:
         suffix: the special tokens after a text.
@@ -152,32 +154,38 @@ class Classification(OfCache):
         elif classes is not None:
             self._ids = np.array(classes.ids, dtype=np.int64)
 
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         numbers = [self.part(index) for _, index in places]
         pair = self.pair
         if pair is None:
-            texts = [cut(self.cache.document("text", at), self.seq_len, self.suffix) for at in numbers]
+            texts = [
+                cut(self.cache.read_document("text", number), self.seq_len, self.suffix) for number in numbers
+            ]
         else:
-            texts = [np.concatenate(self._parts(at, pair)) for at in numbers]
+            texts = [np.concatenate(self._build_pair_parts(number, pair)) for number in numbers]
         inputs, mask = pad_rows(texts, self.seq_len, self.vocabulary.pad)
         arrays = {"input_ids": inputs, "attention_mask": mask}
         if pair is not None and pair.types is not None:
-            types = [_types(self._parts(at, pair), pair.types) for at in numbers]
+            types = [
+                _build_token_types(self._build_pair_parts(number, pair), pair.types) for number in numbers
+            ]
             arrays["token_type_ids"], _ = pad_rows(types, self.seq_len, pair.types[-1])
         if self.left:
             for values in arrays.values():
                 for row, text in enumerate(texts):
                     values[row] = np.roll(values[row], self.seq_len - len(text))
-        return {**arrays, "labels": self._labels(numbers)}
+        return {**arrays, "labels": self._build_labels(numbers)}
 
-    def _parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
+    def _build_pair_parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
         """The five parts of a pair: before, first, between, second, after."""
-        first, second = (self.cache.document(field, number) for field in ("text", "pair"))
-        one, two = longest_first(len(first), len(second), self.seq_len - frame.length)
-        parts = (frame.before, first[:one], frame.between, second[:two], frame.after)
+        first, second = (self.cache.read_document(field, number) for field in ("text", "pair"))
+        first_length, second_length = truncate_longest_first(
+            len(first), len(second), self.seq_len - frame.length
+        )
+        parts = (frame.before, first[:first_length], frame.between, second[:second_length], frame.after)
         return [np.array(part, dtype=np.int64) for part in parts]
 
-    def _labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
+    def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
         cache = self.cache
         if cache.values is not None:
             values: npt.NDArray[np.float32] = cache.values[numbers].astype(np.float32)
@@ -187,14 +195,14 @@ class Classification(OfCache):
             labels: npt.NDArray[np.int64] = cache.labels[numbers]
             return labels if self._ids is None else self._ids[labels]
         assert self._ids is not None
-        several = np.zeros((len(numbers), self._outputs), dtype=np.float32)
+        multi_hot = np.zeros((len(numbers), self._outputs), dtype=np.float32)
         for row, number in enumerate(numbers):
             start, end = cache.label_offsets[number : number + 2].tolist()
-            several[row, self._ids[cache.labels[start:end]]] = 1
-        return several
+            multi_hot[row, self._ids[cache.labels[start:end]]] = 1
+        return multi_hot
 
 
-def longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
+def truncate_longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
     """Truncate two lengths to ``limit`` in total, the longer one first.
 
     Equals the tokenizers library's ``longest_first``.
@@ -207,7 +215,9 @@ def longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
     return (shorter, longer) if first <= second else (longer, shorter)
 
 
-def _types(parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+def _build_token_types(
+    parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]
+) -> npt.NDArray[np.int64]:
     """The token types of a pair. ``types`` has one value per token or one per part."""
     kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])
     return np.concatenate([np.broadcast_to(kind, len(part)) for part, kind in zip(parts, kinds, strict=True)])

@@ -22,7 +22,7 @@ _CHUNK = 1 << 20  # documents, or tokens where their masks are counted
 
 
 @dataclass(frozen=True)
-class Truncated:
+class TruncationStats:
     """The documents of a cache after truncation to ``seq_len + 1`` tokens: inputs and shifted labels.
 
     Attributes:
@@ -46,7 +46,7 @@ class Truncated:
     left_out: npt.NDArray[np.int64]
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         return self.documents - len(self.left_out)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Truncated:
         return "; ".join(text for count, text in parts if count)
 
 
-def merged(parts: Sequence[Truncated]) -> Truncated:
+def merge_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
     """The same of several caches together. ``left_out`` then only tells how many."""
     total = {
         name: sum(getattr(part, name) for part in parts)
@@ -68,99 +68,104 @@ def merged(parts: Sequence[Truncated]) -> Truncated:
     }
     first = parts[0]
     left_out = np.concatenate([part.left_out for part in parts])
-    return Truncated(mode=first.mode, longest=first.longest, left_out=left_out, **total)
+    return TruncationStats(mode=first.mode, longest=first.longest, left_out=left_out, **total)
 
 
-def slice_of(mode: Truncation, longest: int) -> slice:
+def get_kept_slice(mode: Truncation, longest: int) -> slice:
     """The tokens of a document that are kept."""
     return slice(-longest, None) if mode == "start" else slice(longest)
 
 
-def truncated(tokens: TokenCache, mode: Truncation, seq_len: int, *, whole: bool = False) -> Truncated:
+def compute_truncation(
+    tokens: TokenCache, mode: Truncation, seq_len: int, *, keep_last_input: bool = False
+) -> TruncationStats:
     """Count what truncation does to each document.
 
     Args:
-        whole: the last token is among the ``seq_len`` inputs, and not one more that is a label only.
+        keep_last_input: the last token is among the ``seq_len`` inputs, and not one more that is a label
+        only.
 
     Raises:
         UserError: a document is longer with ``error``, or none is left.
     """
-    longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not whole), [], 0, 0, 0, 0
+    longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
     total = tokens.documents
     for start in range(0, total, _CHUNK):
         offsets = tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64)
         lengths = np.diff(offsets)
-        longer = lengths > longest
-        if mode == "error" and longer.any():
+        is_longer = lengths > longest
+        if mode == "error" and is_longer.any():
             raise UserError(
-                f"data.truncation: {int(longer.sum()):,} samples are longer than data.seq_len {seq_len}, the "
-                f"longest has {int(lengths.max()):,} tokens; raise data.seq_len, or set data.truncation to "
-                "end, start or drop"
+                f"data.truncation: {int(is_longer.sum()):,} samples are longer than data.seq_len {seq_len}, "
+                f"the longest has {int(lengths.max()):,} tokens; raise data.seq_len, or set data.truncation "
+                "to end, start or drop"
             )
-        out = longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
-        too_long += int(out.sum())
+        is_left_out = is_longer if mode == "drop" else np.zeros(len(lengths), dtype=bool)
+        too_long += int(is_left_out.sum())
         if tokens.trained_bits is not None:
-            kept = np.minimum(lengths, longest)
-            first = offsets[1:] - kept if mode == "start" else offsets[:-1]
+            kept_lengths = np.minimum(lengths, longest)
+            first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
             # The first token of a sample is no label.
-            answered = _any_trained(tokens, first + 1, first + kept)
-            unanswered += int((~answered & ~out).sum())
-            out |= ~answered
-        stays = longer & ~out
-        cut += int(stays.sum())
-        cut_tokens += int((lengths[stays] - longest).sum())
-        left_out.append(start + np.flatnonzero(out))
-    found = Truncated(mode, longest, total, cut, cut_tokens, too_long, unanswered, np.concatenate(left_out))
-    if not found.kept:
+            answered = _has_trained(tokens, first + 1, first + kept_lengths)
+            unanswered += int((~answered & ~is_left_out).sum())
+            is_left_out |= ~answered
+        is_cut = is_longer & ~is_left_out
+        cut += int(is_cut.sum())
+        cut_tokens += int((lengths[is_cut] - longest).sum())
+        left_out.append(start + np.flatnonzero(is_left_out))
+    stats = TruncationStats(
+        mode, longest, total, cut, cut_tokens, too_long, unanswered, np.concatenate(left_out)
+    )
+    if not stats.num_kept:
         raise UserError(
-            f"data.truncation: no sample is left ({found}); raise data.seq_len, which is {seq_len}, or use "
+            f"data.truncation: no sample is left ({stats}); raise data.seq_len, which is {seq_len}, or use "
             "another data.truncation"
         )
-    return found
+    return stats
 
 
-def answered_blocks(tokens: TokenCache, seq_len: int, blocks: int) -> Truncated:
+def compute_block_truncation(tokens: TokenCache, seq_len: int, blocks: int) -> TruncationStats:
     """The same for blocks of ``seq_len`` tokens of all documents: those without a trained label are left out.
 
     Raises:
         UserError: none is left.
     """
     starts = np.arange(blocks, dtype=np.int64) * seq_len + 1
-    left_out = np.flatnonzero(~_any_trained(tokens, starts, starts + seq_len))
-    found = Truncated("end", seq_len + 1, blocks, 0, 0, 0, len(left_out), left_out)
-    if not found.kept:
+    left_out = np.flatnonzero(~_has_trained(tokens, starts, starts + seq_len))
+    stats = TruncationStats("end", seq_len + 1, blocks, 0, 0, 0, len(left_out), left_out)
+    if not stats.num_kept:
         raise UserError("data.train_on: no full sequence has a trained token; lower data.seq_len")
-    return found
+    return stats
 
 
-def keeps_an_end(tokens: TokenCache, found: Truncated, end: int) -> bool:
+def has_end_label(tokens: TokenCache, stats: TruncationStats, end: int) -> bool:
     """Whether any document still has the token ``end`` as a trained label."""
-    for number in range(tokens.documents) if found.mode == "end" and found.cut else ():
-        labels, trained = tokens.document("text", number), tokens.trained("text", number)
+    for number in range(tokens.documents) if stats.mode == "end" and stats.cut else ():
+        labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
         counted = labels if trained is None else np.where(trained, labels, -1)
-        if (counted[1 : found.longest] == end).any():
+        if (counted[1 : stats.longest] == end).any():
             return True
-    return not found.cut or found.mode != "end"
+    return not stats.cut or stats.mode != "end"
 
 
-def _any_trained(
+def _has_trained(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Whether any token in each of the ranges is trained. The ranges are in order."""
-    found = np.zeros(len(starts), dtype=bool)
-    at = 0
-    while at < len(starts):
-        begin = int(starts[at])
-        last = max(at + 1, int(np.searchsorted(stops, begin + _CHUNK)))
-        bits: Any = tokens.trained_between(begin, max(begin, int(stops[last - 1])))
+    has_trained = np.zeros(len(starts), dtype=bool)
+    index = 0
+    while index < len(starts):
+        begin = int(starts[index])
+        last = max(index + 1, int(np.searchsorted(stops, begin + _CHUNK)))
+        bits: Any = tokens.read_trained_range(begin, max(begin, int(stops[last - 1])))
         counts = np.concatenate(([0], np.cumsum(bits, dtype=np.int64)))
-        ends = np.maximum(stops[at:last], starts[at:last])
-        found[at:last] = (
+        ends = np.maximum(stops[index:last], starts[index:last])
+        has_trained[index:last] = (
             counts[np.minimum(ends - begin, len(bits))]
-            > counts[np.minimum(starts[at:last] - begin, len(bits))]
+            > counts[np.minimum(starts[index:last] - begin, len(bits))]
         )
-        at = last
-    return found
+        index = last
+    return has_trained
 
 
 class KeptOrder:
@@ -186,11 +191,11 @@ class KeptOrder:
 
     def __call__(self, index: int) -> int:
         """The number of the document at ``index`` of the shuffle."""
-        at = index if self._order is None else self._order(index)
-        return at + int(np.searchsorted(self._shifted, at, side="right"))
+        position = index if self._order is None else self._order(index)
+        return position + int(np.searchsorted(self._shifted, position, side="right"))
 
-    def array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def permute_array(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The same for an array of any shape."""
-        at = np.asarray(indices) if self._order is None else self._order.array(indices)
-        numbers: npt.NDArray[np.int64] = at + np.searchsorted(self._shifted, at, side="right")
+        positions = np.asarray(indices) if self._order is None else self._order.permute_array(indices)
+        numbers: npt.NDArray[np.int64] = positions + np.searchsorted(self._shifted, positions, side="right")
         return numbers

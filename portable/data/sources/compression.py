@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")
-_OF_TEXT = (".txt", ".jsonl", ".json")
+_TEXT_FORMATS = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
 _EXPANSION, _FREE = 64, 64 << 20
 """What is compressed may come to so many times its bytes, or to so many bytes."""
 
 
-def format_of(path: Place | str) -> str:
+def get_format(path: Place | str) -> str:
     """The suffix that tells how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
-    if suffix in COMPRESSED and (inner := PurePosixPath(name.stem).suffix.lower()) in _OF_TEXT:
+    if suffix in COMPRESSED and (inner := PurePosixPath(name.stem).suffix.lower()) in _TEXT_FORMATS:
         return inner
     return suffix
 
@@ -55,7 +55,7 @@ def check_expanded(expanded: int, size: int, name: object) -> None:
         )
 
 
-class _Checked(io.RawIOBase):
+class _ExpansionLimitedFile(io.RawIOBase):
     """The contents of a compressed file, as far as it may expand."""
 
     def __init__(self, contents: Any, path: Path) -> None:
@@ -74,7 +74,7 @@ class _Checked(io.RawIOBase):
         return count
 
 
-def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
+def open_decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """The contents of a file, decompressed while they are read if its name says so.
 
     What it raises for damaged data: ``OSError``, ``EOFError`` or ``zlib.error``.
@@ -84,10 +84,10 @@ def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
         from isal import igzip
 
         opened: Any = igzip.IGzipFile
-        return io.BufferedReader(_Checked(opened(fileobj=file), path), _BUFFER)
+        return io.BufferedReader(_ExpansionLimitedFile(opened(fileobj=file), path), _BUFFER)
     if name.endswith(".zst"):
         import pyarrow  # which brings the codec
 
         raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-        return io.BufferedReader(_Checked(raw, path), _BUFFER)
+        return io.BufferedReader(_ExpansionLimitedFile(raw, path), _BUFFER)
     return file

@@ -38,12 +38,12 @@ class Conversation:
         tools: JSON schemas of the tools that the assistant may call.
         prompt: how many messages are the prompt, if the record says so.
         template_kwargs: further variables of the template, from the record.
-        where: the record's place in the source, for messages.
+        location: the record's place in the source, for messages.
         roles: whose messages are trained, besides those that say so.
     """
 
     messages: tuple[Message, ...]
-    where: str
+    location: str
     tools: tuple[dict[str, Any], ...] | None = None
     prompt: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class Conversation:
     @property
     def answers(self) -> list[int]:
         """The places of the messages that are trained, which are the assistant's for most: see ``roles``."""
-        return [at for at, message in enumerate(self.messages) if self._trains(message)]
+        return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
-    def _trains(self, message: Message) -> bool:
-        said = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
-        return said and not context_only(message)
+    def _is_trained(self, message: Message) -> bool:
+        is_selected = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
+        return is_selected and not is_context_only(message)
 
     @property
     def speakers(self) -> str:
@@ -66,10 +66,10 @@ class Conversation:
     @property
     def text(self) -> str:
         """Everything that is said, a line each."""
-        return valid("\n".join(str(message.get("content", "")) for message in self.messages))
+        return replace_surrogates("\n".join(str(message.get("content", "")) for message in self.messages))
 
 
-def context_only(message: Message) -> bool:
+def is_context_only(message: Message) -> bool:
     """Whether a message says that it is not trained."""
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
@@ -99,12 +99,12 @@ class RecordError(UserError):
     """A record cannot be used. Other records of its source may be fine."""
 
 
-def digest_of(content: str) -> str:
+def compute_digest(content: str) -> str:
     """The name of what a text says."""
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def changed_meanwhile(path: object) -> UserError:
+def build_changed_error(path: object) -> UserError:
     """The error for data that changed during reading."""
     return UserError(
         f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
@@ -132,16 +132,16 @@ def list_fields(row: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def valid(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """``text`` without lone surrogates, which JSON may contain and tokenizers refuse."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """What a value is, for messages."""
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     shown = list(islice(names, 21))
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.storage.path_or_url import in_store
-from portable.data.sources.documents import digest_of
-from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.data.sources.reading import reading
-from portable.data.sources.rows import json_row
-from portable.data.sources.source import Source, SourceSettings
+from portable.data.sources.documents import compute_digest
+from portable.data.sources.parquet_rows import iter_rows, open_parquet
+from portable.data.sources.reading import convert_read_errors
+from portable.data.sources.rows import parse_json_row
+from portable.data.sources.source import DataSource, SourceSettings
 from portable.paths import open_file
 
 if TYPE_CHECKING:
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 _BUFFER = 4 << 20  # bytes of a request for lines
 
 
-class FilePart(Source):
+class FilePart(DataSource):
     """The records that begin within the bytes ``[start, stop)`` of a file.
 
     Args:
         path: of the file, or its URL.
-        found: the object as it was listed; None for a local file.
+        stored_object: the object as it was listed; None for a local file.
     """
 
     def __init__(
-        self, path: Place, found: Object | None, start: int, stop: int, settings: SourceSettings
+        self, path: Place, stored_object: Object | None, start: int, stop: int, settings: SourceSettings
     ) -> None:
-        self.downloads = found is not None
+        self.downloads = stored_object is not None
         self._path = path
         self._start = start
         self._stop = stop
-        self._found = found
+        self._object = stored_object
         super().__init__(str(path) if not start else f"{path} from byte {start}", settings)
 
     @property
@@ -56,108 +56,108 @@ class FilePart(Source):
 
     def digest(self) -> str:
         """Of the bytes; of an object, of its URL and version."""
-        if self._found is not None:
-            return digest_of(f"{self.fields.key}{self._path} {self._found} {self._start} {self._stop}")
+        if self._object is not None:
+            return compute_digest(f"{self.fields.key}{self._path} {self._object} {self._start} {self._stop}")
         digest = hashlib.blake2b(self.fields.key.encode(), digest_size=16)
-        with reading(self._path):
-            for piece in self._pieces():
+        with convert_read_errors(self._path):
+            for piece in self._iter_contents():
                 digest.update(piece)
         return digest.hexdigest()
 
-    def _changed(self, before: str) -> bool:
-        if not in_store(self._path) or self._found is None:
-            return super()._changed(before)
-        with reading(self._path):  # the URL of a file of the hub has its revision
-            return bool(self._found.version) and self._path.look_up() != self._found
+    def _has_changed(self, before: str) -> bool:
+        if not in_store(self._path) or self._object is None:
+            return super()._has_changed(before)
+        with convert_read_errors(self._path):  # the URL of a file of the hub has its revision
+            return bool(self._object.version) and self._path.look_up() != self._object
 
     @abstractmethod
-    def _pieces(self) -> Iterator[bytes]:
+    def _iter_contents(self) -> Iterator[bytes]:
         """All bytes that decide what the records are."""
 
     def _open(self) -> io.RawIOBase:
         if not in_store(self._path):
             return open_file(self._path)
-        assert self._found is not None
-        return _Ranges(self._path, self._found.size)
+        assert self._object is not None
+        return _ObjectFile(self._path, self._object.size)
 
 
-class LinesBetween(FilePart):
+class LineRange(FilePart):
     """The lines of a .jsonl file that begin within some bytes."""
 
-    def _pieces(self) -> Iterator[bytes]:
-        return (line for _, line in self._lines())
+    def _iter_contents(self) -> Iterator[bytes]:
+        return (line for _, line in self._iter_lines())
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
         with self._open() as raw, io.BufferedReader(raw, _BUFFER if self.downloads else 1 << 20) as file:
             if self._start:
                 file.seek(self._start - 1)
                 file.readline()  # began in the part before, or is the end of its last line
-            at = file.tell()
-            while at < self._stop and (line := file.readline()):
-                yield at, line
-                at += len(line)
+            offset = file.tell()
+            while offset < self._stop and (line := file.readline()):
+                yield offset, line
+                offset += len(line)
 
     def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for number, (at, line) in enumerate(self._lines(), start=1):
-            where = f"{self._path}, byte {at}" if self._start else f"{self._path}:{number}"
-            if (row := json_row(line, where, self.fields)) is not None:
-                yield where, row
+        for number, (offset, line) in enumerate(self._iter_lines(), start=1):
+            location = f"{self._path}, byte {offset}" if self._start else f"{self._path}:{number}"
+            if (row := parse_json_row(line, location, self.fields)) is not None:
+                yield location, row
 
 
-class RowGroupsBetween(FilePart):
+class RowGroupRange(FilePart):
     """The rows of a .parquet file whose row groups begin within some bytes."""
 
     @contextmanager
-    def _parquet(self) -> Iterator[tuple[Any, list[int]]]:
-        with self._open() as raw, parquet_file(raw, self._path, pre_buffer=self.downloads) as file:
+    def _open_parquet(self) -> Iterator[tuple[Any, list[int]]]:
+        with self._open() as raw, open_parquet(raw, self._path, pre_buffer=self.downloads) as file:
             # Without columns there is nowhere to begin, and nothing to read.
             groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
-            begins = ((number, _begin(file.metadata, number)) for number in groups)
-            yield file, [number for number, at in begins if self._start <= at < self._stop]
+            begins = ((number, _get_group_start(file.metadata, number)) for number in groups)
+            yield file, [number for number, begin in begins if self._start <= begin < self._stop]
 
-    def _pieces(self) -> Iterator[bytes]:
-        with self._parquet() as (file, groups), self._open() as raw:
+    def _iter_contents(self) -> Iterator[bytes]:
+        with self._open_parquet() as (file, groups), self._open() as raw:
             yield str(file.schema_arrow).encode()
             for number in groups:
                 group = file.metadata.row_group(number)
                 for column in map(group.column, range(group.num_columns)):
-                    raw.seek(_begin_of(column))
-                    left = column.total_compressed_size
-                    while left and (piece := raw.read(min(left, _BUFFER))):
+                    raw.seek(_get_column_start(column))
+                    remaining = column.total_compressed_size
+                    while remaining and (piece := raw.read(min(remaining, _BUFFER))):
                         yield piece
-                        left -= len(piece)
+                        remaining -= len(piece)
 
     def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        with self._parquet() as (file, groups):
-            yield from rows_of(file, groups, self._path, self.fields)
+        with self._open_parquet() as (file, groups):
+            yield from iter_rows(file, groups, self._path, self.fields)
 
 
-def _begin(metadata: Any, number: int) -> int:
+def _get_group_start(metadata: Any, number: int) -> int:
     """The first byte of a row group."""
-    return _begin_of(metadata.row_group(number).column(0))
+    return _get_column_start(metadata.row_group(number).column(0))
 
 
-def _begin_of(column: Any) -> int:
-    at = column.data_page_offset
+def _get_column_start(column: Any) -> int:
+    start = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset is not None:
-        at = min(at, column.dictionary_page_offset)
-    return int(at)
+        start = min(start, column.dictionary_page_offset)
+    return int(start)
 
 
-PARTS: dict[str, type[LinesBetween | RowGroupsBetween]] = {
-    ".jsonl": LinesBetween,
-    ".parquet": RowGroupsBetween,
+PARTS: dict[str, type[LineRange | RowGroupRange]] = {
+    ".jsonl": LineRange,
+    ".parquet": RowGroupRange,
 }
 """What reads parts of a file, by its format."""
 
 
-class _Ranges(io.RawIOBase):
+class _ObjectFile(io.RawIOBase):
     """An object as a file; each read is one request."""
 
     def __init__(self, path: RemotePath, size: int) -> None:
         self._path = path
         self._size = size
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -166,18 +166,18 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer).cast("B")
-        stop = min(self._at + len(view), self._size)
-        if stop <= self._at:
+        stop = min(self._position + len(view), self._size)
+        if stop <= self._position:
             return 0
-        found = self._path.read_range(self._at, stop)
-        view[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        data = self._path.read_range(self._position, stop)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

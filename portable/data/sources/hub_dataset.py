@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portable.data.sources.documents import digest_of
+from portable.data.sources.documents import compute_digest
 from portable.data.sources.files import Files
-from portable.data.sources.hub_files import check_hub_card, hub_files
-from portable.data.sources.library import cannot_load, datasets_library
-from portable.data.sources.parquet_rows import without_nulls
-from portable.data.sources.source import Shard, Source, SourceSettings
+from portable.data.sources.hub_files import check_hub_card, find_hub_files
+from portable.data.sources.library import build_load_error, import_datasets
+from portable.data.sources.parquet_rows import drop_nulls
+from portable.data.sources.source import DataSource, SourceSettings, SourceShard
 from portable.node_folder import compute_once
-from portable.private.of_datasets import fingerprint
+from portable.private.of_datasets import get_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class HubDataset(Source):
+class HubDataset(DataSource):
     """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
 
     remote = True
@@ -29,33 +29,33 @@ class HubDataset(Source):
     _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
         return cls(names[0], settings)
 
-    def _rows(self) -> Any:
-        asked = (self.name, self.settings.data.config_name, self.settings.split)
-        if asked not in self._loaded:
-            datasets = datasets_library(f"the hub data set {self.name!r}")
+    def _load_rows(self) -> Any:
+        dataset_key = (self.name, self.settings.data.config_name, self.settings.split)
+        if dataset_key not in self._loaded:
+            datasets = import_datasets(f"the hub data set {self.name!r}")
 
             def load() -> Any:
                 check_hub_card(self.name)
                 try:
-                    return datasets.load_dataset(asked[0], asked[1], split=asked[2])
+                    return datasets.load_dataset(dataset_key[0], dataset_key[1], split=dataset_key[2])
                 except Exception as error:
-                    raise cannot_load(asked, error) from error
+                    raise build_load_error(dataset_key, error) from error
 
             # Not offline on the other ranks, because the library then chooses among cached revisions. The
             # pickle of a dataset has the paths of its files.
-            self._loaded[asked] = compute_once(f"dataset {asked}", load)
-        return self._loaded[asked]
+            self._loaded[dataset_key] = compute_once(f"dataset {dataset_key}", load)
+        return self._loaded[dataset_key]
 
     def digest(self) -> str:
         most = self.settings.data.max_samples
-        return digest_of(repr((fingerprint(self._rows()), self.fields.key, most)))
+        return compute_digest(repr((get_fingerprint(self._load_rows()), self.fields.key, most)))
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        features = getattr(self._rows(), "features", None) or {}
+        features = getattr(self._load_rows(), "features", None) or {}
         feature = features.get(self.fields.label)
         for part in () if feature is not None else (self.fields.label or "").split("."):
             features = feature = features.get(part) if isinstance(features, Mapping) else None
@@ -65,18 +65,20 @@ class HubDataset(Source):
         return None if names is None else tuple(map(str, names))
 
     def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for number, row in enumerate(self._rows(), start=1):
-            yield f"{self.name}: row {number}", without_nulls(row)
+        for number, row in enumerate(self._load_rows(), start=1):
+            yield f"{self.name}: row {number}", drop_nulls(row)
 
     @cached_property
     def _files(self) -> Files:
         settings = self.settings
-        return Files(self.name, hub_files(self.name, settings.data.config_name, settings.split), settings)
+        return Files(
+            self.name, find_hub_files(self.name, settings.data.config_name, settings.split), settings
+        )
 
     @property
     def stored_bytes(self) -> int:
         return self._files.stored_bytes
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         """Its files, of which none is downloaded whole if it can be read in parts."""
-        return self._files.shards(part_bytes)
+        return self._files.iter_shards(part_bytes)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from portable.config.yaml_text import parse
 from portable.converters.storage.listed import Object
 from portable.converters.storage.safe_open import read_small_text
-from portable.data.sources.compression import FORMATS, format_of
-from portable.data.sources.documents import listed
-from portable.data.sources.library import cannot_load, datasets_library
-from portable.data.sources.listing import local_files
-from portable.errors import UserError, one_line
+from portable.data.sources.compression import FORMATS, get_format
+from portable.data.sources.documents import format_names
+from portable.data.sources.library import build_load_error, import_datasets
+from portable.data.sources.listing import list_local_files
+from portable.errors import UserError, to_one_line
 from portable.node_folder import compute_once
-from portable.paths import check_folder, check_link, name_inside, open_file, storage_errors
+from portable.paths import check_folder, check_link, convert_storage_errors, name_inside, open_file
 from portable.untrusted_settings import check_values
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|de
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
 
-def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Object | None]:
+def find_hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Object | None]:
     """The files of a split, in the order of the ``datasets`` library, at the newest revision.
 
     Raises:
@@ -55,42 +55,42 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
 def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str, dict[str, int]]:
     """Return the sizes of the files of a split in bytes, keyed by repository and path."""
     check_hub_card(name)
-    with storage_errors("data.source"):
-        wanted: dict[str, list[str]] = {}
-        for url in _files_of_split(name, config_name, split):
+    with convert_storage_errors("data.source"):
+        files_by_repository: dict[str, list[str]] = {}
+        for url in _list_split_files(name, config_name, split):
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
-            if not url.startswith(f"{_HUB}datasets/") or format_of(url) not in FORMATS:
+            if not url.startswith(f"{_HUB}datasets/") or get_format(url) not in FORMATS:
                 raise UserError(
-                    f"data.source: {url}: cannot stream this kind of file (but {listed(FORMATS)}); "
+                    f"data.source: {url}: cannot stream this kind of file (but {format_names(FORMATS)}); "
                     "set data.stream to false"
                 )
-            wanted.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
+            files_by_repository.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
         listed_files: dict[str, dict[str, int]] = {}
-        for repository, files in wanted.items():
-            sizes = _sizes(repository, files)
+        for repository, files in files_by_repository.items():
+            sizes = _fetch_sizes(repository, files)
             listed_files[repository] = {file: sizes[file] for file in files}
     return listed_files
 
 
-def _sizes(repository: str, files: list[str]) -> dict[str, int]:
+def _fetch_sizes(repository: str, files: list[str]) -> dict[str, int]:
     """The sizes of files of a repository on the hub, in bytes."""
     from huggingface_hub import HfApi
 
     name, _, revision = repository.removeprefix("datasets/").partition("@")
     sizes: dict[str, int] = {}
     for start in range(0, len(files), _AT_A_TIME):
-        some = files[start : start + _AT_A_TIME]
+        requested = files[start : start + _AT_A_TIME]
         try:
-            found = HfApi().get_paths_info(name, some, revision=revision or None, repo_type="dataset")
-            sizes |= {entry.path: getattr(entry, "size", 0) for entry in found}
+            entries = HfApi().get_paths_info(name, requested, revision=revision or None, repo_type="dataset")
+            sizes |= {entry.path: getattr(entry, "size", 0) for entry in entries}
         except Exception as error:  # its own, and those of its HTTP client
-            raise cannot_load((name, None), error) from error
+            raise build_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
         raise UserError(f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file")
     return sizes
 
 
-def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
+def find_folder_files(name: str, config_name: str | None, split: str) -> list[Path] | None:
     """The files of a split of a local folder, as ``load_dataset`` finds them; None if it has no splits.
 
     It has some if its card has settings, as a copy of a data set of the hub has, or if its files are named
@@ -105,15 +105,17 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
             return None
     except (OSError, ValueError):  # no possible name
         return None
-    if not (config_name or _has_settings(folder) or _named_by_split(folder)):
+    if not (config_name or _has_settings(folder) or _has_split_names(folder)):
         return None
     check_folder("data.source", str(folder), most=None)
     _check_card(folder)
-    found = [Path(file) for file in _files_of_split(str(folder), config_name, split)]
-    for file in found:
-        if format_of(file) not in FORMATS:
-            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
-    return found
+    files = [Path(file) for file in _list_split_files(str(folder), config_name, split)]
+    for file in files:
+        if get_format(file) not in FORMATS:
+            raise UserError(
+                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+            )
+    return files
 
 
 def _has_settings(folder: Path) -> bool:
@@ -163,35 +165,35 @@ def _check_card_file(path: Path) -> None:
         configs = settings.get("configs") if isinstance(settings, dict) else None
         for config in configs or ():
             for key in ("data_files", "data_dir"):
-                for named in _texts_in(config.get(key)):
-                    name_inside(named)
+                for data_file in _iter_texts(config.get(key)):
+                    name_inside(data_file)
         check_values("configs", configs, path.parent)
     except Exception as error:  # a card may hold any values
         raise UserError(
-            f"data.source: {path}: {one_line(error)[:200]}; correct it, or remove it to read all data files "
-            "of the folder"
+            f"data.source: {path}: {to_one_line(error)[:200]}; correct it, or remove it to read all data "
+            "files of the folder"
         ) from error
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def _iter_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts_in(inner)
+        yield from _iter_texts(inner)
 
 
-def _named_by_split(folder: Path) -> bool:
-    names = [str(file.relative_to(folder)).lower() for file in local_files(str(folder)) or ()]
+def _has_split_names(folder: Path) -> bool:
+    names = [str(file.relative_to(folder)).lower() for file in list_local_files(str(folder)) or ()]
     return all(any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names) for words in _SPLITS)
 
 
-def _files_of_split(name: str, config_name: str | None, split: str) -> list[str]:
-    datasets = datasets_library(f"the data set {name!r}")
+def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
+    datasets = import_datasets(f"the data set {name!r}")
     try:
         files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
     except Exception as error:
-        raise cannot_load((name, config_name), error) from error
+        raise build_load_error((name, config_name), error) from error
     if split not in files:
-        known = listed(map(str, files)) or "none"
-        raise UserError(f"data.split: {name} has no split {split!r} of files; it has {known}")
+        split_names = format_names(map(str, files)) or "none"
+        raise UserError(f"data.split: {name} has no split {split!r} of files; it has {split_names}")
     return [str(file) for file in files[split]]

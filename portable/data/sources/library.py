@@ -10,11 +10,11 @@ import warnings
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.parquet_rows import without_nulls
+from portable.data.sources.parquet_rows import drop_nulls
 from portable.data.sources.records import Cell
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.paths import open_file
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import create_scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.data.sources.records import BadRecords, Fields
 
 
-def datasets_library(need: str) -> Any:
+def import_datasets(need: str) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -34,7 +34,7 @@ def datasets_library(need: str) -> Any:
     return datasets
 
 
-def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Stream the rows of a .csv file without caching it.
 
     All cells are text. A text may look like a number or like a missing value, and a class may be called NA.
@@ -43,9 +43,9 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
     Args:
         name: of the file, for messages.
     """
-    datasets = datasets_library(f"reading {name}")
+    datasets = import_datasets(f"reading {name}")
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
-    with scratch_folder("portable-rows") as scratch:
+    with create_scratch_folder("portable-rows") as scratch:
         try:
             with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
                 header = next(csv.reader(file), None)
@@ -66,18 +66,20 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
                 )
             )
             for number in count(1):
-                row = next(rows, None) if fields.bad is None else _next_good(rows, name, fields.bad)
+                row = next(rows, None) if fields.bad is None else _read_next_good(rows, name, fields.bad)
                 if row is None:
                     return
                 row = {
                     key: Cell(value) if key in marked and isinstance(value, str) else value
                     for key, value in row.items()
                 }
-                yield f"{name}: row {number}", without_nulls(row)
+                yield f"{name}: row {number}", drop_nulls(row)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"data.source: {name}: not a readable .csv file ({reason_of(error)})") from error
+            raise UserError(
+                f"data.source: {name}: not a readable .csv file ({describe_root_cause(error)})"
+            ) from error
 
 
 def _check_separator(header: list[str], name: str) -> None:
@@ -89,28 +91,28 @@ def _check_separator(header: list[str], name: str) -> None:
         )
 
 
-def _next_good(rows: Iterator[Any], name: str, bad: BadRecords) -> Any:
+def _read_next_good(rows: Iterator[Any], name: str, bad: BadRecords) -> Any:
     """The next row, or None; lines with too many cells go to ``bad``, of which pandas warns."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         row = next(rows, None)
-    for line in (line for one in told for line in str(one.message).splitlines() if "line" in line):
+    for line in (line for warning in caught for line in str(warning.message).splitlines() if "line" in line):
         bad.skip(UserError(f"data.source: {name}: {line.removeprefix('Skipping ')}"))
     return row
 
 
-def cannot_load(asked: Iterable[str | None], error: BaseException) -> UserError:
+def build_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
     """The error for a hub data set that cannot be loaded: its name, configuration and split."""
-    parts = ", ".join(str(part) for part in asked if part)
+    parts = ", ".join(str(part) for part in names if part)
     return UserError(
-        f"data.source: cannot load {parts} as a local file or from the hub ({reason_of(error)}); "
+        f"data.source: cannot load {parts} as a local file or from the hub ({describe_root_cause(error)}); "
         "check the name, data.config_name, data.split and the network, or give local files"
     )
 
 
-def reason_of(error: BaseException) -> str:
+def describe_root_cause(error: BaseException) -> str:
     """The root cause of a chained error in one short line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = one_line(error) or type(error).__name__
+    text = to_one_line(error) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

@@ -8,29 +8,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.storage.path_or_url import is_url, suggest_path
-from portable.data.sources.compression import FORMATS, format_of
-from portable.data.sources.documents import listed
-from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import check_link, place_of, regular_files, storage_errors
+from portable.data.sources.compression import FORMATS, get_format
+from portable.data.sources.documents import format_names
+from portable.errors import MissingDataError, UserError, to_one_line
+from portable.paths import check_link, convert_storage_errors, iter_regular_files, place_of
 
 if TYPE_CHECKING:
     from portable.converters.storage.listed import Object
     from portable.converters.storage.path_or_url import Place
 
 
-def place_with(name: str, file: str) -> Place | None:
+def find_folder(name: str, file: str) -> Place | None:
     """The folder that ``name`` means, here or in an object store, if ``file`` is in it."""
-    if glob.has_magic(name) or (is_url(name) and format_of(name) in FORMATS):
+    if glob.has_magic(name) or (is_url(name) and get_format(name) in FORMATS):
         return None
     place = place_of("data.source", name)
     try:
-        with storage_errors("data.source"):
+        with convert_storage_errors("data.source"):
             return place if (place / file).is_file() else None
     except OSError:  # of an impossible name
         return None
 
 
-def local_files(name: str) -> list[Path] | None:
+def list_local_files(name: str) -> list[Path] | None:
     """Return the files that ``name`` matches, or ``None`` if it does not look like a local path.
 
     Raises:
@@ -39,44 +39,50 @@ def local_files(name: str) -> list[Path] | None:
     try:
         if "\0" in name:
             raise ValueError("it contains a NUL character")
-        return _local_files(name)
+        return _match_local_files(name)
     except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, unknown user
-        reason = one_line(getattr(error, "strerror", None) or error)
+        reason = to_one_line(getattr(error, "strerror", None) or error)
         shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
         raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
 
 
-def _local_files(name: str) -> list[Path] | None:
+def _match_local_files(name: str) -> list[Path] | None:
     path = Path(name)
     if path.is_dir():
-        found = sorted(file for file in regular_files("data.source", path) if format_of(file) in FORMATS)
-        if not found:
-            raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
-        return found
+        files = sorted(
+            file for file in iter_regular_files("data.source", path) if get_format(file) in FORMATS
+        )
+        if not files:
+            raise UserError(
+                f"data.source: {name} has no {format_names(FORMATS)} files; choose another folder"
+            )
+        return files
     if path.exists():
-        found = [path]
+        files = [path]
     elif glob.has_magic(name):
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
-        found = sorted(file for file in map(Path, matches) if file.is_file())
-        fixed = takewhile(lambda part: not glob.has_magic(part), path.parts)
-        folder = Path(*fixed)
-        for file in found:
+        files = sorted(file for file in map(Path, matches) if file.is_file())
+        fixed_parts = takewhile(lambda part: not glob.has_magic(part), path.parts)
+        folder = Path(*fixed_parts)
+        for file in files:
             check_link("data.source", file, folder)
-        if not found:
+        if not files:
             raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
-    elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or get_format(path) in FORMATS or name.count("/") > 1:
         raise MissingDataError(
             f"data.source: {name}: no such file or folder" + (suggest_path(path) or "; check the path")
         )
     else:
         return None
-    for file in found:
-        if format_of(file) not in FORMATS:
-            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
-    return found
+    for file in files:
+        if get_format(file) not in FORMATS:
+            raise UserError(
+                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+            )
+    return files
 
 
-def remote_files(url: str) -> dict[Place, Object]:
+def list_remote_files(url: str) -> dict[Place, Object]:
     """List the files of a URL: one file, those that match a pattern, or all readable files in a folder.
 
     Raises:
@@ -84,20 +90,22 @@ def remote_files(url: str) -> dict[Place, Object]:
     """
     from portable.converters.storage.object_store import RemotePath, matching  # a run on a disk does without
 
-    with storage_errors("data.source"):
+    with convert_storage_errors("data.source"):
         path = RemotePath.of(url)
-        found: dict[Any, Object] = dict(matching(path))
-        if not found:
-            found = {
-                path / name: found
-                for name, found in path.objects().items()
-                if format_of(name) in FORMATS and not any(part.startswith(".") for part in name.split("/"))
+        objects: dict[Any, Object] = dict(matching(path))
+        if not objects:
+            objects = {
+                path / name: stored_object
+                for name, stored_object in path.objects().items()
+                if get_format(name) in FORMATS and not any(part.startswith(".") for part in name.split("/"))
             }
-    if not found:
+    if not objects:
         raise UserError(
-            f"data.source: there is no {listed(FORMATS)} file at {url}; check the URL and the pattern"
+            f"data.source: there is no {format_names(FORMATS)} file at {url}; check the URL and the pattern"
         )
-    for file in found:
-        if format_of(file) not in FORMATS:
-            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
-    return dict(sorted(found.items(), key=lambda item: str(item[0])))
+    for file in objects:
+        if get_format(file) not in FORMATS:
+            raise UserError(
+                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+            )
+    return dict(sorted(objects.items(), key=lambda item: str(item[0])))

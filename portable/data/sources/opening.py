@@ -11,12 +11,17 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.config.sources import (
+    format_eval_key,
+    format_training_key,
+    get_evaluation_sources,
+    get_training_sources,
+)
 from portable.converters.storage.path_or_url import without_file
-from portable.data.sources.documents import Document, Format, digest_of
-from portable.data.sources.source import FINISHED, PREFERENCE, TASKS, Source, SourceSettings
+from portable.data.sources.documents import Document, Format, compute_digest
+from portable.data.sources.source import FINISHED, PREFERENCE, TASKS, DataSource, SourceSettings
 from portable.errors import UserError
-from portable.formatting import human_bytes, human_count
+from portable.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +34,7 @@ _PARTS = 1 << 17
 """Parts of so large a stream are longer, up to four times, so that there are not many more than this."""
 
 
-def open_source(settings: SourceSettings) -> Source:
+def open_source(settings: SourceSettings) -> DataSource:
     """Open the source that ``data.source`` names, without reading its contents.
 
     Raises:
@@ -48,21 +53,21 @@ def open_source(settings: SourceSettings) -> Source:
         )
     if data.source is None and not data.stream:
         return StandardLibrary(settings)
-    given = [data.source] if isinstance(data.source, str) else data.source or ()
-    names = list(map(without_file, given))
+    sources = [data.source] if isinstance(data.source, str) else data.source or ()
+    names = list(map(without_file, sources))
     if data.stream:
         return StreamedFiles(names, settings)
     if not names or not all(names):
         raise UserError("data.source: it is empty; set it to a hub data set, files or null")
-    return _opened(names, settings)
+    return _open_names(names, settings)
 
 
-def _opened(names: Sequence[str], settings: SourceSettings) -> Source:
-    found = (kind.of(names, settings) for kind in kinds())
-    return next(source for source in found if source is not None)
+def _open_names(names: Sequence[str], settings: SourceSettings) -> DataSource:
+    candidates = (kind.from_names(names, settings) for kind in list_source_classes())
+    return next(source for source in candidates if source is not None)
 
 
-def kinds() -> tuple[type[Source], ...]:
+def list_source_classes() -> tuple[type[DataSource], ...]:
     """The kinds of sources that have a name; the first that knows a name has it."""
     from portable.data.sources.files import Files
     from portable.data.sources.hub_dataset import HubDataset
@@ -74,24 +79,24 @@ def kinds() -> tuple[type[Source], ...]:
     return UserRecords, SavedDataset, ShardedTokens, TokenFiles, PreparedTokens, Files, HubDataset
 
 
-class StreamedFiles(Source):
+class StreamedFiles(DataSource):
     """Files that are read one at a time, and of which only the list is known beforehand."""
 
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
-        sources = [_opened([name], settings) for name in names]
+        sources = [_open_names([name], settings) for name in names]
         if len({source.alone for source in sources}) > 1:
             raise UserError(f"data.source: {names[0]}: shards of tokens cannot be mixed with other files")
         total = sum(source.stored_bytes for source in sources)
         part = min(max(PART_BYTES, total // _PARTS), 4 * PART_BYTES)
-        self.parts = tuple(chain.from_iterable(source.shards(part) for source in sources))
+        self.parts = tuple(chain.from_iterable(source.iter_shards(part) for source in sources))
         self._alone = [source for source in sources if source.alone]
         super().__init__(", ".join(names), settings)
         if not self.parts:
             raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
-        self.downloads = self._first.downloads
+        self.downloads = self._first_source.downloads
 
     @property
-    def _first(self) -> Source:
+    def _first_source(self) -> DataSource:
         return self.parts[0].open(self.settings)
 
     @cached_property
@@ -100,55 +105,61 @@ class StreamedFiles(Source):
 
     def digest(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
-        return digest_of(repr((self.fields.key, self._identities)))
+        return compute_digest(repr((self.fields.key, self._identities)))
 
     @property
-    def described(self) -> str:
-        size = human_bytes(self.size_bytes)
-        return f"{self.name} (a stream of {human_count(len(self.parts), 'part')}, {size})"
+    def description(self) -> str:
+        size = format_bytes(self.size_bytes)
+        return f"{self.name} (a stream of {format_count(len(self.parts), 'part')}, {size})"
 
     @property
     def size_bytes(self) -> int:
         return sum(shard.bytes for shard in self.parts)
 
-    def _recognised(self) -> Format:
-        first = self._first
-        return first.recognise() if first.tokenized else super()._recognised()
+    def _detect_format(self) -> Format:
+        first = self._first_source
+        return first.detect_format() if first.tokenized else super()._detect_format()
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         for shard in self.parts:
-            yield from shard.open(self.settings).documents()
+            yield from shard.open(self.settings).iter_documents()
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def iter_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for shard in self.parts:
-            yield from shard.open(self.settings).rows()
+            yield from shard.open(self.settings).iter_rows()
 
     def check(self) -> None:
-        if (first := self._first).tokenized:
+        if (first := self._first_source).tokenized:
             first.check()
         else:
             super().check()
 
-    def made_with(self) -> Path | None:
-        return next((found for source in self._alone if (found := source.made_with()) is not None), None)
+    def find_tokenizer_folder(self) -> Path | None:
+        return next(
+            (folder for source in self._alone if (folder := source.find_tokenizer_folder()) is not None), None
+        )
 
 
 # -- the sources of a run -----------------------------------------------------------------------------------
 
 
-def training_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
+def get_training_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
     """What each source to train on is opened with, by name."""
-    found = training_sources(data).items()
-    return {name: SourceSettings(own, task, training_key(name), offline) for name, own in found}
+    configs = get_training_sources(data).items()
+    return {
+        name: SourceSettings(config, task, format_training_key(name), offline) for name, config in configs
+    }
 
 
-def evaluation_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
+def get_evaluation_settings(
+    data: DataConfig, task: str, *, offline: bool = False
+) -> dict[str, SourceSettings]:
     """The same of those to evaluate on."""
-    found = evaluation_sources(data).items()
-    return {name: SourceSettings(own, task, eval_key(name), offline) for name, own in found}
+    configs = get_evaluation_sources(data).items()
+    return {name: SourceSettings(config, task, format_eval_key(name), offline) for name, config in configs}
 
 
-def recognise_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
+def detect_run_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
     """The format of the records that ``data.format`` auto means; auto if that needs a download.
 
     Args:
@@ -159,25 +170,28 @@ def recognise_format(data: DataConfig, task: str, *, downloads: bool = True) -> 
     Raises:
         UserError: no format fits the first record, or several do; or only some sources have pairs.
     """
-    training = training_settings(data, task, offline=True)
-    evaluated = evaluation_settings(data, task, offline=True)
-    found: dict[str, str] = {}
+    training = get_training_settings(data, task, offline=True)
+    evaluated = get_evaluation_settings(data, task, offline=True)
+    formats: dict[str, str] = {}
     for settings in (*training.values(), *evaluated.values()):
-        with settings.errors():
-            found[settings.key] = _recognised_format(settings, downloads=downloads)
+        with settings.convert_errors():
+            formats[settings.key] = _detect_source_format(settings, downloads=downloads)
     # A run with conversations packs whole documents, and may have texts beside them.
-    kinds = [found[one.key] for one in training.values()]
-    (first, of_first), *others = found.items()
-    for key, other in others:
-        if (of_first == PREFERENCE) != (other == PREFERENCE) and not {"auto", FINISHED} & {of_first, other}:
+    kinds = [formats[settings.key] for settings in training.values()]
+    (first, first_format), *others = formats.items()
+    for key, other_format in others:
+        if (first_format == PREFERENCE) != (other_format == PREFERENCE) and not {"auto", FINISHED} & {
+            first_format,
+            other_format,
+        }:
             raise UserError(
-                f"{key}.source: has records of data.format {other}, and {first}.source of {of_first}; "
-                "preferences mix only with preferences: name other files"
+                f"{key}.source: has records of data.format {other_format}, and {first}.source of "
+                f"{first_format}; preferences mix only with preferences: name other files"
             )
     return next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
 
 
-def _recognised_format(settings: SourceSettings, *, downloads: bool) -> str:
+def _detect_source_format(settings: SourceSettings, *, downloads: bool) -> str:
     """The format of one source."""
     data = settings.data
     if settings.fields.format is not None or data.source is None:
@@ -185,7 +199,7 @@ def _recognised_format(settings: SourceSettings, *, downloads: bool) -> str:
     source = open_source(settings)
     if source.downloads and not downloads:
         return "auto"
-    kind = source.recognise()
+    kind = source.detect_format()
     if kind == "text" and any((data.chat_template, data.train_on, data.roles_to_train, data.split_turns)):
         source.check()  # what the records lack comes before a setting that texts have no use for
     return kind
@@ -198,7 +212,7 @@ _STDLIB_SKIPS = re.compile(
 )
 
 
-class StandardLibrary(Source):
+class StandardLibrary(DataSource):
     """The Python files of the interpreter's standard library: real text without a download.
 
     One document per file, without tests and tables. Files are ordered by a hash of their names, so that every
@@ -214,7 +228,7 @@ class StandardLibrary(Source):
 
     def digest(self) -> str:
         digest, self._size = hashlib.blake2b(b"stdlib", digest_size=16), 0
-        for document in self.documents():
+        for document in self.iter_documents():
             content = document.text.encode()
             digest.update(hashlib.blake2b(content, digest_size=16).digest())
             self._size += len(content)
@@ -224,9 +238,9 @@ class StandardLibrary(Source):
     def size_bytes(self) -> int | None:
         return self._size if self.key else None
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         count = total = 0
-        for path in self._files():
+        for path in self._list_files():
             try:
                 text = path.read_bytes().decode()
             except (OSError, UnicodeDecodeError):
@@ -243,8 +257,8 @@ class StandardLibrary(Source):
                 "name a file or data set"
             )
 
-    def _files(self) -> list[Path]:
-        found = []
+    def _list_files(self) -> list[Path]:
+        files = []
         for folder, subfolders, names in os.walk(self._root):
             subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPS.fullmatch(name)]
             # _sysconfigdata describes the build of this Python and differs between machines.
@@ -252,10 +266,10 @@ class StandardLibrary(Source):
                 name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
             )
             paths = (Path(folder, name) for name in wanted)
-            found += [path for path in paths if path.stat().st_size <= _STDLIB_LARGEST]
+            files += [path for path in paths if path.stat().st_size <= _STDLIB_LARGEST]
 
-        def order(path: Path) -> bytes:
+        def compute_sort_key(path: Path) -> bytes:
             name = path.relative_to(self._root).as_posix()
             return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
-        return sorted(found, key=order)
+        return sorted(files, key=compute_sort_key)

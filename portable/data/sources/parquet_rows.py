@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import check_expanded
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ _ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
 
 
 @contextmanager
-def parquet_file(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
+def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
     """The ``ParquetFile`` of an open file, which checks the checksums of pages that have one.
 
     Args:
@@ -34,82 +34,88 @@ def parquet_file(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
 
     try:
         with parquet.ParquetFile(raw, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
-            expanded = sum(map(_bytes_of, map(file.metadata.row_group, range(file.metadata.num_row_groups))))
+            expanded = sum(
+                map(_get_expanded_size, map(file.metadata.row_group, range(file.metadata.num_row_groups)))
+            )
             check_expanded(expanded, raw.seek(0, io.SEEK_END), name)
             yield file
     except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
         raise UserError(
-            f"data.source: {name}: not a readable .parquet file ({one_line(error)}); copy it again"
+            f"data.source: {name}: not a readable .parquet file ({to_one_line(error)}); copy it again"
         ) from error
 
 
-def _bytes_of(group: Any) -> int:
+def _get_expanded_size(group: Any) -> int:
     """What a row group comes to, before a value that is stored once is repeated."""
     return int(group.total_byte_size)
 
 
-def rows_of(
+def iter_rows(
     file: Any, groups: Iterable[int], name: object, fields: Fields
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the place and the columns of the rows of some row groups."""
-    columns = _columns(file.schema_arrow.names, fields)
+    columns = _select_columns(file.schema_arrow.names, fields)
     groups = list(groups)
     sizes = (file.metadata.row_group(group).num_rows for group in range(max(groups, default=0)))
     starts = [0, *accumulate(sizes)]
     for group in groups:
         row = starts[group]
         # A value of a dictionary, as large as the group, may be that of every row.
-        rows = max(_FEWEST, min(_ROWS, _BATCH_BYTES // max(1, _bytes_of(file.metadata.row_group(group)))))
+        rows = max(
+            _FEWEST, min(_ROWS, _BATCH_BYTES // max(1, _get_expanded_size(file.metadata.row_group(group))))
+        )
         for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
-            for found in _dictionaries(batch, row, name, fields):
+            for values in _iter_dictionaries(batch, row, name, fields):
                 row += 1
-                if found is not None:
-                    yield f"{name}: row {row}", without_nulls(found)
+                if values is not None:
+                    yield f"{name}: row {row}", drop_nulls(values)
 
 
-def _columns(names: list[str], fields: Fields) -> list[str] | None:
+def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
     """The columns to read; None for all."""
     if fields.format != "text" or fields.renamed:
         return None
     wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
-    found = [name for name in wanted if name is not None]
-    return found if set(found) <= set(names) else None
+    columns = [name for name in wanted if name is not None]
+    return columns if set(columns) <= set(names) else None
 
 
-def _dictionaries(batch: Any, before: int, name: object, fields: Fields) -> Iterator[dict[str, Any] | None]:
+def _iter_dictionaries(
+    batch: Any, before: int, name: object, fields: Fields
+) -> Iterator[dict[str, Any] | None]:
     """The rows of a batch; None for one that cannot be read and is left out."""
     try:
-        found = batch.to_pylist()
+        values = batch.to_pylist()
     except (ValueError, OverflowError):
-        found = None
-    if found is not None:
-        yield from found
+        values = None
+    if values is not None:
+        yield from values
         return
     for number in range(batch.num_rows):
         try:
             yield batch.slice(number, 1).to_pylist()[0]
         except (ValueError, OverflowError) as error:
-            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
             refusal = UserError(
                 f"data.source: {name}: row {before + number + 1}: {reason}; correct or remove it, or set "
                 "data.on_bad_record to skip"
             )
             refusal.__cause__ = error
-            fields.reject(refusal)
+            fields.reject_record(refusal)
             yield None
 
 
-def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+def drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without the nulls inside its values.
 
     Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
     """
 
-    def cleaned(value: Any) -> Any:
+    def drop_inner_nulls(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
+            return {key: drop_inner_nulls(inner) for key, inner in value.items() if inner is not None}
         if isinstance(value, list) and value and isinstance(value[0], dict | list):
-            return [cleaned(inner) for inner in value]
+            return [drop_inner_nulls(inner) for inner in value]
         return value
 
-    return {key: cleaned(value) for key, value in row.items()}
+    return {key: drop_inner_nulls(value) for key, value in row.items()}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.places import copy_folder, files_below
-from portable.data.sources.documents import Format, digest_of
-from portable.data.sources.listing import place_with
-from portable.data.sources.source import Shard, SourceSettings, TokenSource
-from portable.errors import UserError, one_line
-from portable.paths import check_folder, read_json, storage_errors
-from portable.temporary_folder import made_once
+from portable.data.sources.documents import Format, compute_digest
+from portable.data.sources.listing import find_folder
+from portable.data.sources.source import SourceSettings, SourceShard, TokenSource
+from portable.errors import UserError, to_one_line
+from portable.paths import check_folder, convert_storage_errors, read_json
+from portable.temporary_folder import open_or_build
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,12 +49,12 @@ class Index:
     kind: Format
     shards: tuple[tuple[int, int, str], ...]
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         content = {"format": FORMAT, "made": self.made, "kind": self.kind, "shards": self.shards}
         return json.dumps(content) + "\n"
 
 
-def shard_folder(place: Place, number: int) -> Place:
+def get_shard_folder(place: Place, number: int) -> Place:
     return place / "shards" / f"{number:06}"
 
 
@@ -65,21 +65,21 @@ def read_index(place: Place) -> Index:
         UserError: if it is damaged.
     """
     try:
-        with storage_errors("data.source"):
-            found = read_json(place / INDEX)
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']}, not {FORMAT}")
-        shards = tuple((int(n), int(tokens), str(print_)) for n, tokens, print_ in found["shards"])
-        return Index(str(found["made"]), found["kind"], shards)
+        with convert_storage_errors("data.source"):
+            content = read_json(place / INDEX)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, not {FORMAT}")
+        shards = tuple((int(n), int(tokens), str(print_)) for n, tokens, print_ in content["shards"])
+        return Index(str(content["made"]), content["kind"], shards)
     except UserError:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {place / INDEX}: damaged ({one_line(error)}); run portable-data again"
+            f"data.source: {place / INDEX}: damaged ({to_one_line(error)}); run portable-data again"
         ) from error
 
 
-def _folder_with(file: str) -> Callable[[Path], Path | None]:
+def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
     """What finds a copied folder by its last file."""
     return lambda folder: folder if (folder / file).exists() else None
 
@@ -94,9 +94,9 @@ class PreparedTokens(TokenSource):
         self._place = place
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> PreparedTokens | None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PreparedTokens | None:
         for name in names:
-            if (place := place_with(name, INDEX)) is not None:
+            if (place := find_folder(name, INDEX)) is not None:
                 if not in_store(place):
                     check_folder("data.source", str(place))
                 if not settings.data.stream:
@@ -107,27 +107,27 @@ class PreparedTokens(TokenSource):
         return None
 
     def digest(self) -> str:
-        return digest_of(read_index(self._place).text())
+        return compute_digest(read_index(self._place).to_json())
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
         """None of its own: its shards have them."""
         return iter(())
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         index = read_index(self._place)
         for number, (documents, tokens, print_) in enumerate(index.shards):
-            folder = shard_folder(self._place, number)
+            folder = get_shard_folder(self._place, number)
             opened = partial(PreparedShard, folder, documents, print_, index)
-            yield Shard(opened, f"{number} {print_}", 4 * tokens, tokens, print_)
+            yield SourceShard(opened, f"{number} {print_}", 4 * tokens, tokens, print_)
 
-    def made_with(self) -> Path:
+    def find_tokenizer_folder(self) -> Path:
         folder = self._place / TOKENIZER
         if not in_store(folder):
             return folder
-        with storage_errors("data.source"):
+        with convert_storage_errors("data.source"):
             cache = self.settings.cache.parent
-            copy = cache / "tokenizers" / digest_of(f"{folder} {files_below(folder)}")
-            return made_once(copy, _folder_with(""), partial(copy_folder, folder))
+            copy_path = cache / "tokenizers" / compute_digest(f"{folder} {files_below(folder)}")
+            return open_or_build(copy_path, _build_folder_finder(""), partial(copy_folder, folder))
 
 
 class PreparedShard(TokenSource):
@@ -147,9 +147,9 @@ class PreparedShard(TokenSource):
         self._kind = index.kind
 
     def digest(self) -> str:
-        return digest_of(f"{self.made} {self._print}")
+        return compute_digest(f"{self.made} {self._print}")
 
-    def _recognised(self) -> Format:
+    def _detect_format(self) -> Format:
         if self.fields.format not in (None, self._kind):
             raise UserError(f"data.format: {self.name} was made of {self._kind}; set it to that, or auto")
         return self._kind
@@ -158,17 +158,17 @@ class PreparedShard(TokenSource):
         """A no-op: the list of shards was read."""
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
-        """None to copy: see :meth:`tokenized_in`."""
+        """None to copy: see :meth:`find_token_cache`."""
         return iter(())
 
-    def tokenized_in(self, cache: Path, made: str) -> Path:
-        if made != self.made:
+    def find_token_cache(self, cache: Path, digest: str) -> Path:
+        if digest != self.made:
             raise UserError(
                 f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
                 "data.train_on; set those with which portable-data was run"
             )
         if not self._documents:
-            raise self.no_text()
+            raise self.build_no_text_error()
         folder = self._folder
         if not in_store(folder):
             return folder
@@ -178,5 +178,5 @@ class PreparedShard(TokenSource):
                 raise UserError(f"data.source: {folder}: is not there; run portable-data again")
             copy_folder(folder, draft)
 
-        with storage_errors("data.source"):
-            return made_once(cache / self.key, _folder_with(LAST), write)
+        with convert_storage_errors("data.source"):
+            return open_or_build(cache / self.key, _build_folder_finder(LAST), write)

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 
 from portable.converters.storage.store_errors import RemoteError
 from portable.data.sources.records import EnoughErrors
-from portable.errors import RunError, UserError, one_line
-from portable.paths import storage_errors
+from portable.errors import RunError, UserError, to_one_line
+from portable.paths import convert_storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def unreadable(name: object, error: OSError) -> UserError:
+def build_unreadable_error(name: object, error: OSError) -> UserError:
     """Build the error for a file that the operating system does not let us read."""
-    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
+    return UserError(f"data.source: {name}: cannot read it: {to_one_line(error.strerror or error)}")
 
 
 @contextmanager
-def reading(name: object) -> Iterator[None]:
+def convert_read_errors(name: object) -> Iterator[None]:
     """Convert errors of reading the file ``name`` to UserError.
 
     Parsers raise exceptions of many classes for damaged data, some of which are documented nowhere. Every
-    reader therefore runs in this context: see :meth:`portable.data.sources.source.Source.rows`. Exceptions
-    that only a bug can raise keep their traceback.
+    reader therefore runs in this context: see :meth:`portable.data.sources.source.DataSource.iter_rows`.
+    Exceptions that only a bug can raise keep their traceback.
     """
-    with storage_errors("data.source"):
+    with convert_storage_errors("data.source"):
         try:
             yield
         except (UserError, RunError, RemoteError, EnoughErrors):
@@ -40,9 +40,9 @@ def reading(name: object) -> Iterator[None]:
                 f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)"
             ) from error
         except (EOFError, zlib.error) as error:
-            raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
+            raise UserError(f"data.source: {name}: {to_one_line(error)}; copy the file again") from error
         except OSError as error:
-            raise unreadable(name, error) from error
+            raise build_unreadable_error(name, error) from error
         except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+            reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
             raise UserError(f"data.source: {name}: cannot read it ({reason}); copy the file again") from error

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.converters.similar_names import find_similar
-from portable.data.sources.conversations import documents_in
+from portable.data.sources.conversations import read_documents
 from portable.data.sources.documents import (
     ANSWERING,
     Document,
     Format,
     Label,
     RecordError,
+    describe_type,
     find_value,
-    kind_of,
+    format_names,
     list_fields,
-    listed,
-    valid,
+    replace_surrogates,
 )
-from portable.errors import MistakesError, UserError, one_line
+from portable.errors import MistakesError, UserError, to_one_line
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 TextSplit = Literal["file", "paragraph", "line"]
-_MOST_TOLD = 5
+_MAX_PRINTED = 5
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
 """Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
 _PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
@@ -86,12 +86,12 @@ class BadRecords:
         if str(error) in self._seen:
             return
         self._seen.add(str(error))
-        if self.count <= _MOST_TOLD:
+        if self.count <= _MAX_PRINTED:
             tell(f"warning: skipped: {error}")
 
     def tell(self, name: str) -> None:
         """Print how many records were skipped."""
-        if self.count > _MOST_TOLD:
+        if self.count > _MAX_PRINTED:
             tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
 
 
@@ -211,7 +211,7 @@ class Fields:
     roles: frozenset[str] = field(default=ANSWERING, repr=False)
     """Whose messages of a conversation are trained."""
 
-    def reject(self, error: UserError) -> None:
+    def reject_record(self, error: UserError) -> None:
         """Leave out the record that ``error`` names.
 
         Raises:
@@ -231,13 +231,13 @@ class Fields:
         return repr((*settings, *roles, *kinds, *renamed))
 
 
-def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
+def read_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[Document]:
     """Convert a record to documents.
 
     Args:
         row: The record.
         fields: Names of the columns to read.
-        where: Description of the record's place in its source, used in error messages.
+        location: Description of the record's place in its source, used in error messages.
 
     Returns:
         One document, none if the text is blank, or the two documents of a preference, the chosen one first.
@@ -246,23 +246,25 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         UserError: If the record cannot be read and ``fields`` does not skip bad records.
     """
     try:
-        row = rename_fields(row, fields, where)
-        columns = tuple(_number_of(row, name, where) for name in fields.columns)
+        row = rename_fields(row, fields, location)
+        columns = tuple(_read_number(row, name, location) for name in fields.columns)
         if fields.format not in (None, "text"):
-            return documents_in(row, fields.format, where, fields.roles, columns)
+            return read_documents(row, fields.format, location, fields.roles, columns)
         pairs = fields.label is not None and fields.pair is None
-        text = _text_of(row, "text_field", fields.text, where, pairs=pairs)
-        target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
-        label = None if fields.label is None else _label_of(row, fields.label, where)
-        pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
+        text = _read_text(row, "text_field", fields.text, location, pairs=pairs)
+        target = None if fields.target is None else _read_text(row, "target_field", fields.target, location)
+        label = None if fields.label is None else _read_label(row, fields.label, location)
+        pair = None if fields.pair is None else _read_text(row, "text_pair_field", fields.pair, location)
     except UserError as error:
-        fields.reject(error)
+        fields.reject_record(error)
         return []
     except Exception as error:  # values that JSON allows and that fit no number, such as 400 digits
-        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-        refusal = UserError(f"data.source: {where}: cannot use this record ({reason}); correct or remove it")
+        reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
+        refusal = UserError(
+            f"data.source: {location}: cannot use this record ({reason}); correct or remove it"
+        )
         refusal.__cause__ = error
-        fields.reject(refusal)
+        fields.reject_record(refusal)
         return []
     if not text.strip() or (target is not None and not target.strip()):
         fields.blank.count += 1
@@ -270,7 +272,7 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
 
 
-def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping[str, Any]:
+def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapping[str, Any]:
     """Return the record with its fields under the names that are read.
 
     Raises:
@@ -278,60 +280,60 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, where: str) -> Mapping
     """
     if not fields.renamed:
         return row
-    values = {name: _value_of(row, "columns", source, where) for name, source in fields.renamed}
+    values = {name: _get_value(row, "columns", source, location) for name, source in fields.renamed}
     sources = {source for _, source in fields.renamed}
     return {**{name: value for name, value in row.items() if name not in sources}, **values}
 
 
-def _text_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> str:
-    value = _value_of(row, key, name, where, pairs=pairs)
+def _read_text(row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False) -> str:
+    value = _get_value(row, key, name, location, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
-            f"data.{key}: {where}: {name!r} is {kind_of(value)}, not a string; "
+            f"data.{key}: {location}: {name!r} is {describe_type(value)}, not a string; "
             + (
                 f"choose a field in it, such as {name}.{next(iter(value))}"
                 if isinstance(value, dict) and value
                 else "choose a column of text or convert it"
             )
         )
-    return valid(value)
+    return replace_surrogates(value)
 
 
-def _number_of(row: Mapping[str, Any], name: str, where: str) -> float:
-    value = _value_of(row, "columns", name, where)
+def _read_number(row: Mapping[str, Any], name: str, location: str) -> float:
+    value = _get_value(row, "columns", name, location)
     if isinstance(value, Cell):
         value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
         value = int(value) if isinstance(value, float) and is_whole(value) else value
     if not isinstance(value, int | float) or not math.isfinite(value):
-        shown = value if isinstance(value, float) else kind_of(value)
-        raise UserError(f"data.columns: {where}: {name!r} is {shown}, not a number; convert it")
+        description = value if isinstance(value, float) else describe_type(value)
+        raise UserError(f"data.columns: {location}: {name!r} is {description}, not a number; convert it")
     return int(value) if isinstance(value, bool) else value
 
 
-def _label_of(row: Mapping[str, Any], name: str, where: str) -> Label:
-    value = _value_of(row, "label_field", name, where)
+def _read_label(row: Mapping[str, Any], name: str, location: str) -> Label:
+    value = _get_value(row, "label_field", name, location)
     if isinstance(value, list | tuple):
         # A list of booleans marks the classes of a text: these are numbers, not classes.
         return tuple(
-            float(item) if isinstance(item, bool) else _one_label(item, name, where) for item in value
+            float(item) if isinstance(item, bool) else _check_label(item, name, location) for item in value
         )
-    label = _one_label(value, name, where)
+    label = _check_label(value, name, location)
     # pandas stores whole numbers as floats if a label is missing.
     return int(label) if isinstance(label, float) and is_whole(label) else label
 
 
-def _one_label(value: Any, name: str, where: str) -> int | float | str:
+def _check_label(value: Any, name: str, location: str) -> int | float | str:
     if isinstance(value, Cell) and not value.strip():
         value = None
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
-        shown = value if isinstance(value, float) else kind_of(value)
+        description = value if isinstance(value, float) else describe_type(value)
         raise UserError(
-            f"data.label_field: {where}: {name!r} is {shown}, not a class (an integer or a string), a number "
-            "or a list of these; choose a column of labels"
+            f"data.label_field: {location}: {name!r} is {description}, not a class (an integer or a string), "
+            "a number or a list of these; choose a column of labels"
         )
     if isinstance(value, int) and abs(value) >= 1 << 63:
         raise UserError(
-            f"data.label_field: {where}: {name!r} is an integer of more than 64 bits; use smaller classes"
+            f"data.label_field: {location}: {name!r} is an integer of more than 64 bits; use smaller classes"
         )
     return int(value) if isinstance(value, bool) else value
 
@@ -339,14 +341,14 @@ def _one_label(value: Any, name: str, where: str) -> int | float | str:
 _MISSING = object()
 
 
-def _value_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs: bool = False) -> Any:
+def _get_value(row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False) -> Any:
     """Return the value of a field.
 
     Args:
         row: The record.
         key: The setting that names the field, without ``data.``.
         name: The name of the field.
-        where: The record's place in its source, used in error messages.
+        location: The record's place in its source, used in error messages.
         pairs: Whether a classifier may read a second text.
 
     Raises:
@@ -361,23 +363,23 @@ def _value_of(row: Mapping[str, Any], key: str, name: str, where: str, *, pairs:
     if pairs and not near and sum(isinstance(find_value(row, field), str) for field in fields) > 1:
         hint += ", and data.text_pair_field to a second text that the label is about"
     raise UserError(
-        f"data.{key}: {where}: no field {name!r}; the fields are {listed(fields) or 'none'}{hint}"
+        f"data.{key}: {location}: no field {name!r}; the fields are {format_names(fields) or 'none'}{hint}"
     )
 
 
-def refuse_columns(fields: Fields, what: str) -> None:
+def refuse_columns(fields: Fields, subject: str) -> None:
     """Refuse settings that name columns, for a source that has only text.
 
     Args:
         fields: Names of the columns to read.
-        what: Description of the source, used in the error message.
+        subject: Description of the source, used in the error message.
 
     Raises:
         UserError: If the settings name a format other than text or a column.
     """
     if fields.format not in (None, "text"):
         raise UserError(
-            f"data.format: {what} have only text, no {fields.format}; use a data.source with records "
+            f"data.format: {subject} have only text, no {fields.format}; use a data.source with records "
             "(.jsonl, .json, .csv, .parquet or a hub data set)"
         )
     for key, name in (
@@ -388,6 +390,6 @@ def refuse_columns(fields: Fields, what: str) -> None:
     ):
         if name is not None:
             raise UserError(
-                f"data.{key}: {what} have only text, no {name!r}; use a data.source with that column "
+                f"data.{key}: {subject} have only text, no {name!r}; use a data.source with that column "
                 "(.jsonl, .json, .csv, .parquet or a hub data set)"
             )

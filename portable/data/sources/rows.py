@@ -8,12 +8,12 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.compression import decompressed, format_of
+from portable.data.sources.compression import get_format, open_decompressed
 from portable.data.sources.documents import PIECE_CHARS, Document
-from portable.data.sources.library import csv_rows
-from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.data.sources.reading import reading
-from portable.errors import UserError, one_line
+from portable.data.sources.library import iter_csv_rows
+from portable.data.sources.parquet_rows import iter_rows, open_parquet
+from portable.data.sources.reading import convert_read_errors
+from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 
 if TYPE_CHECKING:
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from portable.data.sources.records import Fields
 
 
-def texts_of(path: Path, name: str, split: str) -> Iterator[Document]:
+def iter_texts(path: Path, name: str, split: str) -> Iterator[Document]:
     """The documents of a .txt file."""
-    with reading(name), _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-        yield from _whole_text(file, name) if split == "file" else _split_text(file, name, split)
+    with (
+        convert_read_errors(name),
+        _open_decompressed(path) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+    ):
+        yield from _iter_text_pieces(file, name) if split == "file" else _iter_split_text(file, name, split)
 
 
-def _whole_text(file: io.TextIOBase, name: str) -> Iterator[Document]:
+def _iter_text_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
     """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
     piece = file.read(PIECE_CHARS)
     _check_characters(piece, name)
@@ -48,63 +52,63 @@ def _check_characters(text: str, name: str) -> None:
         raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
 
 
-def _split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
+def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Document]:
     """Yield a document per line or paragraph (separated by blank lines), without its line end.
 
     Very long ones come in pieces.
     """
-    held: list[str] = []
-    begun = within_line = False  # pieces of the current document were yielded; a line goes on
+    lines: list[str] = []
+    has_begun = within_line = False  # pieces of the current document were yielded; a line goes on
     while line := file.readline(PIECE_CHARS):
         _check_characters(line, name)
         blank = not within_line and not line.strip()
         within_line = not line.endswith(("\n", "\r"))
         if not blank:
-            held.append(line)
+            lines.append(line)
         if blank if split == "paragraph" else not within_line:
-            if begun or held:
-                yield Document("".join(held).rstrip("\r\n"))
-            held, begun = [], False
-        elif sum(map(len, held)) >= PIECE_CHARS:
-            yield Document("".join(held), ends=False)
-            held, begun = [], True
-    if begun or held:
-        yield Document("".join(held).rstrip("\r\n"))
+            if has_begun or lines:
+                yield Document("".join(lines).rstrip("\r\n"))
+            lines, has_begun = [], False
+        elif sum(map(len, lines)) >= PIECE_CHARS:
+            yield Document("".join(lines), ends=False)
+            lines, has_begun = [], True
+    if has_begun or lines:
+        yield Document("".join(lines).rstrip("\r\n"))
 
 
-def records_of(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def iter_records(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The place and the columns of each row of a file that is no text.
 
     Args:
         name: of the file, for messages.
     """
-    kind = format_of(path)
+    kind = get_format(path)
     if kind == ".jsonl":
-        return _jsonl_rows(path, name, fields)
+        return _iter_jsonl_rows(path, name, fields)
     if kind == ".json":
-        return _json_rows(path, name, fields)
-    return _parquet_rows(path, name, fields) if kind == ".parquet" else csv_rows(path, name, fields)
+        return _iter_json_rows(path, name, fields)
+    return _iter_parquet_rows(path, name, fields) if kind == ".parquet" else iter_csv_rows(path, name, fields)
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _open_decompressed(path: Path) -> io.BufferedReader:
     """The contents of a local file, decompressed."""
-    return decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
+    return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
-def _parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with reading(name), open_file(path) as raw, parquet_file(raw, name) as file:
-        yield from rows_of(file, range(file.metadata.num_row_groups), name, fields)
+def _iter_parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with convert_read_errors(name), open_file(path) as raw, open_parquet(raw, name) as file:
+        yield from iter_rows(file, range(file.metadata.num_row_groups), name, fields)
 
 
-def _jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with reading(name), _opened(path) as file:
+def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with convert_read_errors(name), _open_decompressed(path) as file:
         for number, line in enumerate(file, start=1):
-            where = f"{name}:{number}"
-            if (row := json_row(line, where, fields)) is not None:
-                yield where, row
+            location = f"{name}:{number}"
+            if (row := parse_json_row(line, location, fields)) is not None:
+                yield location, row
 
 
-def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | None:
+def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, Any] | None:
     """Parse the object in a line; None if the line is blank, or is left out as a bad record.
 
     Raises:
@@ -115,11 +119,11 @@ def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | Non
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
         if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             reason = "UTF-16, not UTF-8"
         refusal = UserError(
-            f"data.source: {where}: not a line of JSON ({reason}); correct or remove it, or set "
+            f"data.source: {location}: not a line of JSON ({reason}); correct or remove it, or set "
             "data.on_bad_record to skip"
         )
         refusal.__cause__ = error
@@ -127,10 +131,10 @@ def json_row(line: bytes, where: str, fields: Fields) -> Mapping[str, Any] | Non
         if isinstance(row, dict):
             return row
         refusal = UserError(
-            f"data.source: {where}: a {type(row).__name__}, not an object; "
+            f"data.source: {location}: a {type(row).__name__}, not an object; "
             'each line must look like {"text": "..."} or {"messages": [...]}'
         )
-    fields.reject(refusal)
+    fields.reject_record(refusal)
     return None
 
 
@@ -138,35 +142,39 @@ _BETWEEN = re.compile(r"[\s,]*")
 _UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
 
 
-def _json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
     decode = json.JSONDecoder().raw_decode
-    with reading(name), _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as file:
-        text, at, number, ended, listed_rows = "", 0, 0, False, False
+    with (
+        convert_read_errors(name),
+        _open_decompressed(path) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig") as file,
+    ):
+        text, position, number, has_ended, is_in_list = "", 0, 0, False, False
         while True:
-            found = _BETWEEN.match(text, at)
-            at = at if found is None else found.end()
-            if not listed_rows and text[at : at + 1] == "[":
-                listed_rows, at = True, at + 1
+            match = _BETWEEN.match(text, position)
+            position = position if match is None else match.end()
+            if not is_in_list and text[position : position + 1] == "[":
+                is_in_list, position = True, position + 1
                 continue
-            if at == len(text) and ended:
-                if listed_rows:
+            if position == len(text) and has_ended:
+                if is_in_list:
                     raise UserError(f"data.source: {name}: its list does not end; copy the file again")
                 return
-            if listed_rows and text[at : at + 1] == "]":
-                listed_rows, at = False, at + 1
+            if is_in_list and text[position : position + 1] == "]":
+                is_in_list, position = False, position + 1
                 continue
             try:
-                row, at = decode(text, at)
+                row, position = decode(text, position)
             except (ValueError, RecursionError) as error:
-                cut = isinstance(error, json.JSONDecodeError) and (
+                is_cut = isinstance(error, json.JSONDecodeError) and (
                     error.pos >= len(text) - _UNFINISHED or error.msg.startswith("Unterminated")
                 )
-                if cut and not ended:
-                    more = file.read(max(PIECE_CHARS, len(text) - at))
-                    text, at, ended = text[at:] + more, 0, not more
+                if is_cut and not has_ended:
+                    more = file.read(max(PIECE_CHARS, len(text) - position))
+                    text, position, has_ended = text[position:] + more, 0, not more
                     continue
-                reason = getattr(error, "msg", None) or one_line(error)
+                reason = getattr(error, "msg", None) or to_one_line(error)
                 raise UserError(
                     f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
                 ) from error
@@ -176,6 +184,6 @@ def _json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Map
                     f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
                     'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
                 )
-                fields.reject(refusal)
+                fields.reject_record(refusal)
                 continue
             yield f"{name}: row {number}", row

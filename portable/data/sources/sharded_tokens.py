@@ -17,15 +17,15 @@ import numpy as np
 
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.compression import check_expanded
-from portable.data.sources.documents import digest_of, listed
-from portable.data.sources.files import file_digest
+from portable.data.sources.documents import compute_digest, format_names
+from portable.data.sources.files import compute_file_digest
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.library import datasets_library
-from portable.data.sources.listing import place_with
-from portable.data.sources.source import Shard, Source, SourceSettings, TokenSource
-from portable.data.sources.token_files import beyond_vocabulary
-from portable.errors import UserError, one_line
-from portable.paths import check_folder, name_inside, open_file, read_json, storage_errors
+from portable.data.sources.library import import_datasets
+from portable.data.sources.listing import find_folder
+from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenSource
+from portable.data.sources.token_files import check_vocabulary
+from portable.errors import UserError, to_one_line
+from portable.paths import check_folder, convert_storage_errors, name_inside, open_file, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
 
 _COLUMNS = ("tokens", "input_ids")
-_OF_RECORDS = ("messages", "conversations", "completion", "output", "chosen")
+_RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
 """Columns of records of other formats than text."""
 _LITDATA = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
 """litdata's numbers of the types of torch."""
 _BATCH = 1000  # documents of a saved dataset at a time
 
 
-def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
+def find_sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
     """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
-    if (place := place_with(name, "index.json")) is None:
+    if (place := find_folder(name, "index.json")) is None:
         return None
     try:
-        with storage_errors("data.source"):
+        with convert_storage_errors("data.source"):
             index = read_json(place / "index.json")
     except (OSError, ValueError):
         return None
@@ -56,7 +56,7 @@ def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
     return place, index
 
 
-def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def list_shards(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The shards that ``index.json`` lists, each with what is needed to read it.
 
     Raises:
@@ -66,39 +66,39 @@ def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
         if not index.get("shards", index.get("chunks")):
             raise ValueError("it lists no shards")
         if "shards" in index:
-            return [_of_mosaic(shard, name) for shard in index["shards"]]
+            return [_read_mosaic_shard(shard, name) for shard in index["shards"]]
         config = index["config"]
         kind = str(config["data_format"][0])
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
             raise UserError(
-                f"data.source: {name} has samples of {listed(map(str, config['data_format']))}, not of "
+                f"data.source: {name} has samples of {format_names(map(str, config['data_format']))}, not of "
                 "tokens alone; write them with litdata's TokensLoader"
             )
         if config.get("compression") or config.get("encryption"):
             raise UserError(f"data.source: {name} is compressed or encrypted; write it without")
         dtype = _LITDATA[int(kind.partition(":")[2])]
         return [
-            {"file": name_inside(one["filename"]), "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
-            for one in index["chunks"]
+            {"file": name_inside(chunk["filename"]), "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
+            for chunk in index["chunks"]
         ]
     except UserError:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {name}/index.json: cannot read it ({one_line(error)}); copy it again"
+            f"data.source: {name}/index.json: cannot read it ({to_one_line(error)}); copy it again"
         ) from error
 
 
-def _of_mosaic(shard: dict[str, Any], name: str) -> dict[str, Any]:
+def _read_mosaic_shard(shard: dict[str, Any], name: str) -> dict[str, Any]:
     names: list[str] = shard["column_names"]
-    column = next((one for one in _COLUMNS if one in names), None)
+    column = next((candidate for candidate in _COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
         raise UserError(
-            f"data.source: {name} has the columns {listed(names)} in {shard['format']}, not {_COLUMNS[0]} or "
-            f"{_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
+            f"data.source: {name} has the columns {format_names(names)} in {shard['format']}, not "
+            f"{_COLUMNS[0]} or {_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
         )
-    at = names.index(column)
-    encoding, _, rest = str(shard["column_encodings"][at]).partition(":")
+    column_index = names.index(column)
+    encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
     dtype, _, shape = rest.partition(":")
     if encoding == "bytes":
         dtype, shape = "int64", "any"  # as LLM Foundry writes them
@@ -113,7 +113,7 @@ def _of_mosaic(shard: dict[str, Any], name: str) -> dict[str, Any]:
         "dtype": np.dtype(dtype).newbyteorder("<").str,
         "shaped": bool(shape),
         "sizes": shard["column_sizes"],
-        "column": at,
+        "column": column_index,
         "bytes": int(raw["bytes"]),
         "hashes": raw.get("hashes") or {},
     }
@@ -123,7 +123,7 @@ class ShardedTokens(TokenSource):
     """Shards of Mosaic Streaming or litdata, in order.
 
     Args:
-        pieces: as :func:`pieces_of` returns them.
+        pieces: as :func:`list_shards` returns them.
     """
 
     def __init__(self, place: Place, pieces: Sequence[dict[str, Any]], settings: SourceSettings) -> None:
@@ -133,48 +133,50 @@ class ShardedTokens(TokenSource):
         self._pieces = tuple(pieces)
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
-        found = sharded_tokens(names[0])
-        if found is None:
+        place_and_index = find_sharded_tokens(names[0])
+        if place_and_index is None:
             return None
-        if isinstance(found[0], Path):
-            check_folder("data.source", str(found[0]), most=None)
-        return cls(found[0], pieces_of(found[1], names[0]), settings)
+        if isinstance(place_and_index[0], Path):
+            check_folder("data.source", str(place_and_index[0]), most=None)
+        return cls(place_and_index[0], list_shards(place_and_index[1], names[0]), settings)
 
     def digest(self) -> str:
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
             if not in_store(path):
-                digest.update(file_digest(path, self.settings))
+                digest.update(compute_file_digest(path, self.settings))
             else:
-                with self._reading(piece), storage_errors("data.source"):
+                with self._convert_read_errors(piece), convert_storage_errors("data.source"):
                     digest.update(repr(path.look_up()).encode())
         return digest.hexdigest()
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         for piece in self._pieces:
-            yield Shard(partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0))
+            yield SourceShard(
+                partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
+            )
 
     def check(self) -> None:
         if not self.downloads:
-            self._contents(self._pieces[0])
+            self._read_contents(self._pieces[0])
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         for piece in self._pieces:
-            with self._reading(piece):
-                documents = _documents(self._contents(piece), piece)
+            with self._convert_read_errors(piece):
+                documents = _parse_documents(self._read_contents(piece), piece)
             lengths = [len(document) for document in documents]
             if documents:
-                found = np.concatenate(documents)
-                beyond_vocabulary(found, vocab_size, self._place / piece["file"])
-                yield found, lengths
+                tokens = np.concatenate(documents)
+                check_vocabulary(tokens, vocab_size, self._place / piece["file"])
+                yield tokens, lengths
 
-    def _contents(self, piece: dict[str, Any]) -> bytes:
+    def _read_contents(self, piece: dict[str, Any]) -> bytes:
         """A shard as it was before it was compressed."""
-        with self._reading(piece), storage_errors("data.source"):
+        with self._convert_read_errors(piece), convert_storage_errors("data.source"):
             path = self._place / piece["file"]
             if isinstance(path, Path):
                 with open_file(path, Path(str(self._place))) as file:
@@ -197,7 +199,7 @@ class ShardedTokens(TokenSource):
             return data
 
     @contextmanager
-    def _reading(self, piece: dict[str, Any]) -> Iterator[None]:
+    def _convert_read_errors(self, piece: dict[str, Any]) -> Iterator[None]:
         try:
             yield
         except UserError:
@@ -205,11 +207,11 @@ class ShardedTokens(TokenSource):
         except Exception as error:  # the index may hold any values
             path = self._place / piece["file"]
             raise UserError(
-                f"data.source: {path}: cannot read it ({one_line(error)}); copy it again"
+                f"data.source: {path}: cannot read it ({to_one_line(error)}); copy it again"
             ) from error
 
 
-def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
+def _parse_documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
     """The tokens of each sample of a shard."""
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
@@ -239,7 +241,7 @@ def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
     return documents
 
 
-def saved_folder(name: str, split: str) -> Path | None:
+def find_saved_folder(name: str, split: str) -> Path | None:
     """The folder of a dataset that ``save_to_disk`` wrote, of several splits the one of ``split``.
 
     Raises:
@@ -249,21 +251,23 @@ def saved_folder(name: str, split: str) -> Path | None:
     try:
         if (folder / "dataset_dict.json").is_file():
             if not (folder / split).is_dir():
-                known = listed(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-                raise UserError(f"data.split: {name} has no split {split!r}; it has {known}")
+                split_names = format_names(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+                raise UserError(f"data.split: {name} has no split {split!r}; it has {split_names}")
             folder = folder / split
-        found = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
+        is_saved = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
     except (OSError, ValueError):
         return None
-    return folder if found else None
+    return folder if is_saved else None
 
 
-def _not_saved(folder: object, error: Exception) -> UserError:
-    return UserError(f"data.source: {folder}: not a saved dataset ({one_line(error)[:200]}); save it again")
+def _build_not_saved_error(folder: object, error: Exception) -> UserError:
+    return UserError(
+        f"data.source: {folder}: not a saved dataset ({to_one_line(error)[:200]}); save it again"
+    )
 
 
 def _load_saved(folder: str) -> Any:
-    datasets = datasets_library(f"reading {folder}")
+    datasets = import_datasets(f"reading {folder}")
     try:
         for file in read_json(Path(folder) / "state.json")["_data_files"]:
             name_inside(file["filename"])
@@ -272,14 +276,14 @@ def _load_saved(folder: str) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise _not_saved(folder, error) from error
+        raise _build_not_saved_error(folder, error) from error
 
 
-def _saved_digest(folder: str, settings: SourceSettings) -> bytes:
+def _compute_saved_digest(folder: str, settings: SourceSettings) -> bytes:
     digest = hashlib.blake2b(b"saved", digest_size=16)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            digest.update(path.name.encode() + file_digest(path, settings))
+            digest.update(path.name.encode() + compute_file_digest(path, settings))
     return digest.digest()
 
 
@@ -290,72 +294,74 @@ class SavedDataset(HubDataset):
     downloads = False
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> Source | None:  # type: ignore[override]
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
         """The tokens of a saved dataset, if it has some, or its records."""
-        if len(names) > 1 or (folder := saved_folder(names[0], settings.split)) is None:
+        if len(names) > 1 or (folder := find_saved_folder(names[0], settings.split)) is None:
             return None
         try:
             columns = set(read_json(folder / "dataset_info.json")["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _not_saved(folder, error) from error
+            raise _build_not_saved_error(folder, error) from error
         fields = settings.fields
-        records = fields.format not in (None, "text") or columns & {fields.text, *_OF_RECORDS}
+        records = fields.format not in (None, "text") or columns & {fields.text, *_RECORD_COLUMNS}
         of_records = settings.data.max_samples is not None or (records and not columns & set(_COLUMNS))
         return (cls if of_records else SavedTokens)(str(folder), settings)
 
     @cached_property
-    def _saved(self) -> Any:
+    def _dataset(self) -> Any:
         return _load_saved(self.name)
 
-    def _rows(self) -> Any:
-        return self._saved
+    def _load_rows(self) -> Any:
+        return self._dataset
 
     def digest(self) -> str:
-        saved = _saved_digest(self.name, self.settings)
-        return digest_of(repr((saved, self.fields.key, self.settings.data.max_samples)))
+        saved = _compute_saved_digest(self.name, self.settings)
+        return compute_digest(repr((saved, self.fields.key, self.settings.data.max_samples)))
 
     @property
     def stored_bytes(self) -> int:
         return 0
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
-        raise _not_streamed(self)
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        raise _build_not_streamed_error(self)
 
 
 class SavedTokens(TokenSource):
     """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
 
     def digest(self) -> str:
-        return _saved_digest(self.name, self.settings).hex()
+        return _compute_saved_digest(self.name, self.settings).hex()
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
-        raise _not_streamed(self)
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
+        raise _build_not_streamed_error(self)
 
     def check(self) -> None:
-        self._opened()
+        self._open_column()
 
-    def _opened(self) -> tuple[Any, str]:
-        found = _load_saved(self.name)
-        column = next((one for one in reversed(_COLUMNS) if one in found.column_names), None)
+    def _open_column(self) -> tuple[Any, str]:
+        dataset = _load_saved(self.name)
+        column = next(
+            (candidate for candidate in reversed(_COLUMNS) if candidate in dataset.column_names), None
+        )
         if column is None:
             raise UserError(
-                f"data.source: {self.name} has the columns {listed(found.column_names)}, not "
+                f"data.source: {self.name} has the columns {format_names(dataset.column_names)}, not "
                 f"{_COLUMNS[1]} or {_COLUMNS[0]}; write its text with to_parquet or to_json"
             )
-        return found.select_columns([column]).with_format("arrow"), column
+        return dataset.select_columns([column]).with_format("arrow"), column
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        rows, column = self._opened()
+        rows, column = self._open_column()
         for table in rows.iter(_BATCH):
             values = table[column].combine_chunks()
             lengths = values.value_lengths().to_numpy(zero_copy_only=False).tolist()
-            found = values.flatten().to_numpy(zero_copy_only=False)
-            if not np.issubdtype(found.dtype, np.integer):
+            tokens = values.flatten().to_numpy(zero_copy_only=False)
+            if not np.issubdtype(tokens.dtype, np.integer):
                 raise UserError(f"data.source: {self.name}: {column} has no whole numbers; save tokens")
-            if len(found):
-                beyond_vocabulary(found, vocab_size, self.name)
-                yield found, lengths
+            if len(tokens):
+                check_vocabulary(tokens, vocab_size, self.name)
+                yield tokens, lengths
 
 
-def _not_streamed(source: Source) -> UserError:
+def _build_not_streamed_error(source: DataSource) -> UserError:
     return UserError(f"data.stream: {source.name} was saved with save_to_disk; set it to false")

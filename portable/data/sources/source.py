@@ -1,7 +1,8 @@
 """A source of documents with its settings: what each kind of source has in common.
 
-A kind is a class in a file of its own. It says in :meth:`Source.of` what it is named by, gives records in
-:meth:`Source.rows` (or documents, or tokens), and a digest of them. ``kinds`` in ``opening.py`` lists it.
+A kind is a class in a file of its own. It says in :meth:`DataSource.from_names` what it is named by, gives
+records in :meth:`DataSource.iter_rows` (or documents, or tokens), and a digest of them.
+``list_source_classes`` in ``opening.py`` lists it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sections import DataConfig, SourceConfig
-from portable.config.sources import number_columns, renamed_fields
+from portable.config.sources import list_number_columns, list_renamed_fields
 from portable.data.sources.documents import (
     ANSWERING,
     Document,
     Format,
     NoTextError,
     RecordError,
-    changed_meanwhile,
+    build_changed_error,
 )
-from portable.data.sources.reading import reading
+from portable.data.sources.reading import convert_read_errors
 from portable.data.sources.records import (
     BadRecords,
     CollectedErrors,
     EnoughErrors,
     Fields,
-    read_rows,
+    read_record,
     refuse_columns,
     rename_fields,
 )
 from portable.errors import MissingDataError, MistakesError, RunError, UserError
-from portable.paths import default_cache_dir
+from portable.paths import get_default_cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,8 +88,8 @@ class SourceSettings:
             pair=data.text_pair_field if labelled else None,
             prefix=data.source_prefix if translated else "",
             bad=self.bad or (BadRecords() if data.on_bad_record == "skip" else None),
-            columns=number_columns(data),
-            renamed=renamed_fields(data),
+            columns=list_number_columns(data),
+            renamed=list_renamed_fields(data),
             format="text" if self.task != CAUSAL else None if kind == "auto" else kind,
             roles=frozenset(data.roles_to_train or ANSWERING),
         )
@@ -98,7 +99,7 @@ class SourceSettings:
         return replace(self, data=self.data.model_copy(update={"format": kind}))
 
     @property
-    def converses(self) -> bool:
+    def has_conversations(self) -> bool:
         """Whether the records are conversations, or prompts with completions; asked once that is known."""
         return self.data.format not in ("auto", "text", FINISHED)
 
@@ -113,7 +114,7 @@ class SourceSettings:
     @property
     def cache(self) -> Path:
         """The folder of the cache; a stream has its own in it."""
-        folder = default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
+        folder = get_default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
         return folder / STREAMS if self.data.stream else folder
 
     @property
@@ -124,7 +125,7 @@ class SourceSettings:
         return {"source_language": self.data.source_language, "target_language": self.data.target_language}
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
+    def convert_errors(self) -> Iterator[None]:
         """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
         try:
             yield
@@ -144,7 +145,7 @@ class SourceSettings:
 
 
 @dataclass(frozen=True)
-class Shard:
+class SourceShard:
     """One shard of a stream: a file, a part of one, or tokens made ahead of time.
 
     Attributes:
@@ -154,14 +155,14 @@ class Shard:
         tokens, fingerprint: of its tokens, where they are known beforehand.
     """
 
-    open: Callable[[SourceSettings], Source]
+    open: Callable[[SourceSettings], DataSource]
     identity: str
     bytes: int
     tokens: int | None = None
     fingerprint: str = ""
 
 
-class Source(ABC):
+class DataSource(ABC):
     """Documents that can be read repeatedly, in a fixed order.
 
     Args:
@@ -184,7 +185,7 @@ class Source(ABC):
     """Whether a stream of it can have nothing else."""
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> Source | None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:
         """The source that ``names`` mean, if they mean one of this kind.
 
         Raises:
@@ -194,9 +195,9 @@ class Source(ABC):
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
         self.name = name
-        self._take(settings)
+        self._apply_settings(settings)
 
-    def _take(self, settings: SourceSettings) -> None:
+    def _apply_settings(self, settings: SourceSettings) -> None:
         if self.only_text:
             refuse_columns(settings.fields, self.only_text)
         self.settings = settings
@@ -207,7 +208,7 @@ class Source(ABC):
         return self.settings.fields
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The name, with what else is known without reading it."""
         return self.name
 
@@ -222,57 +223,57 @@ class Source(ABC):
     def digest(self) -> str:
         """A digest of the content as it is now, and of the settings for reading it."""
 
-    def recognise(self) -> Format:
+    def detect_format(self) -> Format:
         """Learn the format of the records by the first one, if the settings leave it open.
 
         Raises:
             UserError: if several formats fit it, or it cannot be read.
         """
         try:
-            kind = self._recognised()
+            kind = self._detect_format()
         except RecordError as error:
             raise self.collect_errors(error) from error
         if kind != self.settings.data.format:
-            self._take(self.settings.with_format(kind))
+            self._apply_settings(self.settings.with_format(kind))
         return kind
 
-    def _recognised(self) -> Format:
+    def _detect_format(self) -> Format:
         if self.fields.format is not None:
             return self.fields.format
-        if (first := next(self.rows(), None)) is None:
+        if (first := next(self.iter_rows(), None)) is None:
             return "text"
-        from portable.data.sources.conversations import recognise
+        from portable.data.sources.conversations import detect_format
 
-        return recognise(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
+        return detect_format(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def iter_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the place and the columns of each record; nothing for plain text.
 
         Raises:
             UserError: If a file is damaged. Subclasses read in :meth:`_read_rows`, whose exceptions are
                 converted here.
         """
-        with reading(self.name):
+        with convert_read_errors(self.name):
             yield from self._read_rows()
 
     def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return iter(())
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         """Yield the nonempty documents in a fixed order.
 
         Raises:
             UserError: naming all records that cannot be read, if there are any.
         """
         try:
-            with reading(self.name):
+            with convert_read_errors(self.name):
                 yield from self._read_documents()
         except RecordError as error:
             raise self.collect_errors(error) from error
 
     def _read_documents(self) -> Iterator[Document]:
-        for where, row in islice(self.rows(), self.settings.data.max_samples):
-            yield from read_rows(row, self.fields, where)
+        for location, row in islice(self.iter_rows(), self.settings.data.max_samples):
+            yield from read_record(row, self.fields, location)
 
     def collect_errors(self, first: RecordError) -> UserError:
         """Read the source from its start and build the error that names all bad records.
@@ -284,11 +285,11 @@ class Source(ABC):
         reader = copy.copy(self)
         reader.settings = replace(self.settings, bad=collected)
         # Until the format of the records is known, only their lines are checked.
-        read = reader._read_documents() if self.fields.format is not None else reader.rows()
-        read_one = False
+        records = reader._read_documents() if self.fields.format is not None else reader.iter_rows()
+        has_read_record = False
         try:
-            for _ in read:
-                read_one = True
+            for _ in records:
+                has_read_record = True
                 collected.check()
         except EnoughErrors:
             pass
@@ -296,12 +297,12 @@ class Source(ABC):
             return error if isinstance(error, UserError) else first
         if not collected.errors:  # the source has changed
             return first
-        if not read_one and len(collected.kinds) == 1:  # a setting is wrong, but not the records
+        if not has_read_record and len(collected.kinds) == 1:  # a setting is wrong, but not the records
             return first
         return collected.to_error(self.name)
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def check_unchanged(self) -> Iterator[None]:
         """Read it within this context, which checks at the end that it is what ``key`` says.
 
         Raises:
@@ -312,12 +313,12 @@ class Source(ABC):
             yield
         except (UserError, RunError) as error:  # may come from a file that is being written
             refusal = error
-        if self._changed(before):
-            raise changed_meanwhile(self.name) from refusal
+        if self._has_changed(before):
+            raise build_changed_error(self.name) from refusal
         if refusal is not None:
             raise refusal
 
-    def _changed(self, before: str) -> bool:
+    def _has_changed(self, before: str) -> bool:
         try:
             return self.digest() != before
         except UserError:
@@ -349,15 +350,15 @@ class Source(ABC):
 
     def check(self) -> None:
         """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
-        if not self.downloads and next(self.documents(), None) is None:
-            raise self.no_text()
+        if not self.downloads and next(self.iter_documents(), None) is None:
+            raise self.build_no_text_error()
 
-    def no_text(self) -> NoTextError:
+    def build_no_text_error(self) -> NoTextError:
         return NoTextError(
             f"data.source: {self.name} contains no text; choose a source with at least one document"
         )
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         """Its files as the shards of a stream, long ones in parts of about ``part_bytes``.
 
         Raises:
@@ -365,35 +366,35 @@ class Source(ABC):
         """
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
 
-    def tokenized_in(self, cache: Path, made: str) -> Path | None:
+    def find_token_cache(self, cache: Path, digest: str) -> Path | None:
         """The folder with its tokens, if they were made ahead of time; a copy in ``cache`` of one elsewhere.
 
         Args:
-            made: a digest of what the run's tokens are made with.
+            digest: a digest of what the run's tokens are made with.
 
         Raises:
             UserError: if they are missing, or were made with something else. NoTextError: if there are none.
         """
         return None
 
-    def made_with(self) -> Path | None:
+    def find_tokenizer_folder(self) -> Path | None:
         """The folder of the tokenizer that made its tokens, if it has some with one."""
         return None
 
 
-class TokenSource(Source):
+class TokenSource(DataSource):
     """Tokens that another program made."""
 
     tokenized = True
     only_text = "files of tokens"
     alone = True
 
-    def documents(self) -> Iterator[Document]:
+    def iter_documents(self) -> Iterator[Document]:
         raise UserError(
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def iter_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         """Yield tokens, and how many of them there are up to each end of a document from the end before.
 
         The tokens beyond the last end belong to a document that goes on in the next part.
@@ -402,7 +403,7 @@ class TokenSource(Source):
             vocab_size: of the tokenizer, which all tokens must be below.
             end: the token after which a document ends, where the files do not tell.
         """
-        with reading(self.name):
+        with convert_read_errors(self.name):
             yield from self._read_tokens(vocab_size, end)
 
     @abstractmethod

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.sources.files import file_digest
-from portable.data.sources.reading import unreadable
-from portable.data.sources.source import Shard, SourceSettings, TokenSource
+from portable.data.sources.files import compute_file_digest
+from portable.data.sources.reading import build_unreadable_error
+from portable.data.sources.source import SourceSettings, SourceShard, TokenSource
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file
 
@@ -37,13 +37,13 @@ _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def names_tokens(name: str) -> bool:
+def is_token_file(name: str) -> bool:
     """Whether ``name`` is that of a file of tokens, or a pattern of such."""
     return name.endswith(".bin") and "://" not in name
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TokenFileLayout:
     """Where the tokens of a file are: from byte ``start`` on; and the lengths of documents, if known."""
 
     dtype: np.dtype[Any]
@@ -62,27 +62,27 @@ class TokenFiles(TokenSource):
         self._files = tuple(files)
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> TokenFiles | None:
-        if not any(map(names_tokens, names)):
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFiles | None:
+        if not any(map(is_token_file, names)):
             return None
-        if not all(map(names_tokens, names)) or settings.data.max_samples is not None:
+        if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
             raise UserError(
                 f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
                 "data.max_samples"
             )
-        return cls(", ".join(names), [path for name in names for path in token_files(name)], settings)
+        return cls(", ".join(names), [path for name in names for path in find_token_files(name)], settings)
 
     def digest(self) -> str:
         digest = hashlib.blake2b(b"tokens", digest_size=16)
         for path in self._files:
-            digest.update(file_digest(path, self.settings))
-            if _index(path).is_file():
-                digest.update(file_digest(_index(path), self.settings))
+            digest.update(compute_file_digest(path, self.settings))
+            if _get_index_path(path).is_file():
+                digest.update(compute_file_digest(_get_index_path(path), self.settings))
         return digest.hexdigest()
 
     @property
     def size_bytes(self) -> int:
-        return sum(_layout(path).count for path in self._files)
+        return sum(_read_layout(path).count for path in self._files)
 
     @property
     def stored_bytes(self) -> int:
@@ -90,19 +90,19 @@ class TokenFiles(TokenSource):
 
     def check(self) -> None:
         for path in self._files:
-            _layout(path)
+            _read_layout(path)
 
     def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
         for path in self._files:
-            yield from _tokens_of(path, vocab_size, end)
+            yield from _iter_tokens(path, vocab_size, end)
 
-    def shards(self, part_bytes: int) -> Iterator[Shard]:
+    def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         for path in self._files:
             size = path.stat().st_size
-            yield Shard(partial(TokenFiles, str(path), [path]), f"{path.name} {size}", size)
+            yield SourceShard(partial(TokenFiles, str(path), [path]), f"{path.name} {size}", size)
 
 
-def beyond_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
+def check_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
     """Raise UserError if the tokenizer has not all of ``tokens``."""
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         raise UserError(
@@ -111,36 +111,36 @@ def beyond_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -
         )
 
 
-def token_files(name: str) -> list[Path]:
+def find_token_files(name: str) -> list[Path]:
     """The files that ``name`` matches.
 
     Raises:
         UserError: if there is none.
     """
-    found = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
-    if not found:
+    files = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
+    if not files:
         raise MissingDataError(f"data.source: {name}: no such file; check the path and the pattern")
-    return found
+    return files
 
 
-def _index(path: Path) -> Path:
+def _get_index_path(path: Path) -> Path:
     return path.with_suffix(".idx")
 
 
-def _layout(path: Path) -> _Layout:
+def _read_layout(path: Path) -> _TokenFileLayout:
     try:
         size = path.stat().st_size
-        if _index(path).is_file():
-            return _megatron(path, size)
+        if _get_index_path(path).is_file():
+            return _read_megatron_layout(path, size)
         with open_file(path) as file:
             head = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise build_unreadable_error(path, error) from error
     dtype = _LLM_C.get((int(head[0]), int(head[1])))
     if dtype is not None:
-        layout = _Layout(dtype, _LLM_C_HEADER, int(head[2]))
+        layout = _TokenFileLayout(dtype, _LLM_C_HEADER, int(head[2]))
     else:
-        layout = _Layout(np.dtype("<u2"), 0, size // 2)
+        layout = _TokenFileLayout(np.dtype("<u2"), 0, size // 2)
     if layout.start + layout.count * layout.dtype.itemsize != size:
         raise UserError(
             f"data.source: {path}: has {size} bytes, not those of {layout.count} tokens of "
@@ -149,8 +149,8 @@ def _layout(path: Path) -> _Layout:
     return layout
 
 
-def _megatron(path: Path, size: int) -> _Layout:
-    index = _index(path)
+def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
+    index = _get_index_path(path)
     with open_file(index) as file:
         data = file.read()
     if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
@@ -172,18 +172,20 @@ def _megatron(path: Path, size: int) -> _Layout:
         or (np.diff(ends) < 0).any()
     ):
         raise UserError(f"data.source: {index}: does not fit {path.name}; copy both again")
-    return _Layout(dtype, 0, int(after[-1]), np.diff(after[ends]))
+    return _TokenFileLayout(dtype, 0, int(after[-1]), np.diff(after[ends]))
 
 
-def _tokens_of(path: Path, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-    layout = _layout(path)
+def _iter_tokens(
+    path: Path, vocab_size: int, end: int | None
+) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    layout = _read_layout(path)
     if not layout.count:
         return
     stored = np.memmap(path, dtype=layout.dtype, mode="r", offset=layout.start, shape=(layout.count,))
     ends = None if layout.lengths is None else np.cumsum(layout.lengths)
     for start in range(0, layout.count, _CHUNK):
         piece = np.asarray(stored[start : start + _CHUNK])
-        beyond_vocabulary(piece, vocab_size, path)
+        check_vocabulary(piece, vocab_size, path)
         stop = start + len(piece)
         last = stop == layout.count
         if ends is not None:

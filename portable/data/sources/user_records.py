@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.converters.console import print_error
-from portable.data.sources.documents import Format, digest_of
-from portable.data.sources.source import FINISHED, Source, SourceSettings
-from portable.errors import UserError, one_line
+from portable.data.sources.documents import Format, compute_digest
+from portable.data.sources.source import FINISHED, DataSource, SourceSettings
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ PATIENCE = 20.0
 """Seconds of reading records until the user is told how many there are so far."""
 
 
-class UserRecords(Source):
+class UserRecords(DataSource):
     """The records of a function, class or object, such as ``my_package.my_module:records``.
 
     It is called, if it can be, and gives an iterable of mappings, with the same records each time. With a
@@ -32,77 +32,81 @@ class UserRecords(Source):
     """
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: SourceSettings) -> UserRecords | None:
-        named = next(filter(plugins.names_code, names), None)
-        if named is None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> UserRecords | None:
+        code_name = next(filter(plugins.names_code, names), None)
+        if code_name is None:
             return None
         if len(names) > 1 or settings.data.config_name is not None:
-            raise UserError(f"data.source: {named}: a Python source cannot be combined with others")
-        return cls(named, settings)
+            raise UserError(f"data.source: {code_name}: a Python source cannot be combined with others")
+        return cls(code_name, settings)
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
         super().__init__(str(plugins.parse(name)), settings)
-        self.records = plugins.load_made("data.source", name)
+        self.records = plugins.load_and_call("data.source", name)
         """What it is, or returns; a generator is made anew each time that it is read."""
 
     def digest(self) -> str:
-        told = getattr(self.records, "fingerprint", None)
-        with plugins.user_code_errors(f"data.source: {self.name}: fingerprint"):
-            told = told() if callable(told) else told
-        if told is None:
-            told = self._digest()
+        records_digest = getattr(self.records, "fingerprint", None)
+        with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
+            records_digest = records_digest() if callable(records_digest) else records_digest
+        if records_digest is None:
+            records_digest = self._compute_digest()
         most = self.settings.data.max_samples
-        return digest_of(repr((self.name, plugins.digest(self.name), str(told), self.fields.key, most)))
+        return compute_digest(
+            repr((self.name, plugins.digest(self.name), str(records_digest), self.fields.key, most))
+        )
 
-    def _recognised(self) -> Format:
+    def _detect_format(self) -> Format:
         if self.fields.format is None:
-            first = next(self.rows(), None)
+            first = next(self.iter_rows(), None)
             if first is not None and {"input_ids", "labels"} <= first[1].keys():
                 return "samples"
-        return super()._recognised()
+        return super()._detect_format()
 
     def check(self) -> None:
         if self.settings.data.format != FINISHED:  # those are checked when they are counted
             super().check()
 
     def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        told = f"data.source: {self.name}"
-        with plugins.user_code_errors(told):
-            found = self.records
-            if isinstance(found, Iterator):  # can be read once
-                found = plugins.load_made("data.source", self.name)
+        subject = f"data.source: {self.name}"
+        with plugins.convert_user_errors(subject):
+            records = self.records
+            if isinstance(records, Iterator):  # can be read once
+                records = plugins.load_and_call("data.source", self.name)
             elif (
-                not isinstance(found, Iterable)
-                and hasattr(found, "__getitem__")
-                and hasattr(found, "__len__")
+                not isinstance(records, Iterable)
+                and hasattr(records, "__getitem__")
+                and hasattr(records, "__len__")
             ):
-                found = map(found.__getitem__, range(len(found)))
-            if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
-                raise UserError(f"{told}: gives a {type(found).__name__}, not an iterable of records")
+                records = map(records.__getitem__, range(len(records)))
+            if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
+                raise UserError(f"{subject}: gives a {type(records).__name__}, not an iterable of records")
             asks_at = time.monotonic() + PATIENCE
-            for number, row in enumerate(islice(found, self.settings.data.max_samples), start=1):
+            for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
                     print_error(
-                        f"note: {told}: {number:,} records so far; if there is no end of them, set "
+                        f"note: {subject}: {number:,} records so far; if there is no end of them, set "
                         "data.max_samples"
                     )
-                where = f"{self.name}: record {number}"
+                location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
-                    raise UserError(f"data.source: {where} is a {type(row).__name__}, not a mapping")
-                yield where, row
+                    raise UserError(f"data.source: {location} is a {type(row).__name__}, not a mapping")
+                yield location, row
 
-    def _digest(self) -> str:
+    def _compute_digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for where, row in self.rows():
+        for location, row in self.iter_rows():
             try:
                 digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
             except (TypeError, ValueError) as error:
-                raise UserError(f"data.source: {where} is not of plain values ({one_line(error)})") from error
+                raise UserError(
+                    f"data.source: {location} is not of plain values ({to_one_line(error)})"
+                ) from error
         return digest.hexdigest()
 
 
-def written_records(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
+def write_records(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
     """Write records that a script has in memory to a file named by their digest, and return it.
 
     Raises:
@@ -119,7 +123,7 @@ def written_records(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
                 try:
                     line = json.dumps(dict(row), ensure_ascii=False).encode() + b"\n"
                 except (TypeError, ValueError) as error:
-                    raise UserError(f"data: record {number} is not plain ({one_line(error)})") from error
+                    raise UserError(f"data: record {number} is not plain ({to_one_line(error)})") from error
                 digest.update(line)
                 file.write(line)
         final = folder / f"{digest.hexdigest()}.jsonl"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from portable.data.sources.source import Shard
+    from portable.data.sources.source import SourceShard
     from portable.data.tokens.tokenize import TokenizeJob
 
 
@@ -32,29 +32,29 @@ class BackgroundTokenizer:
         self._job = job
         self._done = done
         self._processes = processes
-        self._wanted: list[Shard] = []
-        self._begun: set[int] = set()  # by id: a stream keeps its shards
-        self._changed = threading.Condition()
+        self._requested: list[SourceShard] = []
+        self._started: set[int] = set()  # by id: a stream keeps its shards
+        self._condition = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._workers: set[Worker] = set()
 
-    def want(self, shards: Sequence[Shard]) -> None:
+    def request_shards(self, shards: Sequence[SourceShard]) -> None:
         """Tokenize these next, in order, and none of those wanted before."""
-        with self._changed:
-            self._wanted = list(shards)
-            self._begun &= set(map(id, shards))
-            while self._wanted and len(self._threads) < min(self._processes, len(self._wanted)):
+        with self._condition:
+            self._requested = list(shards)
+            self._started &= set(map(id, shards))
+            while self._requested and len(self._threads) < min(self._processes, len(self._requested)):
                 thread = threading.Thread(target=self._run, name="tokenize-ahead", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """End the processes, also in the middle of a shard: nothing is written after it."""
-        with self._changed:
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         for worker in tuple(self._workers):
             worker.kill()
         for thread in self._threads:  # each waits for its process
@@ -62,28 +62,28 @@ class BackgroundTokenizer:
                 thread.join(timeout=5)
 
     def _run(self) -> None:
-        while (shard := self._next()) is not None:
+        while (shard := self._wait_for_shard()) is not None:
             # A process that died is replaced when there is more to do.
             with suppress(OSError), Worker(self._job) as worker:
                 self._workers.add(worker)
                 if self._closed:  # and may not have seen this worker
                     worker.kill()
-                while shard is not None and not worker.ended:
+                while shard is not None and not worker.has_ended:
                     with suppress(UserError, RunError):
                         worker.send(shard)
                         self._done(worker.receive())
-                    shard = None if worker.ended else self._next()
+                    shard = None if worker.has_ended else self._wait_for_shard()
                 self._workers.discard(worker)
 
-    def _next(self) -> Shard | None:
+    def _wait_for_shard(self) -> SourceShard | None:
         """Wait for a shard to tokenize; None after :meth:`close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._left() is not None)
+        with self._condition:
+            self._condition.wait_for(lambda: self._closed or self._find_unstarted() is not None)
             if self._closed:
                 return None
-            found = self._left()
-            self._begun.add(id(found))
-            return found
+            shard = self._find_unstarted()
+            self._started.add(id(shard))
+            return shard
 
-    def _left(self) -> Shard | None:
-        return next((one for one in self._wanted if id(one) not in self._begun), None)
+    def _find_unstarted(self) -> SourceShard | None:
+        return next((shard for shard in self._requested if id(shard) not in self._started), None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import raise_unless_panic
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,11 +88,11 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise_unless_panic(error)
-        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
-        raise _refusal(tokenizer, f"cannot {action} ({reason})") from error
+        reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
+        raise _build_error(tokenizer, f"cannot {action} ({reason})") from error
 
 
-def _refusal(tokenizer: Any, reason: str) -> UserError:
+def _build_error(tokenizer: Any, reason: str) -> UserError:
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
@@ -112,7 +112,7 @@ def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: 
     seconds_per_call = SECONDS if fast else SLOW_SECONDS
     per_character = SECONDS_PER_CHARACTER if fast else SLOW_SECONDS_PER_CHARACTER
     most_seconds = seconds_per_call + per_character * characters
-    most_memory = _resident_memory() + MEMORY + MEMORY_PER_CHARACTER * characters
+    most_memory = _read_resident_memory() + MEMORY + MEMORY_PER_CHARACTER * characters
     clocks = time.monotonic(), time.process_time()
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
     thread.start()
@@ -120,15 +120,15 @@ def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: 
         thread.join(_INTERVAL)
         # The process may wait for a core, or use several.
         seconds = min(time.monotonic() - clocks[0], time.process_time() - clocks[1])
-        if thread.is_alive() and (seconds > most_seconds or _resident_memory() > most_memory):
-            raise _refusal(tokenizer, f"takes too much time or memory to {action}")
+        if thread.is_alive() and (seconds > most_seconds or _read_resident_memory() > most_memory):
+            raise _build_error(tokenizer, f"takes too much time or memory to {action}")
     with convert_tokenizer_errors(tokenizer, action):
         if errors:
             raise errors[0]
     return results[0]
 
 
-def _resident_memory() -> int:
+def _read_resident_memory() -> int:
     """Resident memory of this process in bytes; 0 on systems without ``/proc``."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

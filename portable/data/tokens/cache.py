@@ -33,7 +33,7 @@ import numpy.typing as npt
 from isal import isal_zlib
 
 from portable.data.sources.records import Cell
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ _OFFSET = np.dtype("<u8")
 _CRC = np.dtype("<u4")
 LABELS, LABEL_ENDS, VALUES = "labels.bin", "labels.idx", "values.bin"
 TRAINED, COLUMNS = "trained.bin", "columns.bin"
-_OF_FILES: dict[str, np.dtype[Any]] = {
+_FILE_DTYPES: dict[str, np.dtype[Any]] = {
     LABELS: np.dtype("<i8"),
     LABEL_ENDS: _OFFSET,
     VALUES: np.dtype("<f8"),
@@ -80,7 +80,7 @@ class _BlockSums:
     """Computes the CRC-32 of each block of a stream."""
 
     def __init__(self) -> None:
-        self._whole = array("I")  # 4 bytes per block, where a list takes 36
+        self._finished = array("I")  # 4 bytes per block, where a list takes 36
         self._crc = self._filled = 0
 
     def update(self, data: bytes) -> None:
@@ -90,12 +90,12 @@ class _BlockSums:
             self._crc = isal_zlib.crc32(piece, self._crc)
             self._filled += len(piece)
             if self._filled == BLOCK:
-                self._whole.append(self._crc)
+                self._finished.append(self._crc)
                 self._crc = self._filled = 0
             view = view[len(piece) :]
 
-    def sums(self) -> npt.NDArray[Any]:
-        return np.array([*self._whole, *([self._crc] if self._filled else [])], dtype=_CRC)
+    def to_array(self) -> npt.NDArray[Any]:
+        return np.array([*self._finished, *([self._crc] if self._filled else [])], dtype=_CRC)
 
 
 class ChecksummedFile:
@@ -121,12 +121,12 @@ class ChecksummedFile:
 
     def _continue(self, size: int, digest: object) -> None:
         """Read the first ``size`` bytes for their checksums, and drop the rest."""
-        left = size
-        while left and (data := self._file.read(min(left, _READ_BYTES))):
+        remaining = size
+        while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
             self._hash.update(data)
             self.blocks.update(data)
-            left -= len(data)
-        if left or self._hash.hexdigest() != digest:
+            remaining -= len(data)
+        if remaining or self._hash.hexdigest() != digest:
             self._file.close()
             raise CacheDamagedError(f"{self.path}: damaged")
         self._file.seek(size)
@@ -147,13 +147,13 @@ class ChecksummedFile:
     def close(self) -> None:
         self._file.close()
 
-    def meta(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         self._file.close()
         size = self.path.stat().st_size
-        return {"bytes": size, "probe": _probe(self.path, size), "digest": self._hash.hexdigest()}
+        return {"bytes": size, "probe": _compute_probe(self.path, size), "digest": self._hash.hexdigest()}
 
 
-def _probe(path: Path, size: int) -> int:
+def _compute_probe(path: Path, size: int) -> int:
     """A CRC-32 of the first and the last bytes of a file."""
     with path.open("rb") as file:
         crc = zlib.crc32(file.read(_PROBE))
@@ -196,19 +196,19 @@ class TokenWriter:
             self._begin(f"{field}.bin", _DTYPES[self._dtype])
             self._begin(f"{field}.idx", _OFFSET, first=[0])
         for name in (*((LABELS, VALUES) if labels else ()), *[TRAINED] * masked):
-            self._begin(name, _OF_FILES[name])
+            self._begin(name, _FILE_DTYPES[name])
         if labels:
             self._begin(LABEL_ENDS, _OFFSET, first=[0])
         if columns:
-            self._begin(COLUMNS, _OF_FILES[COLUMNS])
-        self._labels = _Labels(self._streams) if labels else None
-        self._whole = dict.fromkeys(columns, True)
+            self._begin(COLUMNS, _FILE_DTYPES[COLUMNS])
+        self._labels = _LabelWriter(self._streams) if labels else None
+        self._integer_columns = dict.fromkeys(columns, True)
         """The columns, and whether all of their numbers are whole."""
         self.documents = self._trained = 0
         self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
         if progress is not None:
             self._counts = dict(progress["tokens"])
-            self._whole = dict(progress["whole"])
+            self._integer_columns = dict(progress["whole"])
             self.documents, self._trained = progress["documents"], progress["trained"]
             self._bits = np.array(progress["bits"], dtype=bool)
 
@@ -230,7 +230,7 @@ class TokenWriter:
             "documents": self.documents,
             "trained": self._trained,
             "tokens": self._counts,
-            "whole": self._whole,
+            "whole": self._integer_columns,
             "bits": self._bits.tolist(),
             "files": {name: stream.save() for name, stream in self._streams.items()},
             "facts": facts,
@@ -257,9 +257,9 @@ class TokenWriter:
             assert trained is not None
             self._trained += int(trained.sum())
             bits = np.concatenate((self._bits, trained))
-            whole = len(bits) // 8 * 8
-            self._streams[TRAINED].write(np.packbits(bits[:whole]))
-            self._bits = bits[whole:]
+            num_whole_bits = len(bits) // 8 * 8
+            self._streams[TRAINED].write(np.packbits(bits[:num_whole_bits]))
+            self._bits = bits[num_whole_bits:]
         ends = np.cumsum(lengths, dtype=np.int64)
         self._streams[f"{field}.bin"].write(values)
         self._streams[f"{field}.idx"].write(self._counts[field] + ends)
@@ -285,10 +285,10 @@ class TokenWriter:
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
         """Add the further numbers of documents, in the order of the columns."""
-        if self._whole:
+        if self._integer_columns:
             self._streams[COLUMNS].write(rows)
-            for at, name in enumerate(self._whole):
-                self._whole[name] &= all(isinstance(row[at], int) for row in rows)
+            for index, name in enumerate(self._integer_columns):
+                self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
     def finish(self, **extra: Any) -> None:
         """Write ``meta.json``, and renumber the classes in sorted order."""
@@ -300,10 +300,13 @@ class TokenWriter:
         if TRAINED in self._streams:
             self._streams[TRAINED].write(np.packbits(self._bits))
             extra["trained_tokens"] = self._trained
-        if self._whole:
-            extra["columns"] = {name: "int64" if whole else "float32" for name, whole in self._whole.items()}
-        files = {name: stream.meta() for name, stream in self._streams.items()}
-        blocks = np.concatenate([self._streams[name].blocks.sums() for name in sorted(files)]).tobytes()
+        if self._integer_columns:
+            extra["columns"] = {
+                name: "int64" if is_integer else "float32"
+                for name, is_integer in self._integer_columns.items()
+            }
+        files = {name: stream.finish() for name, stream in self._streams.items()}
+        blocks = np.concatenate([self._streams[name].blocks.to_array() for name in sorted(files)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
         meta: dict[str, Any] = {
             "format": FORMAT,
@@ -356,12 +359,12 @@ _NO_NUMBER = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-",
 """Words for a missing number, in lower case."""
 
 
-class _Labels:
+class _LabelWriter:
     """Writes labels of any kind. Even the last label may decide the kind."""
 
     def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
         self._streams = streams
-        self._known: dict[Any, int] | None = {}
+        self._class_numbers: dict[Any, int] | None = {}
         """The number of each class; None once a label was not a class."""
         self._names: dict[Any, Any] = {}
         """The name of each class, once all labels are known."""
@@ -388,13 +391,13 @@ class _Labels:
             self._fraction = numbers[0] if not self._fractions else self._fraction
             self._fractions += 1
         # Cells may turn out to be names of classes, unless there are too many to be classes.
-        many = self._known is not None and len(self._known) > _MOST_CELLS and self._fractions
+        many = self._class_numbers is not None and len(self._class_numbers) > _MOST_CELLS and self._fractions
         if many or any(isinstance(item, float) for item in items):
-            self._known = None
-        if self._known is None and not self._numbers:
-            raise _mixed()
-        if self._known is not None:
-            classes = [self._known.setdefault(item, len(self._known)) for item in items]
+            self._class_numbers = None
+        if self._class_numbers is None and not self._numbers:
+            raise _build_mixed_labels_error()
+        if self._class_numbers is not None:
+            classes = [self._class_numbers.setdefault(item, len(self._class_numbers)) for item in items]
             if write:
                 self._streams[LABELS].write(classes)
                 self._streams[LABEL_ENDS].write([self._count])
@@ -408,11 +411,11 @@ class _Labels:
 
     def _name_cells(self) -> None:
         """Give the cells of a .csv file their kind, now that all of them are known."""
-        assert self._known is not None
-        cells = [name for name in self._known if isinstance(name, Cell)]
-        self._names = dict(zip(self._known, self._known, strict=True))
+        assert self._class_numbers is not None
+        cells = [name for name in self._class_numbers if isinstance(name, Cell)]
+        self._names = dict(zip(self._class_numbers, self._class_numbers, strict=True))
         if self._numbers and self._fractions:
-            self._known = None
+            self._class_numbers = None
         elif self._numbers:
             self._names |= {cell: cell.read_number() for cell in cells}
         elif cells:
@@ -428,9 +431,9 @@ class _Labels:
     def finish(self) -> tuple[LabelKind, int, list[int | str]]:
         """Return the kind, values per document and class names; of the files, those of the kind stay."""
         width = min(self._widths, default=1)
-        if self._known is not None:
+        if self._class_numbers is not None:
             self._name_cells()
-        if self._known is None:
+        if self._class_numbers is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
                     "data.label_field: the lists of numbers have different lengths; give every text the same "
@@ -438,7 +441,7 @@ class _Labels:
                 )
             self._drop(LABELS, LABEL_ENDS)
             return "values", width, []
-        names = self._sort(self._known)
+        names = self._sort(self._class_numbers)
         if self._lists and self._repeated:
             raise UserError(
                 "data.label_field: a list has a class twice; give the classes of the text, or for each class "
@@ -453,15 +456,15 @@ class _Labels:
             stream.close()
             stream.path.unlink()
 
-    def _sort(self, known: dict[Any, int]) -> list[int | str]:
+    def _sort(self, class_numbers: dict[Any, int]) -> list[int | str]:
         if len({isinstance(name, str) for name in self._names.values()}) > 1:
-            raise _mixed()
+            raise _build_mixed_labels_error()
         names = sorted(
             set(self._names.values()), key=lambda name: (name if isinstance(name, int) else 0, str(name))
         )
         numbers = {name: number for number, name in enumerate(names)}
-        final = np.zeros(len(known), dtype=_OF_FILES[LABELS])
-        for label, index in known.items():
+        final = np.zeros(len(class_numbers), dtype=_FILE_DTYPES[LABELS])
+        for label, index in class_numbers.items():
             final[index] = numbers[self._names[label]]
         if names:
             stream = self._streams[LABELS]
@@ -480,7 +483,7 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _mixed() -> UserError:
+def _build_mixed_labels_error() -> UserError:
     return UserError("data.label_field: some labels are numbers and some are strings; use one kind")
 
 
@@ -521,22 +524,22 @@ class CheckedArray:
     def shape(self) -> tuple[int, ...]:
         return self._values.shape
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, key: Any) -> Any:
         """Return a value, a slice (shared with the file) or the values at a list of indices (a copy).
 
         Raises:
             RunError: if the file is damaged.
         """
-        if isinstance(at, slice):
-            start, stop, _ = at.indices(len(self._values))
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(len(self._values))
             self._check(start, stop)
-        elif isinstance(at, int | np.integer):
-            index = int(at) + (len(self._values) if at < 0 else 0)
+        elif isinstance(key, int | np.integer):
+            index = int(key) + (len(self._values) if key < 0 else 0)
             self._check(index, index + 1)
         else:
-            for index in np.asarray(at).ravel().tolist():
+            for index in np.asarray(key).ravel().tolist():
                 self._check(index, index + 1)
-        return self._values[at]
+        return self._values[key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.asarray(self[:], dtype=dtype)
@@ -545,7 +548,7 @@ class CheckedArray:
         values: list[Any] = self[:].tolist()
         return values
 
-    def damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
+    def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
         """Return the first damaged block in ``[first, last)``, or None."""
         last = len(self._sums) if last is None else last
         while (block := self._seen.find(b"\0", first, last)) >= 0:
@@ -558,7 +561,7 @@ class CheckedArray:
 
     def _check(self, start: int, stop: int) -> None:
         width = self._item_bytes
-        block = self.damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
+        block = self.find_damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
         if block is not None:
             # Without this file the cache is invalid, and the next launch rebuilds it.
             with suppress(OSError):
@@ -608,30 +611,32 @@ class TokenCache:
                 raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
             if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
                 raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
-            sums, at = _open_sums(folder / _BLOCKS_FILE, meta["blocks"]), 0
-            dtypes = dict(_OF_FILES)
+            sums, first_block = _open_sums(folder / _BLOCKS_FILE, meta["blocks"]), 0
+            dtypes = dict(_FILE_DTYPES)
             for name in meta["tokens"]:
                 dtypes |= {f"{name}.bin": _DTYPES[meta["dtype"]], f"{name}.idx": _OFFSET}
             widths = {VALUES: meta.get("label_width"), COLUMNS: len(meta.get("columns", ()))}
             arrays: dict[str, CheckedArray] = {}
-            for name, recorded in sorted(meta["files"].items()):
-                count = -(-recorded["bytes"] // BLOCK)
-                if (folder / name).stat().st_size != recorded["bytes"]:
+            for name, file_meta in sorted(meta["files"].items()):
+                count = -(-file_meta["bytes"] // BLOCK)
+                if (folder / name).stat().st_size != file_meta["bytes"]:
                     raise CacheDamagedError(f"{folder / name}: damaged")
-                array = CheckedArray(folder / name, dtypes[name], sums[at : at + count], widths.get(name))
-                if recorded["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
+                array = CheckedArray(
+                    folder / name, dtypes[name], sums[first_block : first_block + count], widths.get(name)
+                )
+                if file_meta["bytes"] <= CHECKED_WHOLE and array.find_damaged_block() is not None:
                     raise CacheDamagedError(f"{folder / name}: damaged")
-                arrays[name], at = array, at + count
-            found = TokenCache(folder, meta, arrays)
-            assert found.tokens.keys() == found.offsets.keys()
+                arrays[name], first_block = array, first_block + count
+            cache = TokenCache(folder, meta, arrays)
+            assert cache.tokens.keys() == cache.offsets.keys()
         except (CacheDamagedError, MemoryError):
             raise
         except Exception as error:  # the files may hold any values
-            raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
-        return found
+            raise CacheDamagedError(f"{folder}: {to_one_line(error)}") from error
+        return cache
 
     @staticmethod
-    def intact(folder: Path) -> TokenCache | None:
+    def open_if_intact(folder: Path) -> TokenCache | None:
         """The same; None if it does not exist or is damaged."""
         with suppress(CacheDamagedError):
             return TokenCache.open(folder)
@@ -662,7 +667,7 @@ class TokenCache:
 
     @property
     def trained_bits(self) -> CheckedArray | None:
-        """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
+        """A bit per token of the texts, if only some are trained; see :meth:`read_trained_mask`."""
         return self.arrays.get(TRAINED)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -690,7 +695,7 @@ class TokenCache:
         kind: LabelKind = self.meta.get("label_kind", "classes")
         return kind
 
-    def document(self, field: str, number: int) -> npt.NDArray[Any]:
+    def read_document(self, field: str, number: int) -> npt.NDArray[Any]:
         """The tokens of one document, including special tokens."""
         offsets = self.offsets[field]
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
@@ -701,20 +706,20 @@ class TokenCache:
         """Whether documents have further numbers."""
         return COLUMNS in self.arrays
 
-    def columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    def read_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """These numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
-        return {name: rows[:, at].astype(kind) for at, (name, kind) in enumerate(kinds.items())}
+        return {name: rows[:, index].astype(kind) for index, (name, kind) in enumerate(kinds.items())}
 
-    def trained(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
+    def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
         """Which tokens of a document are trained; None if all are."""
         if self.trained_bits is None or field != "text":
             return None
         offsets = self.offsets[field]
-        return self.trained_between(int(offsets[number]), int(offsets[number + 1]))
+        return self.read_trained_range(int(offsets[number]), int(offsets[number + 1]))
 
-    def trained_between(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+    def read_trained_range(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Which of the tokens ``[start, stop)`` of all texts are trained; None if all are."""
         if self.trained_bits is None:
             return None
@@ -722,7 +727,7 @@ class TokenCache:
         bits = np.unpackbits(self.trained_bits[first : -(-stop // 8)])
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
-    def documents_between(self, field: str, start: int, stop: int) -> range:
+    def find_documents(self, field: str, start: int, stop: int) -> range:
         """The documents that contain the tokens ``[start, stop)`` of a field."""
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.sources.documents import RecordError, listed
+from portable.data.sources.documents import RecordError, format_names
 from portable.data.tokens import bounded_tokenizer, limited
 from portable.data.tokens.rendering import (
     DAY,
     Draft,
-    Rendering,
     Start,
+    TemplateRenderer,
     TrainOn,
     UnstableError,
+    build_no_template_error,
+    build_template_error,
+    build_unstable_error,
     check_words,
-    failure,
-    no_template,
-    unstable,
 )
-from portable.data.tokens.tokenizer import CHATML, begins_with
+from portable.data.tokens.tokenizer import CHATML, has_prefix
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Encoded:
     ``lost``: parts that the template leaves out; ``empty``: answers without words, calls and reasoning."""
 
 
-def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
+def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
     """The template that ``data.chat_template`` means: a file, a name of the tokenizer's, or a built-in one.
 
     Returns:
@@ -86,15 +86,18 @@ def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
     Raises:
         UserError: there is none.
     """
-    own = getattr(tokenizer, "chat_template", None)
+    tokenizer_templates = getattr(tokenizer, "chat_template", None)
     if setting is None:
-        if not own:
-            raise no_template()
-        if isinstance(own, dict) and "default" not in own:
-            raise UserError(f"data.chat_template: the tokenizer has several ({listed(own)}); set it to one")
-        return own  # type: ignore[no-any-return]
-    if isinstance(own, dict) and setting in own:
-        return str(own[setting])
+        if not tokenizer_templates:
+            raise build_no_template_error()
+        if isinstance(tokenizer_templates, dict) and "default" not in tokenizer_templates:
+            raise UserError(
+                f"data.chat_template: the tokenizer has several ({format_names(tokenizer_templates)}); set "
+                "it to one"
+            )
+        return tokenizer_templates  # type: ignore[no-any-return]
+    if isinstance(tokenizer_templates, dict) and setting in tokenizer_templates:
+        return str(tokenizer_templates[setting])
     path = Path(setting)
     if path.suffix in (".jinja", ".jinja2", ".j2", ".txt") or path.is_file():
         try:
@@ -106,7 +109,7 @@ def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
             ) from error
     if setting in BUILT_IN:
         return BUILT_IN[setting]
-    names = [*(own if isinstance(own, dict) else ()), *BUILT_IN]
+    names = [*(tokenizer_templates if isinstance(tokenizer_templates, dict) else ()), *BUILT_IN]
     raise UserError(
         f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; give the path "
         f"of a template file, {', '.join(names)}, or null for the template of the tokenizer"
@@ -118,7 +121,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: a fast one. The positions of its tokens in the text are needed.
-        templates: from :func:`chat_template`; None if there is none, which only completions do without.
+        templates: from :func:`load_chat_template`; None if there is none, which only completions do without.
         frame: the special tokens around a completion.
         train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
             assistant says.
@@ -148,7 +151,7 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._pairs = pairs
-        self._rendering = Rendering(
+        self._renderer = TemplateRenderer(
             templates,
             {**tokenizer.special_tokens_map, **(kwargs or {})},
             train_on,
@@ -161,18 +164,26 @@ class ChatTemplate:
     @property
     def key(self) -> str:
         """What the tokens depend on, besides the source and the tokenizer."""
-        made = self._rendering
-        content = [VERSION, made.templates, made.train_on, made.split, self._pairs, made.variables, DAY]
+        renderer = self._renderer
+        content = [
+            VERSION,
+            renderer.templates,
+            renderer.train_on,
+            renderer.split,
+            self._pairs,
+            renderer.variables,
+            DAY,
+        ]
         return json.dumps(content, sort_keys=True, default=str)
 
     @property
-    def lacking(self) -> list[str]:
+    def missing_tokens(self) -> list[str]:
         """What the template writes in the form of special tokens, and the tokenizer has none for."""
-        given = self._rendering.templates
-        texts = given.values() if isinstance(given, dict) else [given or ""]
+        templates = self._renderer.templates
+        texts = templates.values() if isinstance(templates, dict) else [templates or ""]
         written = dict.fromkeys(_SPECIAL.findall(" ".join(texts)))
-        known = self._tokenizer.get_vocab()
-        return [token for token in written if token not in known]
+        vocabulary = self._tokenizer.get_vocab()
+        return [token for token in written if token not in vocabulary]
 
     def encode(self, documents: Sequence[Document], *, collect: bool = False) -> Encoded:
         """Tokenize conversations and completions.
@@ -185,24 +196,28 @@ class ChatTemplate:
             RecordError: naming the record, if its template fails or its mask cannot be determined.
         """
         drafts: list[list[Draft] | RecordError] = limited.call(
-            partial(self._rendering.drafts, collect=collect), documents
+            partial(self._renderer.render_documents, collect=collect), documents
         )
-        rendered = [several for several in drafts if not isinstance(several, RecordError)]
-        encodings = iter(self._encodings([draft.text for several in rendered for draft in several]))
+        rendered = [
+            document_drafts for document_drafts in drafts if not isinstance(document_drafts, RecordError)
+        ]
+        encodings = iter(
+            self._encode_texts([draft.text for document_drafts in rendered for draft in document_drafts])
+        )
         encoded = Encoded()
         size = 2 if self._pairs else 1
         for first in range(0, len(documents), size):
             samples: list[tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]] = []
             refusal: RecordError | None = None
-            for document, several in zip(
+            for document, document_drafts in zip(
                 documents[first : first + size], drafts[first : first + size], strict=True
             ):
-                if isinstance(several, RecordError):
-                    refusal = refusal or several
+                if isinstance(document_drafts, RecordError):
+                    refusal = refusal or document_drafts
                     continue
-                found = [next(encodings) for _ in several]
+                draft_encodings = [next(encodings) for _ in document_drafts]
                 try:
-                    samples.append(self._compute_masks(document, several, found, encoded))
+                    samples.append(self._compute_masks(document, document_drafts, draft_encodings, encoded))
                 except RecordError as error:
                     if not collect:
                         raise
@@ -212,15 +227,15 @@ class ChatTemplate:
                 encoded.samples += [0] * len(documents[first : first + size])
                 continue
             for sample in samples:
-                self._append(*sample, encoded)
+                self._append_samples(*sample, encoded)
         if self._pairs:  # the same tokens of the prompt count for both
-            for one, other in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
-                first, second = int(one.argmax()), int(other.argmax())
-                one[second:first] = other[first:second] = True
+            for chosen_mask, rejected_mask in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
+                first, second = int(chosen_mask.argmax()), int(rejected_mask.argmax())
+                chosen_mask[second:first] = rejected_mask[first:second] = True
         return encoded
 
     def _compute_masks(
-        self, document: Document, several: list[Draft], found: Sequence[Any], encoded: Encoded
+        self, document: Document, drafts: list[Draft], encodings: Sequence[Any], encoded: Encoded
     ) -> tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]:
         """Compute the masks of a document's drafts.
 
@@ -228,17 +243,17 @@ class ChatTemplate:
             Drafts, encodings and masks; one for each answer if the answers cannot be found in one text.
         """
         try:
-            return several, found, self._masks(several, found, encoded)
+            return drafts, encodings, self._build_masks(drafts, encodings, encoded)
         except UnstableError:
-            if document.conversation is None or not several[0].turns:
+            if document.conversation is None or not drafts[0].turns:
                 raise
-        several = limited.call(self._rendering.turns, document.conversation, several[0].turns)
-        found = self._encodings([draft.text for draft in several])
-        masks = self._masks(several, found, encoded)
-        encoded.counts.update(apart=1, turns=len(several))
-        return several, found, masks
+        drafts = limited.call(self._renderer.render_turns, document.conversation, drafts[0].turns)
+        encodings = self._encode_texts([draft.text for draft in drafts])
+        masks = self._build_masks(drafts, encodings, encoded)
+        encoded.counts.update(apart=1, turns=len(drafts))
+        return drafts, encodings, masks
 
-    def _append(
+    def _append_samples(
         self,
         drafts: Sequence[Draft],
         encodings: Sequence[Any],
@@ -247,7 +262,7 @@ class ChatTemplate:
     ) -> None:
         """Append the samples of a document."""
         for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
-            prefix = () if begins_with(encoding.ids, draft.prefix) else draft.prefix
+            prefix = () if has_prefix(encoding.ids, draft.prefix) else draft.prefix
             tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
             ends = np.full(len(prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
             encoded.tokens.append(tokens)
@@ -265,7 +280,7 @@ class ChatTemplate:
 
     # -- masks ----------------------------------------------------------------------------------------------
 
-    def _encodings(self, texts: list[str]) -> Any:
+    def _encode_texts(self, texts: list[str]) -> Any:
         if not texts:
             return []
         encoded = bounded_tokenizer.encode(
@@ -278,81 +293,90 @@ class ChatTemplate:
         )
         return encoded.encodings
 
-    def _masks(
-        self, drafts: list[Draft], found: Sequence[Any], encoded: Encoded
+    def _build_masks(
+        self, drafts: list[Draft], encodings: Sequence[Any], encoded: Encoded
     ) -> list[npt.NDArray[np.bool_]]:
-        return [self._trained(draft, one, encoded) for draft, one in zip(drafts, found, strict=True)]
+        return [
+            self._build_mask(draft, encoding, encoded)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
 
-    def _trained(self, draft: Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
+    def _build_mask(self, draft: Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
         if draft.turns and len(set(draft.thoughts)) > 1 and draft.conversation is not None:
             # The template leaves out the reasoning of earlier answers.
-            raise unstable(draft.conversation, draft.turns[0])
+            raise build_unstable_error(draft.conversation, draft.turns[0])
         trained = np.zeros(len(encoding.ids), dtype=bool)
         if draft.whole:
             trained[:] = True
         for start, end in draft.spans:
-            trained[_token_with(encoding, start) : _token_after(encoding, end, len(draft.text))] = True
-        for at, opened, closed in zip(draft.answers, draft.opened, draft.closed, strict=True):
+            trained[_find_token_at(encoding, start) : _find_token_after(encoding, end, len(draft.text))] = (
+                True
+            )
+        for index, opened, closed in zip(draft.answers, draft.opened, draft.closed, strict=True):
             assert draft.conversation is not None
-            first = self._start(draft, draft.conversation, encoding, at, opened, encoded)
-            last = self._end(draft, draft.conversation, encoding, at, closed)
+            first = self._find_start(draft, draft.conversation, encoding, index, opened, encoded)
+            last = self._find_end(draft, draft.conversation, encoding, index, closed)
             if last <= first:
-                raise failure(
-                    draft.conversation, f"the template writes nothing for message {at + 1}, an answer"
+                raise build_template_error(
+                    draft.conversation, f"the template writes nothing for message {index + 1}, an answer"
                 )
             trained[first:last] = True
         if draft.words and draft.conversation is not None:
-            check_words(draft.conversation, draft.words, _trained_text(draft.text, encoding, trained))
+            check_words(draft.conversation, draft.words, _join_trained_text(draft.text, encoding, trained))
         return trained
 
-    def _start(
+    def _find_start(
         self,
         draft: Draft,
         conversation: Conversation,
         encoding: Any,
-        at: int,
+        index: int,
         opened: int | Start,
         encoded: Encoded,
     ) -> int:
         """The first token of an answer."""
         if isinstance(opened, int):
-            return _token_with(encoding, opened)
-        if conversation.messages[at]["role"] != "assistant":
-            raise unstable(conversation, at)
+            return _find_token_at(encoding, opened)
+        if conversation.messages[index]["role"] != "assistant":
+            raise build_unstable_error(conversation, index)
         # The generation prompt may begin the answer itself, such as "<think>".
-        asked, before = opened
+        prompted, before = opened
         if before is None:
-            raise unstable(conversation, at)
-        context, rest = self._common(encoding, before)
-        first, left = self._common(encoding, asked)
+            raise build_unstable_error(conversation, index)
+        context, rest = self._match_tokens(encoding, before)
+        first, prompt_rest = self._match_tokens(encoding, prompted)
         ids = encoding.ids
         # A header ends with an added token or a space. What else is alike is so by chance.
-        while first > context and not (ids[first - 1] in self._added or self._is_blank(ids[first - 1])):
+        while first > context and not (ids[first - 1] in self._added_ids or self._is_blank(ids[first - 1])):
             first -= 1
-            left.insert(0, ids[first])
+            prompt_rest.insert(0, ids[first])
         # The answer, with part of the generation prompt.
-        begins = first > context or asked == before
-        if not self._only_special(rest) or not begins or first < context or first == len(ids):
-            raise unstable(conversation, at)
-        encoded.prompt_left = encoded.prompt_left or bounded_tokenizer.decode(self._tokenizer, left)
+        is_within_prompt = first > context or prompted == before
+        if not self._has_only_special(rest) or not is_within_prompt or first < context or first == len(ids):
+            raise build_unstable_error(conversation, index)
+        encoded.prompt_left = encoded.prompt_left or bounded_tokenizer.decode(self._tokenizer, prompt_rest)
         return first
 
-    def _end(
-        self, draft: Draft, conversation: Conversation, encoding: Any, at: int, closed: int | str
+    def _find_end(
+        self, draft: Draft, conversation: Conversation, encoding: Any, index: int, closed: int | str
     ) -> int:
         """The token after an answer."""
         if isinstance(closed, int):
-            return _token_after(encoding, closed, len(draft.text))
-        last, rest = self._common(encoding, closed)
-        if not self._only_special(rest):
-            raise unstable(conversation, at)
+            return _find_token_after(encoding, closed, len(draft.text))
+        last, rest = self._match_tokens(encoding, closed)
+        if not self._has_only_special(rest):
+            raise build_unstable_error(conversation, index)
         return last
 
-    def _common(self, encoding: Any, text: str) -> tuple[int, list[int]]:
+    def _match_tokens(self, encoding: Any, text: str) -> tuple[int, list[int]]:
         """How many first tokens of ``text`` are those of the whole, and the others of ``text``."""
-        ids: list[int] = self._encodings([text])[0].ids
+        ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
-            (at for at, (one, other) in enumerate(zip(ids, encoding.ids, strict=False)) if one != other),
+            (
+                index
+                for index, (token, whole_token) in enumerate(zip(ids, encoding.ids, strict=False))
+                if token != whole_token
+            ),
             min(len(ids), len(encoding.ids)),
         )
         return count, ids[count:]
@@ -360,26 +384,26 @@ class ChatTemplate:
     # -- the token that ends a turn --------------------------------------------------------------------------
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         return frozenset(self._tokenizer.all_special_ids) | {
             number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        return self._special | frozenset(self._tokenizer.get_added_vocab().values())
+    def _added_ids(self) -> frozenset[int]:
+        return self._special_ids | frozenset(self._tokenizer.get_added_vocab().values())
 
     @cached_property
-    def _blank(self) -> dict[int, bool]:
+    def _blank_tokens(self) -> dict[int, bool]:
         return {}
 
     def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
-        return self._blank[token]
+        if token not in self._blank_tokens:
+            self._blank_tokens[token] = not bounded_tokenizer.decode(self._tokenizer, [token]).strip()
+        return self._blank_tokens[token]
 
-    def _only_special(self, tokens: list[int]) -> bool:
-        return all(token in self._special or self._is_blank(token) for token in tokens)
+    def _has_only_special(self, tokens: list[int]) -> bool:
+        return all(token in self._special_ids or self._is_blank(token) for token in tokens)
 
     def _count_stops(
         self,
@@ -395,44 +419,47 @@ class ChatTemplate:
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
         untrained = np.flatnonzero(~trained[: last + 1])
         begin = int(untrained[-1]) + 1 if len(untrained) else 0
-        talk = draft.conversation
-        spoke_last = talk is None or len(talk.messages) - 1 in talk.answers
-        at = (len(tokens) if spoke_last else last + 1) - 1
-        while at >= begin and self._is_blank(int(tokens[at])) and tokens[at] not in self._added:
-            at -= 1
-        end = at if at >= begin and tokens[at] in self._added else None
-        while at >= begin and (tokens[at] in self._special or self._is_blank(int(tokens[at]))):
-            end = at if tokens[at] in self._special else end
-            at -= 1
+        conversation = draft.conversation
+        spoke_last = conversation is None or len(conversation.messages) - 1 in conversation.answers
+        index = (len(tokens) if spoke_last else last + 1) - 1
+        while index >= begin and self._is_blank(int(tokens[index])) and tokens[index] not in self._added_ids:
+            index -= 1
+        end = index if index >= begin and tokens[index] in self._added_ids else None
+        while index >= begin and (tokens[index] in self._special_ids or self._is_blank(int(tokens[index]))):
+            end = index if tokens[index] in self._special_ids else end
+            index -= 1
         if end is not None:
             encoded.ends[int(tokens[end])] += 1
         if end is not None and trained[end]:
             encoded.stopping += 1
         elif not encoded.unstopped:
             decode = partial(bounded_tokenizer.decode, self._tokenizer)
-            said, rest = decode(tokens[trained][-8:].tolist()), decode(tokens[last + 1 : last + 9].tolist())
-            encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
+            trained_end, rest = (
+                decode(tokens[trained][-8:].tolist()),
+                decode(tokens[last + 1 : last + 9].tolist()),
+            )
+            encoded.unstopped = f"{trained_end!r}" + (f", and then comes {rest!r}" if rest else "")
 
 
-def notes(counts: Counter[str], prompt_left: str) -> list[str]:
+def build_notes(counts: Counter[str], prompt_left: str) -> list[str]:
     """What a template does that may surprise, by the counts of all records; a line each.
 
     Raises:
         UserError: it leaves out all reasoning, and most records have some.
     """
-    told = []
+    template_notes = []
     if prompt_left:
-        told.append(
+        template_notes.append(
             f"its generation prompt ends in {prompt_left!r}, which it does not write before the answers of "
             "the data: the model is trained without it"
         )
     if counts["apart"]:
-        told.append(
+        template_notes.append(
             f"it shows earlier answers otherwise than the last: {counts['apart']:,} of {counts['records']:,} "
             f"conversations became {counts['turns']:,} samples, one for each answer"
         )
     if counts["lost"]:
-        told.append(
+        template_notes.append(
             f"it leaves out the reasoning of {counts['lost']:,} of the {counts['thoughts']:,} answers that "
             "have some: the model is trained without it"
         )
@@ -441,7 +468,7 @@ def notes(counts: Counter[str], prompt_left: str) -> list[str]:
             f"data.chat_template: it leaves out all reasoning, which {counts['think']:,} of "
             f"{counts['records']:,} records have; use a template that writes it, or remove the reasoning"
         )
-    lines = [f"data.chat_template: {line}" for line in told]
+    lines = [f"data.chat_template: {line}" for line in template_notes]
     if counts["empty"]:
         lines.append(
             f"data.source: {counts['empty']:,} answers are empty: the model is trained to end its turn "
@@ -450,7 +477,7 @@ def notes(counts: Counter[str], prompt_left: str) -> list[str]:
     return lines
 
 
-def _trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
+def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> str:
     """Return the parts of a text whose tokens are trained."""
     if trained.all():
         return text
@@ -461,18 +488,18 @@ def _trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_]) -> s
     return "\n".join(parts)
 
 
-def _token_with(encoding: Any, char: int) -> int:
+def _find_token_at(encoding: Any, char: int) -> int:
     """The token that contains a character, or the next one that contains any."""
-    if (found := encoding.char_to_token(char)) is None:  # normalized away, such as a space
-        starts = ((at, span[0]) for at, span in enumerate(encoding.offsets))
-        found = next((at for at, start in starts if start >= char), len(encoding.ids))
-    return int(found)
+    if (token_index := encoding.char_to_token(char)) is None:  # normalized away, such as a space
+        starts = ((index, span[0]) for index, span in enumerate(encoding.offsets))
+        token_index = next((index for index, start in starts if start >= char), len(encoding.ids))
+    return int(token_index)
 
 
-def _token_after(encoding: Any, char: int, length: int) -> int:
+def _find_token_after(encoding: Any, char: int, length: int) -> int:
     """The first token that begins at a character or later."""
     if char >= length:
         return len(encoding.ids)
-    found = _token_with(encoding, char)
-    begins = found < len(encoding.ids) and encoding.token_to_chars(found)[0] < char
-    return found + 1 if begins else found
+    token_index = _find_token_at(encoding, char)
+    starts_earlier = token_index < len(encoding.ids) and encoding.token_to_chars(token_index)[0] < char
+    return token_index + 1 if starts_earlier else token_index

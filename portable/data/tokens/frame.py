@@ -23,7 +23,7 @@ class Frame:
     """Whether a text that ends in the suffix gets no second one."""
 
 
-def special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
+def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """Build the special tokens that a task puts around a document.
 
     A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
@@ -38,8 +38,11 @@ def special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | 
         UserError: If the tokenizer has no end token.
     """
     if target is not None:
-        framed, apart = special_token_frame(task, vocabulary), special_token_frame(task, target)
-        return framed if apart == framed else replace(framed, target=apart)
+        text_frame, target_frame = (
+            build_special_token_frame(task, vocabulary),
+            build_special_token_frame(task, target),
+        )
+        return text_frame if target_frame == text_frame else replace(text_frame, target=target_frame)
     if task == "sequence-classification":
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if task != "causal-lm" and vocabulary.suffix:

@@ -25,7 +25,7 @@ SECONDS = 20.0
 _MEMORY = 1 << 30
 """Bytes that a call may take."""
 _lock = threading.Lock()
-_kept: dict[int, parallel.Worker] = {}
+_workers: dict[int, parallel.Worker] = {}
 """The process of this one, by the id of this one."""
 
 
@@ -36,20 +36,20 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         UserError: of the function, or since it took too much.
     """
     if parallel.serves:
-        return _within_limits((SECONDS, function, arguments))
+        return _call_within_limits((SECONDS, function, arguments))
     with _lock:
         try:
-            if os.getpid() not in _kept:
-                _kept[os.getpid()] = parallel.Worker(_within_limits)
-                atexit.register(_kept[os.getpid()].__exit__)
-            worker = _kept[os.getpid()]
+            if os.getpid() not in _workers:
+                _workers[os.getpid()] = parallel.Worker(_call_within_limits)
+                atexit.register(_workers[os.getpid()].__exit__)
+            worker = _workers[os.getpid()]
             worker.send((SECONDS, function, arguments))
             return worker.receive()
         except UserError:
             raise
         except BaseException as error:  # what the process would answer next is for this call
-            if os.getpid() in _kept:
-                _kept.pop(os.getpid()).__exit__()
+            if os.getpid() in _workers:
+                _workers.pop(os.getpid()).__exit__()
             if not isinstance(error, RunError):
                 raise
             raise UserError(
@@ -57,20 +57,20 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
             ) from error
 
 
-def _within_limits(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
+def _call_within_limits(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
     seconds, function, arguments = item
-    with _little_time(seconds), _little_memory():
+    with _limit_time(seconds), _limit_memory():
         return function(*arguments)
 
 
 @contextmanager
-def _little_time(seconds: float) -> Iterator[None]:
+def _limit_time(seconds: float) -> Iterator[None]:
     """End Python code that takes too long by a TimeoutError, and other code by the end of the process."""
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"takes more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGPROF, late)
+    before = signal.signal(signal.SIGPROF, raise_timeout)
     signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)  # again and again: it may be caught
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
@@ -82,7 +82,7 @@ def _little_time(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _little_memory() -> Iterator[None]:
+def _limit_memory() -> Iterator[None]:
     """Let this process take little more memory than it has; a MemoryError says so. Only on Linux."""
     status = Path("/proc/self/status")
     if not status.exists():
@@ -92,8 +92,8 @@ def _little_memory() -> Iterator[None]:
 
     now = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if "VmData" in line)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = [one for one in (now + _MEMORY, soft) if one != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(most), hard))
+    limits = [limit for limit in (now + _MEMORY, soft) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     try:
         yield
     finally:

@@ -21,8 +21,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from portable.converters.interrupts import ignore_interrupts
-from portable.errors import RunError, UserError, one_line
-from portable.plugins import new_python
+from portable.errors import RunError, UserError, to_one_line
+from portable.plugins import build_python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,9 @@ serves = False
 """Whether this process is a :class:`Worker`."""
 
 
-def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0) -> Iterator[R]:
+def map_in_order(
+    work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0
+) -> Iterator[R]:
     """Yield ``work(item)`` for every item, in order.
 
     Args:
@@ -56,14 +58,14 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
         return
     numbered = enumerate(chain((first,), rest))
     done: dict[int, R | UserError | RunError] = {}
-    turn, left = 0, True
+    turn, has_items = 0, True
     with ExitStack() as stack:
         free = [stack.enter_context(Worker(work)) for _ in range(processes)]
         busy: dict[Worker, int] = {}
         while True:
-            while left and free and len(busy) + len(done) < _AT_A_TIME * processes:
+            while has_items and free and len(busy) + len(done) < _AT_A_TIME * processes:
                 number, item = next(numbered, (-1, first))
-                if left := number >= 0:
+                if has_items := number >= 0:
                     worker = free.pop()
                     worker.send(item)
                     busy[worker] = number
@@ -100,7 +102,7 @@ class Worker:
         serving = "from portable.data.tokens.parallel import serve; serve()"
         with ignore_interrupts():
             self._process = subprocess.Popen(
-                new_python(serving, str(theirs.fileno())),
+                build_python_command(serving, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
                 stdin=subprocess.DEVNULL,
@@ -122,7 +124,7 @@ class Worker:
         return self._connection.fileno()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
@@ -133,18 +135,18 @@ class Worker:
         try:
             self._connection.send(item)
         except OSError as error:
-            raise self._died() from error
+            raise self._build_died_error() from error
 
     def receive(self) -> Any:
         try:
             result = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise self._died() from error
+            raise self._build_died_error() from error
         if isinstance(result, UserError | RunError):
             raise result
         return result
 
-    def _died(self) -> RunError:
+    def _build_died_error(self) -> RunError:
         code = self._process.wait()
         return RunError(
             f"data.source: a process that tokenizes ended with code {code}, most likely for lack of memory; "
@@ -166,7 +168,7 @@ def serve() -> None:
             except UserError as error:
                 result = error
             except Exception as error:
-                said = f"{type(error).__name__}: {one_line(error)}"
+                said = f"{type(error).__name__}: {to_one_line(error)}"
                 result = RunError(f"data.source: a process that tokenizes failed ({said})")
             connection.send(result)
     except (EOFError, OSError):  # the other side is done, or dead

@@ -15,9 +15,15 @@ from datetime import datetime
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.sources.conversations import FIRST, SELDOM
-from portable.data.sources.documents import ANSWERING, Conversation, RecordError, context_only, valid
-from portable.errors import UserError, one_line
+from portable.data.sources.conversations import RARE_ROLES, SYSTEM_ROLES
+from portable.data.sources.documents import (
+    ANSWERING,
+    Conversation,
+    RecordError,
+    is_context_only,
+    replace_surrogates,
+)
+from portable.errors import UserError, to_one_line
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
 _PROBE = "What is shown of this?"
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]", re.IGNORECASE)
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_RENDERED = 1 << 30  # characters written for one conversation
 _TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
 _Span = tuple[int, int]
@@ -72,7 +78,7 @@ class UnstableError(RecordError):
     """The tokens of an answer cannot be told in the whole."""
 
 
-def no_template() -> UserError:
+def build_no_template_error() -> UserError:
     return UserError(
         "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
         "tokenizer has its tokens (<|im_start|> <|im_end|>)"
@@ -80,7 +86,7 @@ def no_template() -> UserError:
 
 
 @dataclass(frozen=True)
-class Rendering:
+class TemplateRenderer:
     """Renders conversations.
 
     Attributes:
@@ -102,7 +108,7 @@ class Rendering:
     end: str = ""
     _parts: dict[str, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def drafts(
+    def render_documents(
         self, documents: Sequence[Document], *, collect: bool = False
     ) -> list[list[Draft] | RecordError]:
         """Render each conversation or completion.
@@ -120,7 +126,7 @@ class Rendering:
         drafts: list[list[Draft] | RecordError] = []
         for document in documents:
             try:
-                drafts.append(self._drafts(document))
+                drafts.append(self._render_document(document))
             except RecordError as error:
                 # A template that takes too much of one record has no time left for others.
                 if not collect or isinstance(error.__cause__, TimeoutError | MemoryError):
@@ -128,97 +134,110 @@ class Rendering:
                 drafts.append(RecordError(str(error)))
         return drafts
 
-    def question(self, text: str, where: str) -> str:
+    def render_question(self, text: str, location: str) -> str:
         """What a user's ``text`` becomes, up to where the assistant begins."""
-        return self.prompt([{"role": "user", "content": text}], where)
+        return self.render_prompt([{"role": "user", "content": text}], location)
 
-    def prompt(self, messages: Sequence[Message], where: str) -> str:
+    def render_prompt(self, messages: Sequence[Message], location: str) -> str:
         """Render a conversation up to the point where the assistant begins.
 
         Args:
             messages: Messages of the conversation.
-            where: Name of the conversation in error messages.
+            location: Name of the conversation in error messages.
         """
-        conversation = self._with_parts(Conversation(tuple(messages), where))
+        conversation = self._with_parts(Conversation(tuple(messages), location))
         return self._render(conversation, conversation.messages, prompted=True)
 
-    def _drafts(self, document: Document) -> list[Draft]:
+    def _render_document(self, document: Document) -> list[Draft]:
         conversation = document.conversation
         if conversation is None:
-            return [self._completion(document.text, document.prompt_chars or 0)]
+            return [self._build_completion_draft(document.text, document.prompt_chars or 0)]
         if not self.split:
-            return [self._draft(conversation, self.train_on)]
+            return [self._build_draft(conversation, self.train_on)]
         begin = conversation.prompt or 0
-        return self.turns(conversation, [at for at in conversation.answers if at >= begin])
+        return self.render_turns(conversation, [index for index in conversation.answers if index >= begin])
 
-    def turns(self, conversation: Conversation, answers: Sequence[int]) -> list[Draft]:
+    def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[Draft]:
         """Each of these answers with what was said before it."""
-        whole = replace(conversation, prompt=None)
-        parts = (replace(whole, messages=whole.messages[: at + 1]) for at in answers)
-        return [self._draft(part, "last_assistant", apart=True) for part in parts]
+        without_prompt = replace(conversation, prompt=None)
+        parts = (replace(without_prompt, messages=without_prompt.messages[: index + 1]) for index in answers)
+        return [self._build_draft(part, "last_assistant", is_single_turn=True) for part in parts]
 
-    def _completion(self, text: str, prompt: int) -> Draft:
+    def _build_completion_draft(self, text: str, prompt: int) -> Draft:
         """A prompt and its completion without a template, ended by the tokenizer's end token."""
-        whole = self.train_on == "all"
+        trains_prompt = self.train_on == "all"
         suffix = () if text.endswith(self.end) else self.suffix
-        return Draft(text, None, ((prompt, len(text)),), whole=whole, prefix=self.prefix, suffix=suffix)
+        return Draft(
+            text, None, ((prompt, len(text)),), whole=trains_prompt, prefix=self.prefix, suffix=suffix
+        )
 
-    def _draft(self, conversation: Conversation, train_on: TrainOn | None, *, apart: bool = False) -> Draft:
+    def _build_draft(
+        self, conversation: Conversation, train_on: TrainOn | None, *, is_single_turn: bool = False
+    ) -> Draft:
         if train_on is None:
             prompted = conversation.prompt is not None and conversation.roles == ANSWERING
             train_on = "completion" if prompted else "assistant"
         plain, conversation = conversation, self._with_calls(conversation)
         messages = conversation.messages
-        marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
+        marked = train_on in ("assistant", "last_assistant") and _GENERATION_MARK.search(
+            self._select_template(conversation)
+        )
         text, spans = (
-            self._marked(conversation, messages) if marked else (self._render(conversation, messages), [])
+            self._render_marked(conversation, messages)
+            if marked
+            else (self._render(conversation, messages), [])
         )
         _check_shown(plain, text)
         begin = conversation.prompt if train_on == "completion" else 0
         answers = tuple(number for number in conversation.answers if number >= (begin or 0))
         answers = answers[-1:] if train_on == "last_assistant" else answers
-        thoughts = [_thought(plain.messages[number]) for number in answers]
-        shown = tuple(valid(thought) in text for thought in thoughts if thought)
-        own = [(number, own_words(plain.messages[number])) for number in answers]
+        thoughts = [_get_reasoning(plain.messages[number]) for number in answers]
+        shown = tuple(replace_surrogates(thought) in text for thought in thoughts if thought)
+        answer_texts = [(number, strip_reasoning(plain.messages[number])) for number in answers]
         words = tuple(
-            (number, each) for number, each in own if each or plain.messages[number].get("tool_calls")
+            (number, answer_text)
+            for number, answer_text in answer_texts
+            if answer_text or plain.messages[number].get("tool_calls")
         )
         empty = sum(
-            not (each or thought or plain.messages[number].get("tool_calls"))
-            for (number, each), thought in zip(own, thoughts, strict=True)
+            not (answer_text or thought or plain.messages[number].get("tool_calls"))
+            for (number, answer_text), thought in zip(answer_texts, thoughts, strict=True)
         )
         if train_on in ("all", "completion"):
-            draft = self._whole_draft(conversation, text, begin, train_on, shown)
+            draft = self._build_whole_draft(conversation, text, begin, train_on, shown)
             return replace(draft, words=words, empty=empty)
         if not answers:
             raise RecordError(
-                f"data.source: {conversation.where}: {conversation.speakers} says nothing; remove the record"
+                f"data.source: {conversation.location}: {conversation.speakers} says nothing; remove the "
+                "record"
             )
-        turns = () if apart else answers
+        turns = () if is_single_turn else answers
         if marked:  # the assistant's; the others' are found by their prefixes
-            said = [at for at in answers if messages[at]["role"] == "assistant"]
-            if len(said) < sum(message["role"] == "assistant" for message in messages):
-                ends = {end for at in said for end in (at, at + 1)}
-                count = {end: len(self._marked(conversation, messages[:end])[1]) for end in ends}
-                spans = [span for at in said for span in spans[count[at] : count[at + 1]]]
-            if said and not spans:
-                raise failure(conversation, "{% generation %} marks nothing in it")
-            answers = tuple(at for at in answers if at not in said)
+            marked_answers = [index for index in answers if messages[index]["role"] == "assistant"]
+            if len(marked_answers) < sum(message["role"] == "assistant" for message in messages):
+                ends = {end for index in marked_answers for end in (index, index + 1)}
+                count = {end: len(self._render_marked(conversation, messages[:end])[1]) for end in ends}
+                spans = [span for index in marked_answers for span in spans[count[index] : count[index + 1]]]
+            if marked_answers and not spans:
+                raise build_template_error(conversation, "{% generation %} marks nothing in it")
+            answers = tuple(index for index in answers if index not in marked_answers)
         if 2 * len(answers) * len(text) > _MOST_RENDERED:
-            raise failure(
+            raise build_template_error(
                 conversation,
                 f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
                 "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
             )
         opened_at = tuple(
-            self._start(conversation, text, at, self._before(conversation, text, at, prompted=True))
-            for at in answers
+            self._find_start(
+                conversation, text, index, self._render_before(conversation, text, index, prompted=True)
+            )
+            for index in answers
         )
         closed_at = tuple(
             len(text)
-            if at + 1 == len(messages)
-            else _prefix(text, self._render(conversation, messages[: at + 1]))
-            for at in answers
+            if index + 1 == len(messages)
+            else _match_prefix(text, self._render(conversation, messages[: index + 1]))
+            for index in answers
         )
         return Draft(
             text,
@@ -233,7 +252,7 @@ class Rendering:
             empty=empty,
         )
 
-    def _whole_draft(
+    def _build_whole_draft(
         self,
         conversation: Conversation,
         text: str,
@@ -242,54 +261,56 @@ class Rendering:
         shown: tuple[bool, ...],
     ) -> Draft:
         """A text that is trained from message ``begin`` to its end."""
-        begin = _checked_begin(conversation, begin, train_on)
+        begin = _check_begin(conversation, begin, train_on)
         if train_on == "all":
             return Draft(text, conversation, whole=True, thoughts=shown)
         opened = self._render(conversation, conversation.messages[:begin], prompted=True)
-        start = self._start(conversation, text, begin, opened)
+        start = self._find_start(conversation, text, begin, opened)
         return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
 
-    def _start(self, conversation: Conversation, text: str, at: int, opened: str) -> int | Start:
-        found = _prefix(text, opened)
-        if isinstance(found, int):
-            return found
+    def _find_start(self, conversation: Conversation, text: str, index: int, opened: str) -> int | Start:
+        prefix = _match_prefix(text, opened)
+        if isinstance(prefix, int):
+            return prefix
         try:
-            return found, self._before(conversation, text, at)
+            return prefix, self._render_before(conversation, text, index)
         except UnstableError:  # which matters only if the answer is looked for
-            return found, None
+            return prefix, None
 
-    def _before(self, conversation: Conversation, text: str, at: int, *, prompted: bool = False) -> str:
+    def _render_before(
+        self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
+    ) -> str:
         """The conversation before an answer, as it stands in ``text``; before what another role says.
 
         No template takes an empty conversation as it takes others: it may write a system prompt only with the
         first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
         """
-        if (message := conversation.messages[at])["role"] != "assistant":
+        if (message := conversation.messages[index])["role"] != "assistant":
             other = self._with_parts(replace(conversation, messages=({**message, "content": _PROBE},)))
-            shown = self._render(conversation, [*conversation.messages[:at], *other.messages])
+            shown = self._render(conversation, [*conversation.messages[:index], *other.messages])
             if _PROBE not in shown:
-                raise unstable(conversation, at)
+                raise build_unstable_error(conversation, index)
             return shown[: shown.rindex(_PROBE)]
-        if at:
-            return self._render(conversation, conversation.messages[:at], prompted=prompted)
-        asked = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
-        question = self._render(asked, asked.messages)
-        header = self._render(asked, asked.messages, prompted=True)
+        if index:
+            return self._render(conversation, conversation.messages[:index], prompted=prompted)
+        probe = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
+        question = self._render(probe, probe.messages)
+        header = self._render(probe, probe.messages, prompted=True)
         header = header[len(commonprefix([question, header])) :]  # noqa: RUF071 - of characters
-        begun = next((header[:end] for end in range(len(header), 0, -1) if header[:end] in text), "")
-        if not begun:
-            raise unstable(conversation, at)
-        return text[: text.index(begun)] + (header if prompted else "")
+        header_start = next((header[:end] for end in range(len(header), 0, -1) if header[:end] in text), "")
+        if not header_start:
+            raise build_unstable_error(conversation, index)
+        return text[: text.index(header_start)] + (header if prompted else "")
 
-    def _template(self, conversation: Conversation) -> str:
+    def _select_template(self, conversation: Conversation) -> str:
         if isinstance(self.templates, str):
             return self.templates
         if self.templates is None:
-            raise no_template()
+            raise build_no_template_error()
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         return self.templates[name]
 
-    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+    def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
         return {
@@ -302,48 +323,50 @@ class Rendering:
     def _render(
         self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
     ) -> str:
-        most = len(conversation.messages)
-        alone = "" if len(messages) == most else f" with the first {len(messages)} of {most} messages"
-        with _foreign_code(conversation, alone):
-            text = _compiled(self._template(conversation)).render(
-                messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
+        total = len(conversation.messages)
+        context = "" if len(messages) == total else f" with the first {len(messages)} of {total} messages"
+        with _convert_template_errors(conversation, context):
+            text = _compile_template(self._select_template(conversation)).render(
+                messages=list(messages), add_generation_prompt=prompted, **self._build_variables(conversation)
             )
-            return _checked(conversation, text)
+            return _check_length(conversation, text)
 
-    def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
+    def _render_marked(
+        self, conversation: Conversation, messages: Sequence[Message]
+    ) -> tuple[str, list[_Span]]:
         """The rendered text, and what the template marks in it; nothing without messages."""
         if not messages:
             return "", []
-        with _foreign_code(conversation):
-            text, spans = of_transformers.rendered_with_marks(
-                compiled_template=_compiled(self._template(conversation)),
+        with _convert_template_errors(conversation):
+            text, spans = of_transformers.render_with_marks(
+                compiled_template=_compile_template(self._select_template(conversation)),
                 messages=list(messages),
                 add_generation_prompt=False,
-                **self._variables(conversation),
+                **self._build_variables(conversation),
             )
-        return _checked(conversation, text), [(start, end) for start, end in spans if end > start]
+        return _check_length(conversation, text), [(start, end) for start, end in spans if end > start]
 
     def _with_parts(self, conversation: Conversation) -> Conversation:
         """The conversation with lists of parts for texts, if the template would pass over a string."""
-        if not self._takes_parts(self._template(conversation)):
+        if not self._requires_parts(self._select_template(conversation)):
             return conversation
-        messages = tuple(map(_text_parts, conversation.messages))
+        messages = tuple(map(_to_text_parts, conversation.messages))
         return replace(conversation, messages=messages)
 
-    def _takes_parts(self, template: str) -> bool:
+    def _requires_parts(self, template: str) -> bool:
         """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
         if template not in self._parts:
             message = {"role": "user", "content": _PROBE}
-            self._parts[template] = not self._shows(template, message) and self._shows(
-                template, _text_parts(message)
+            self._parts[template] = not self._is_shown(template, message) and self._is_shown(
+                template, _to_text_parts(message)
             )
         return self._parts[template]
 
-    def _shows(self, template: str, message: Message) -> bool:
+    def _is_shown(self, template: str, message: Message) -> bool:
         probe = Conversation((message,), "")
         try:
-            return _PROBE in _compiled(template).render(
-                messages=[message], add_generation_prompt=False, **self._variables(probe)
+            return _PROBE in _compile_template(template).render(
+                messages=[message], add_generation_prompt=False, **self._build_variables(probe)
             )
         except Exception:  # templates are foreign code; what they take is shown by the data
             return False
@@ -388,7 +411,7 @@ class Rendering:
         ]
         if not calls:
             return conversation
-        as_text = replace(conversation, messages=tuple(map(_text_arguments, conversation.messages)))
+        as_text = replace(conversation, messages=tuple(map(_to_text_arguments, conversation.messages)))
         try:
             text = self._render(conversation, conversation.messages)
         except UserError as refusal:
@@ -403,104 +426,113 @@ class Rendering:
 
 
 @contextmanager
-def _foreign_code(conversation: Conversation, when: str = "") -> Iterator[None]:
+def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
     """Name the record with which a template fails, whatever it raises."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise failure(conversation, f"the template fails{when} ({_reason(error)})") from error
+        raise build_template_error(
+            conversation, f"the template fails{context} ({_describe_error(error)})"
+        ) from error
 
 
-def _compiled(text: str) -> Any:
+def _compile_template(text: str) -> Any:
     try:
-        return of_transformers.compiled_template(text)
+        return of_transformers.compile_template(text)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
+            f"data.chat_template: it is no valid template ({to_one_line(error)}); correct it"
         ) from error
 
 
-def _checked(conversation: Conversation, text: str) -> str:
+def _check_length(conversation: Conversation, text: str) -> str:
     """``text``, if a template may have written so much of a conversation."""
-    if len(text) > _TEXT and len(text) > _TIMES * (given := _length(conversation)):
-        raise failure(conversation, f"the template writes {len(text):,} characters of {given:,}; use another")
-    return valid(text)
+    if len(text) > _TEXT and len(text) > _TIMES * (num_characters := _count_characters(conversation)):
+        raise build_template_error(
+            conversation, f"the template writes {len(text):,} characters of {num_characters:,}; use another"
+        )
+    return replace_surrogates(text)
 
 
 def _check_shown(conversation: Conversation, text: str) -> None:
     """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
-    for at, message in enumerate(conversation.messages):
+    for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         parts = [(f"the call of {name!r}; use a template that writes calls", name) for name in names]
-        if message["role"] in SELDOM or (message["role"] in FIRST and at):
-            what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
-            parts.append((what, str(message.get("content", "")).strip()))
-        for what, said in parts:
-            if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-                raise failure(conversation, f"the template leaves out {what}")
+        if message["role"] in RARE_ROLES or (message["role"] in SYSTEM_ROLES and index):
+            description = f"message {index + 1}, from {message['role']}; use one that writes it, or move it"
+            parts.append((description, str(message.get("content", "")).strip()))
+        for description, content in parts:
+            if (
+                replace_surrogates(content) not in text
+                and json.dumps(content, ensure_ascii=False)[1:-1] not in text
+            ):
+                raise build_template_error(conversation, f"the template leaves out {description}")
 
 
-def _checked_begin(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
+def _check_begin(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
     """The message that a whole text is trained from, if it can be."""
     if begin is None:
         raise RecordError(
-            f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
+            f"data.train_on: {conversation.location}: completion is for records with a prompt and a "
             "completion; use assistant or last_assistant"
         )
-    if any(map(context_only, conversation.messages[begin:])):
+    if any(map(is_context_only, conversation.messages[begin:])):
         raise RecordError(
-            f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
+            f"data.train_on: {conversation.location}: a message is context only, but {train_on} trains "
             "whole texts; use assistant"
         )
     return begin
 
 
-def failure(conversation: Conversation, what: str) -> RecordError:
+def build_template_error(conversation: Conversation, reason: str) -> RecordError:
     """Build the error for a record that a template cannot write."""
-    return RecordError(f"data.chat_template: {conversation.where}: {what}")
+    return RecordError(f"data.chat_template: {conversation.location}: {reason}")
 
 
-def unstable(conversation: Conversation, at: int) -> UnstableError:
+def build_unstable_error(conversation: Conversation, index: int) -> UnstableError:
     """The error for an answer whose tokens cannot be told in the whole."""
-    role = conversation.messages[at]["role"]
-    what = "an answer" if role == "assistant" else f"from {role}"
-    why = f"where message {at + 1}, {what}, begins and ends cannot be told from the text"
+    role = conversation.messages[index]["role"]
+    subject = "an answer" if role == "assistant" else f"from {role}"
+    reason = f"where message {index + 1}, {subject}, begins and ends cannot be told from the text"
     remedy = "use one that marks answers with {% generation %}"
     if role != "assistant":
         remedy = f"use another, or leave {role} out of data.roles_to_train"
-    elif not at:
-        why = "the assistant speaks first, where the template does not write what precedes other answers"
+    elif not index:
+        reason = "the assistant speaks first, where the template does not write what precedes other answers"
         remedy += ", or let a user speak first"
-    return UnstableError(f"data.chat_template: {conversation.where}: {why}; {remedy}")
+    return UnstableError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
 
 
-def _length(conversation: Conversation) -> int:
+def _count_characters(conversation: Conversation) -> int:
     """How many characters a record has, at the least."""
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
-def _prefix(text: str, part: str) -> int | str:
+def _match_prefix(text: str, part: str) -> int | str:
     """How much of ``text`` is ``part``, or ``part`` where it is not the beginning."""
     return len(part) if text.startswith(part) else part
 
 
-def _thought(message: Message) -> str:
+def _get_reasoning(message: Message) -> str:
     """What is thought before an answer; empty if it has no reasoning."""
     inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
 
 
-def own_words(message: Message) -> str:
+def strip_reasoning(message: Message) -> str:
     """Return the text of a message, without the reasoning in its text and without blanks around it."""
     content = str(message.get("content", ""))
-    return valid(content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip())
+    return replace_surrogates(
+        content[max((match.end() for match in _THOUGHT_END.finditer(content)), default=0) :].strip()
+    )
 
 
-def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], said: str) -> None:
+def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], trained_text: str) -> None:
     """Refuse a record if the trained text lacks the words or a call of an answer.
 
     Blanks and letter case may differ, because templates trim lines and may change case.
@@ -508,7 +540,7 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
     Args:
         conversation: Record, used in the error message.
         words: Message number and own words of each answer, in the order of the text.
-        said: Trained text.
+        trained_text: Trained text.
 
     Raises:
         RecordError: naming the message.
@@ -519,27 +551,38 @@ def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], sa
         for call in conversation.messages[number].get("tool_calls", ())
     )
     for name, calls in names.items():
-        spoken = sum(own.count(valid(name)) for _, own in words if own in said)
-        if said.count(valid(name)) < calls + spoken:
-            raise failure(
+        spoken = sum(
+            answer_text.count(replace_surrogates(name))
+            for _, answer_text in words
+            if answer_text in trained_text
+        )
+        if trained_text.count(replace_surrogates(name)) < calls + spoken:
+            raise build_template_error(
                 conversation,
                 f"the template leaves out the call of {name!r}; use a template that writes calls",
             )
     place = 0
-    for _, own in words:
-        place = said.find(own, place)
+    for _, answer_text in words:
+        place = trained_text.find(answer_text, place)
         if place < 0:
             break
-        place += len(own)
+        place += len(answer_text)
     else:
         return
-    said, place = _normalize_text(said), 0
-    for number, own in words:
-        forms = [_normalize_text(own), _normalize_text(json.dumps(own, ensure_ascii=False)[1:-1])]
-        places = [(said.find(form, place), len(form)) for form in forms if said.find(form, place) >= 0]
+    trained_text, place = _normalize_text(trained_text), 0
+    for number, answer_text in words:
+        forms = [
+            _normalize_text(answer_text),
+            _normalize_text(json.dumps(answer_text, ensure_ascii=False)[1:-1]),
+        ]
+        places = [
+            (trained_text.find(form, place), len(form))
+            for form in forms
+            if trained_text.find(form, place) >= 0
+        ]
         if not places:
             keys = ", ".join(conversation.messages[number])
-            raise failure(
+            raise build_template_error(
                 conversation,
                 f"the template leaves out the words of message {number + 1}, an answer, whose keys are "
                 f"{keys}; use a template that writes them, or remove the key that is written instead",
@@ -551,14 +594,14 @@ def _normalize_text(text: str) -> str:
     return "".join(text.split()).casefold()
 
 
-def _text_parts(message: Message) -> Message:
+def _to_text_parts(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _text_arguments(message: Message) -> Message:
+def _to_text_arguments(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     calls = []
@@ -568,6 +611,6 @@ def _text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _reason(error: BaseException) -> str:
-    text = one_line(error) or type(error).__name__
+def _describe_error(error: BaseException) -> str:
+    text = to_one_line(error) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

@@ -16,22 +16,22 @@ import numpy as np
 from tqdm import tqdm
 
 from portable.converters.writers.parallel import count_cores
-from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
+from portable.data.sources.documents import PIECE_CHARS, Document, compute_digest
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import parallel
 from portable.data.tokens.bounded_tokenizer import encode, encode_targets
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, open_writer
-from portable.data.tokens.parallel import ordered_map
+from portable.data.tokens.parallel import map_in_order
 from portable.data.tokens.tokenizer import (
     Vocabulary,
-    begins_with,
-    parallel_tokenizers,
-    tokenizer_digest,
+    compute_tokenizer_digest,
+    enable_tokenizer_threads,
+    has_prefix,
 )
-from portable.errors import UserError, one_line
-from portable.formatting import human_bytes
-from portable.temporary_folder import made_once
+from portable.errors import UserError, to_one_line
+from portable.formatting import format_bytes
+from portable.temporary_folder import open_or_build
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data.sources.source import Shard, Source, SourceSettings
+    from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.tokens.chat_template import ChatTemplate
     from portable.data.tokens.frame import Frame
 
@@ -77,38 +77,38 @@ class TokenizeJob:
     chat: ChatTemplate | None = None
 
     @cached_property
-    def made(self) -> str:
+    def digest(self) -> str:
         """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
-        content = f"{FORMAT} {tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
+        content = f"{FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
         content += "" if self.chat is None else f" {self.chat.key}"
-        return digest_of(content)
+        return compute_digest(content)
 
-    def folder(self, source: Source) -> Path:
+    def get_cache_folder(self, source: DataSource) -> Path:
         """The folder of the token cache of ``source``, whether or not it exists."""
         # Older versions gave a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
-        return self.cache / TOKENS / digest_of(f"{source.key} {self.made}{version}")
+        return self.cache / TOKENS / compute_digest(f"{source.key} {self.digest}{version}")
 
-    def __call__(self, shard: Shard) -> Path:
+    def __call__(self, shard: SourceShard) -> Path:
         """The folder of the tokens of a shard, in a process of its own."""
         os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first
-        return self.tokens_of_shard(shard).folder
+        return self.tokenize_shard(shard).folder
 
-    def tokens_of_shard(self, shard: Shard) -> TokenCache:
+    def tokenize_shard(self, shard: SourceShard) -> TokenCache:
         """The tokens of a shard, from the cache if possible. No copy of its file stays."""
         source = shard.open(self.settings)
-        if (folder := source.tokenized_in(self.cache / TOKENS, self.made)) is None:
+        if (folder := source.find_token_cache(self.cache / TOKENS, self.digest)) is None:
             try:
-                return self.tokens(source)
+                return self.tokenize(source)
             finally:
                 source.release()
         try:
             return TokenCache.open(folder)
         except CacheDamagedError as error:
-            raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
+            raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
 
-    def tokens(self, source: Source, *, progress: bool = False) -> TokenCache:
+    def tokenize(self, source: DataSource, *, progress: bool = False) -> TokenCache:
         """Return the tokens of ``source``, from the cache if possible.
 
         A damaged cache is rebuilt. One batch of documents is in memory at a time.
@@ -117,9 +117,9 @@ class TokenizeJob:
             UserError: if the source cannot be read or has no text, or the cache is not writable.
         """
         write = partial(self._write, source, progress=progress)
-        return made_once(self.folder(source), TokenCache.intact, write, resumes=True)
+        return open_or_build(self.get_cache_folder(source), TokenCache.open_if_intact, write, resumes=True)
 
-    def _write(self, source: Source, folder: Path, progress: bool) -> None:
+    def _write(self, source: DataSource, folder: Path, progress: bool) -> None:
         """Write the tokens of ``source``, or the rest of them if a process was killed while it wrote them."""
         fields = source.fields
         names = ["text"]
@@ -142,25 +142,27 @@ class TokenizeJob:
             desc="tokenizing",
             disable=not progress,
         )
-        with closing(writer), parallel_tokenizers(), bar:
-            described: dict[str, Any] = {}
+        with closing(writer), enable_tokenizer_threads(), bar:
+            descriptions: dict[str, Any] = {}
             fields.blank.count = 0
-            with source.unchanged():
+            with source.check_unchanged():
                 if isinstance(source, TokenSource):
-                    _write_tokens(source, self.vocabulary, _Progress(writer, facts, bar))
+                    _write_tokens(source, self.vocabulary, _TokenizeProgress(writer, facts, bar))
                 elif self.chat is not None:
-                    described = _write_conversations(source, self.chat, _Progress(writer, facts, bar))
+                    descriptions = _write_conversations(
+                        source, self.chat, _TokenizeProgress(writer, facts, bar)
+                    )
                 else:
-                    _write_texts(source, self, _Progress(writer, facts, bar))
+                    _write_texts(source, self, _TokenizeProgress(writer, facts, bar))
             if not writer.documents:
-                raise source.no_text()
+                raise source.build_no_text_error()
             if fields.bad is not None:
                 fields.bad.tell(source.name)
             if blank := fields.blank.describe(source.name, fields):
-                described["notes"] = [*described.get("notes", ()), *blank]
-            writer.finish(suffix=list(self.frame.suffix), source=source.name, **described)
+                descriptions["notes"] = [*descriptions.get("notes", ()), *blank]
+            writer.finish(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
-    def _report_start(self, source: Source, writer: TokenWriter) -> None:
+    def _report_start(self, source: DataSource, writer: TokenWriter) -> None:
         """Log where an interrupted launch is continued, and faster ways for a large source."""
         if writer.documents:
             tell(
@@ -170,17 +172,17 @@ class TokenizeJob:
         size = source.size_bytes or 0
         if size >= _LARGE_BYTES and not self.settings.data.stream and not source.tokenized:
             tell(
-                f"note: {source.name}: {human_bytes(size)} of text are tokenized by this machine before the "
+                f"note: {source.name}: {format_bytes(size)} of text are tokenized by this machine before the "
                 "first step; set data.stream: true to start at once, or run portable-data first, which can "
                 "use several machines"
             )
 
-    def first_end(self, source: Source) -> int | None:
+    def find_end_of_turn(self, source: DataSource) -> int | None:
         """The token that ends an answer in the first records, which are refused as all of them would be."""
         if self.chat is None:
             return None
         bad = source.fields.bad
-        for batch in _batches(source.documents(), whole=True):
+        for batch in _iter_batches(source.iter_documents(), keep_whole=True):
             encoded = self.chat.encode(batch, collect=True)
             collected = CollectedErrors()
             for error in encoded.refused:
@@ -190,12 +192,12 @@ class TokenizeJob:
             if not encoded.tokens:
                 continue
             if not encoded.stopping:
-                raise _never_stops(self.chat, encoded.unstopped)
-            return _most_frequent(encoded.ends)
+                raise _build_never_stops_error(self.chat, encoded.unstopped)
+            return _find_most_frequent(encoded.ends)
         return None
 
 
-class _Progress:
+class _TokenizeProgress:
     """Batches of a source that are written, of which an interrupted launch may have written the first.
 
     Args:
@@ -208,7 +210,7 @@ class _Progress:
         self.writer = writer
         self.facts = facts
         self.bar = bar
-        self.left: deque[list[Document]] = deque()
+        self.pending: deque[list[Document]] = deque()
         """Batches that are being encoded."""
         self._batches: int = facts.get("batches", 0)
         self._save_at = time.monotonic() + _SAVE_SECONDS
@@ -222,11 +224,11 @@ class _Progress:
         continues = False
         for number, batch in enumerate(batches):
             if number < self.facts.get("batches", 0):
-                ended = (document.label for document in batch if document.ends)
-                self.writer.add_labels(list(ended), write=False)
+                labels = (document.label for document in batch if document.ends)
+                self.writer.add_labels(list(labels), write=False)
                 self._advance(batch)
             else:
-                self.left.append(batch)
+                self.pending.append(batch)
                 yield batch, continues
             continues = not batch[-1].ends
 
@@ -237,7 +239,7 @@ class _Progress:
             facts: Function that returns further facts to save. None if the progress is not worth saving,
                 because the launch is about to fail.
         """
-        self._advance(self.left.popleft())
+        self._advance(self.pending.popleft())
         self._batches += 1
         if facts is not None:
             self.save_if_due(lambda: {**facts(), "batches": self._batches})
@@ -253,7 +255,7 @@ class _Progress:
             self._save_at = time.monotonic() + _SAVE_SECONDS
 
     def _advance(self, batch: list[Document]) -> None:
-        self.bar.update(sum(map(_size, batch)))
+        self.bar.update(sum(map(_count_bytes, batch)))
 
 
 def _count_processes() -> int:
@@ -261,9 +263,11 @@ def _count_processes() -> int:
     return 1 if parallel.serves else min(count_cores(), _MOST_PROCESSES)
 
 
-def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress) -> dict[str, Any]:
+def _write_conversations(
+    source: DataSource, chat: ChatTemplate, progress: _TokenizeProgress
+) -> dict[str, Any]:
     """Write all records; return what is known about the ends of answers."""
-    from portable.data.tokens.chat_template import notes
+    from portable.data.tokens.chat_template import build_notes
 
     writer, saved = progress.writer, progress.facts
     stopping, prompt_left = saved.get("stopping", 0), saved.get("prompt_left", "")
@@ -275,7 +279,9 @@ def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress
     if bad is not None:
         for line in skipped:
             bad.skip(UserError(line))
-    batches = (batch for batch, _ in progress.iter_unwritten(_batches(source.documents(), whole=True)))
+    batches = (
+        batch for batch, _ in progress.iter_unwritten(_iter_batches(source.iter_documents(), keep_whole=True))
+    )
     encode = partial(chat.encode, collect=True)
 
     def build_facts() -> dict[str, Any]:
@@ -288,7 +294,7 @@ def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress
             "skipped": skipped,
         }
 
-    for encoded in ordered_map(encode, batches, processes=count_cores(), alone=_ALONE):
+    for encoded in map_in_order(encode, batches, processes=count_cores(), alone=_ALONE):
         try:
             for error in encoded.refused:
                 (collected if bad is None else bad).skip(error)
@@ -298,27 +304,27 @@ def _write_conversations(source: Source, chat: ChatTemplate, progress: _Progress
         if encoded.tokens:
             lengths = [len(tokens) for tokens in encoded.tokens]
             writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-            pairs = zip(progress.left[0], encoded.samples, strict=True)
+            pairs = zip(progress.pending[0], encoded.samples, strict=True)
             writer.add_columns([document.columns for document, samples in pairs for _ in range(samples)])
             stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
             prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
             if not stopping:  # not one of thousands: the template's, not the record's
-                raise _never_stops(chat, unstopped)
+                raise _build_never_stops_error(chat, unstopped)
         progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
         raise collected.to_error(source.name)
-    return {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
+    return {"end_of_turn": _find_most_frequent(ends), "notes": build_notes(counts, prompt_left)}
 
 
-def _most_frequent(ends: Counter[int]) -> int | None:
+def _find_most_frequent(ends: Counter[int]) -> int | None:
     return min(ends, key=lambda token: (-ends[token], token)) if ends else None
 
 
-def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
+def _build_never_stops_error(chat: ChatTemplate, unstopped: str) -> UserError:
     remedy = (
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )
-    if lacking := chat.lacking:
+    if lacking := chat.missing_tokens:
         tokens = json.dumps(lacking, ensure_ascii=False)
         remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
     return UserError(
@@ -327,11 +333,11 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
     )
 
 
-def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Progress) -> None:
+def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
     """Write the tokens of a source that has no text, after the tokens that the writer continues."""
     writer = progress.writer
     written = writer.count_tokens("text")
-    for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):
+    for tokens, lengths in source.iter_tokens(vocabulary.size, vocabulary.end):
         progress.bar.update(len(tokens))
         if written >= len(tokens):
             written -= len(tokens)
@@ -344,15 +350,15 @@ def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Progre
         progress.save_if_due(dict)
 
 
-def _write_texts(source: Source, job: TokenizeJob, progress: _Progress) -> None:
+def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgress) -> None:
     """Write all documents of a source of plain texts."""
     writer = progress.writer
-    items = progress.iter_unwritten(_batches(source.documents()))
+    items = progress.iter_unwritten(_iter_batches(source.iter_documents()))
     encode = partial(_encode_texts, job.tokenizer, job.frame)
-    for encoded in ordered_map(encode, items, processes=_count_processes(), alone=_TEXTS_ALONE):
+    for encoded in map_in_order(encode, items, processes=_count_processes(), alone=_TEXTS_ALONE):
         for name, (tokens, lengths) in encoded.items():
             writer.add(name, tokens, lengths)
-        documents = [document for document in progress.left[0] if document.ends]
+        documents = [document for document in progress.pending[0] if document.ends]
         writer.add_labels([document.label for document in documents])
         writer.add_columns([document.columns for document in documents])
         progress.finish_batch(dict)
@@ -375,7 +381,7 @@ def _encode_texts(
     tokens: list[int] = []
     ends: list[int] = []
     for document, ids in zip(batch, _encode(tokenizer, [document.text for document in batch]), strict=True):
-        tokens += ids if continues or begins_with(ids, frame.prefix) else [*frame.prefix, *ids]
+        tokens += ids if continues or has_prefix(ids, frame.prefix) else [*frame.prefix, *ids]
         continues = not document.ends
         if document.ends:
             if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
@@ -384,22 +390,26 @@ def _encode_texts(
     lengths: npt.NDArray[np.int64] = np.diff([0, *ends]).astype(np.int64)
     encoded = {"text": (np.array(tokens, np.int64), lengths)}
     documents = [document for document in batch if document.ends]
-    around = frame.target or frame
+    target_frame = frame.target or frame
     targets = [document.target for document in documents if document.target is not None]
     pairs = [document.pair for document in documents if document.pair is not None]
-    for name, several in (
+    for name, sequences in (
         (
             "target",
             [
-                [*(() if begins_with(ids, around.prefix) else around.prefix), *ids, *around.suffix]
+                [
+                    *(() if has_prefix(ids, target_frame.prefix) else target_frame.prefix),
+                    *ids,
+                    *target_frame.suffix,
+                ]
                 for ids in _encode(tokenizer, targets, targets=True)
             ],
         ),
         ("pair", _encode(tokenizer, pairs)),
     ):
-        if several:
-            lengths = np.array([*map(len, several)], np.int64)
-            encoded[name] = np.array([*chain.from_iterable(several)], np.int64), lengths
+        if sequences:
+            lengths = np.array([*map(len, sequences)], np.int64)
+            encoded[name] = np.array([*chain.from_iterable(sequences)], np.int64), lengths
     return encoded
 
 
@@ -417,27 +427,29 @@ def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[
     return encoded
 
 
-def _batches(documents: Iterator[Document], *, whole: bool = False) -> Iterator[list[Document]]:
+def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) -> Iterator[list[Document]]:
     """Group documents into batches.
 
     Args:
         documents: The documents.
-        whole: Whether long texts stay whole, and pairs of documents together.
+        keep_whole: Whether long texts stay whole, and pairs of documents together.
     """
     batch: list[Document] = []
-    held = 0
-    for document in documents if whole else _in_pieces(documents):
+    num_chars = 0
+    for document in documents if keep_whole else _iter_pieces(documents):
         batch.append(document)
-        held += len(document.text) + len(document.target or "") + len(document.pair or "")
+        num_chars += len(document.text) + len(document.target or "") + len(document.pair or "")
         # The two of a preference stay together.
-        if (held >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (whole and len(batch) % 2):
+        if (num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (
+            keep_whole and len(batch) % 2
+        ):
             yield batch
-            batch, held = [], 0
+            batch, num_chars = [], 0
     if batch:
         yield batch
 
 
-def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
+def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
     """Split very long texts, at line ends if possible, to limit the memory of a call."""
     for document in documents:
         text, start = document.text, 0
@@ -449,6 +461,6 @@ def _in_pieces(documents: Iterator[Document]) -> Iterator[Document]:
         yield replace(document, text=text[start:])
 
 
-def _size(document: Document) -> int:
+def _count_bytes(document: Document) -> int:
     texts = (document.text, document.target or "", document.pair or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

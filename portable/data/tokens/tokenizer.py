@@ -18,18 +18,18 @@ from portable.converters import CheckpointError, check_manifest, compute_manifes
 from portable.converters.errors import raise_unless_panic
 from portable.converters.manifest import MANIFEST
 from portable.converters.similar_names import find_similar
-from portable.data.sources.documents import digest_of, listed
+from portable.data.sources.documents import compute_digest, format_names
 from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
-from portable.errors import UserError, one_line
+from portable.errors import UserError, to_one_line
 from portable.hub_requests import ask_hub
-from portable.temporary_folder import made_once, scratch_folder
+from portable.temporary_folder import create_scratch_folder, open_or_build
 from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from portable.data.sources.source import Source
+    from portable.data.sources.source import DataSource
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 CHATML = (
@@ -92,24 +92,24 @@ def load_tokenizer(
                 f"{key}: {name_or_path!r} contains Python code, which runs only if "
                 "model.trust_remote_code is true; set it if you trust the code, or use another tokenizer"
             ) from error
-        raise _unloadable(key, name_or_path, error) from error
+        raise _build_load_error(key, name_or_path, error) from error
     except BaseException as error:  # damaged files and network failures raise many classes
         raise_unless_panic(error)
-        raise _unloadable(key, name_or_path, error) from error
+        raise _build_load_error(key, name_or_path, error) from error
 
 
 def add_tokens(tokenizer: Any, tokens: Sequence[str]) -> None:
     """Add special tokens to a tokenizer; those that it has already stay as they are."""
     from transformers import AddedToken
 
-    known = tokenizer.get_vocab()
-    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
+    vocabulary = tokenizer.get_vocab()
+    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in vocabulary]
     if new:
         tokenizer.add_tokens(new, special_tokens=True)
 
 
-def _unloadable(key: str, name_or_path: str, error: BaseException) -> UserError:
-    reason = one_line(error)
+def _build_load_error(key: str, name_or_path: str, error: BaseException) -> UserError:
+    reason = to_one_line(error)
     reason = reason if len(reason) <= 200 else reason[:197] + "..."
     remedy = "use a folder with tokenizer files"
     if key == "data.tokenizer":
@@ -123,43 +123,43 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
     Raises:
         UserError: if a language is missing, unknown or not supported.
     """
-    several = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
-    given = {"source": source, "target": target}
+    is_multilingual = hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")
+    codes_by_side = {"source": source, "target": target}
     for side, key in (("source", "src_lang"), ("target", "tgt_lang")):
-        name, code = f"data.{side}_language", given[side]
-        if not several:
+        name, code = f"data.{side}_language", codes_by_side[side]
+        if not is_multilingual:
             if code is not None:
                 raise UserError(
                     f"{name}: {code!r} is for a multilingual tokenizer, and {type(tokenizer).__name__} is "
                     "not one; remove it"
                 )
             continue
-        known = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
-        if not known:
+        language = code or tokenizer.init_kwargs.get(key) or (side == "target" and tokenizer.tgt_lang)
+        if not language:
             raise UserError(
                 f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so set one of "
-                f"its codes ({listed(_languages(tokenizer))})"
+                f"its codes ({format_names(_list_languages(tokenizer))})"
             )
-    if several and tokenizer.unk_token_id is not None:
+    if is_multilingual and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):
-            vocabulary = Vocabulary.of(tokenizer, targets=side == "target")
+            vocabulary = Vocabulary.from_tokenizer(tokenizer, targets=side == "target")
             if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
-                codes = _languages(tokenizer)
-                code = given[side] or ""
+                codes = _list_languages(tokenizer)
+                code = codes_by_side[side] or ""
                 near = find_similar(code, codes)
-                hint = f"did you mean {near[0]}?" if near else f"it has {listed(codes)}"
+                hint = f"did you mean {near[0]}?" if near else f"it has {format_names(codes)}"
                 raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
 
 
-def _languages(tokenizer: Any) -> list[str]:
+def _list_languages(tokenizer: Any) -> list[str]:
     """The language codes that a tokenizer lists."""
-    known = getattr(tokenizer, "lang_code_to_id", None) or ()
-    known = known or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
-    known = known or getattr(tokenizer, "additional_special_tokens", None) or ()
-    return sorted(map(str, known))
+    codes = getattr(tokenizer, "lang_code_to_id", None) or ()
+    codes = codes or [str(token) for token in getattr(tokenizer, "extra_special_tokens", None) or ()]
+    codes = codes or getattr(tokenizer, "additional_special_tokens", None) or ()
+    return sorted(map(str, codes))
 
 
-def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
+def get_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     """The vocabulary size of a trained tokenizer.
 
     Raises:
@@ -180,8 +180,8 @@ def trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     return size
 
 
-def trained_tokenizer_folder(
-    source: Source,
+def get_trained_tokenizer_folder(
+    source: DataSource,
     vocab_size: int,
     cache: Path,
     *,
@@ -192,7 +192,7 @@ def trained_tokenizer_folder(
     """The folder of the tokenizer trained on ``source``, whether or not it exists."""
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
-    return cache / "tokenizers" / digest_of(content)
+    return cache / "tokenizers" / compute_digest(content)
 
 
 def is_trained(folder: Path) -> bool:
@@ -204,7 +204,7 @@ def is_trained(folder: Path) -> bool:
 
 
 def train_tokenizer(
-    source: Source,
+    source: DataSource,
     vocab_size: int | None,
     cache: Path,
     *,
@@ -217,14 +217,14 @@ def train_tokenizer(
     ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
     ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens.
     """
-    size = trained_vocab_size(vocab_size, mask=mask)
-    folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
+    size = get_trained_vocab_size(vocab_size, mask=mask)
+    folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
 
     def write(draft: Path) -> None:
         _train(source, size, mask, ends, chat).save_pretrained(draft)
         (draft / MANIFEST).write_text(format_manifest(compute_manifest_entries(draft)), "utf-8")
 
-    return made_once(folder, _open, write)
+    return open_or_build(folder, _open, write)
 
 
 def _open(folder: Path) -> Any:
@@ -236,7 +236,7 @@ def _open(folder: Path) -> Any:
         return None
 
 
-def _train(source: Source, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
+def _train(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -250,8 +250,8 @@ def _train(source: Source, vocab_size: int, mask: bool, ends: bool, chat: bool) 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with parallel_tokenizers():
-        bpe.train_from_iterator(_head(source), trainer)
+    with enable_tokenizer_threads():
+        bpe.train_from_iterator(_iter_training_texts(source), trainer)
     if ends:
         bpe.post_processor = processors.TemplateProcessing(
             single=f"$A {END}",
@@ -270,26 +270,26 @@ def _train(source: Source, vocab_size: int, mask: bool, ends: bool, chat: bool) 
     )
 
 
-def _head(source: Source) -> Iterator[str]:
-    left = _TRAIN_CHARS
-    found = False
-    for document in source.documents():
-        found = True
+def _iter_training_texts(source: DataSource) -> Iterator[str]:
+    remaining = _TRAIN_CHARS
+    has_documents = False
+    for document in source.iter_documents():
+        has_documents = True
         for text in (document.text, document.target):
-            if text and left > 0:
-                yield text[:left]
-                left -= len(text)
-        if left <= 0:
+            if text and remaining > 0:
+                yield text[:remaining]
+                remaining -= len(text)
+        if remaining <= 0:
             return
-    if not found:
-        raise source.no_text()
+    if not has_documents:
+        raise source.build_no_text_error()
 
 
 _parallelism_is_ours = False
 
 
 @contextmanager
-def parallel_tokenizers() -> Iterator[None]:
+def enable_tokenizer_threads() -> Iterator[None]:
     """Enable the threads of the tokenizers library within this context, and disable them afterwards.
 
     Otherwise the library prints a warning in every process that is forked later.
@@ -323,13 +323,13 @@ class Vocabulary:
     """The tokens that the tokenizer puts after a text, such as ``[SEP]``."""
 
     @staticmethod
-    def of(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
+    def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
         """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
-        of_texts = encode_targets if targets else encode
-        bare: list[int] = of_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
-        framed: list[int] = of_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
+        encode_texts = encode_targets if targets else encode
+        bare: list[int] = encode_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
+        framed: list[int] = encode_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
         decode(tokenizer, framed)  # A decoder without end is refused now, not after the training.
-        starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        starts = (index for index in range(len(framed)) if framed[index : index + len(bare)] == bare)
         start = next(starts, 0) if bare else 0
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         pad = tokenizer.pad_token_id
@@ -359,29 +359,29 @@ class PairFrame:
     types: tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int] | None
 
     @staticmethod
-    def of(tokenizer: Any) -> PairFrame:
+    def from_tokenizer(tokenizer: Any) -> PairFrame:
         """Inspect ``tokenizer`` with an example.
 
         Raises:
             UserError: if it does not concatenate the texts.
         """
         first, second = "a", "b"
-        typed = "token_type_ids" in tokenizer.model_input_names
-        one, two = (
+        has_types = "token_type_ids" in tokenizer.model_input_names
+        first_ids, second_ids = (
             encode(tokenizer, text, add_special_tokens=False)["input_ids"] for text in (first, second)
         )
-        encoded = encode(tokenizer, first, second, return_token_type_ids=typed)
+        encoded = encode(tokenizer, first, second, return_token_type_ids=has_types)
         ids: list[int] = encoded["input_ids"]
-        start = _find(ids, one, 0)
-        following = _find(ids, two, start + len(one))
-        if not one or not two or start < 0 or following < 0:
+        start = _find_sequence(ids, first_ids, 0)
+        following = _find_sequence(ids, second_ids, start + len(first_ids))
+        if not first_ids or not second_ids or start < 0 or following < 0:
             raise UserError(
                 "data.text_pair_field: this tokenizer does not concatenate two texts; join them into one "
                 "field, or use another data.tokenizer"
             )
-        cuts = [0, start, start + len(one), following, following + len(two), len(ids)]
+        cuts = [0, start, start + len(first_ids), following, following + len(second_ids), len(ids)]
         types = None
-        if typed:
+        if has_types:
             parts = [tuple(encoded["token_type_ids"][a:b]) for a, b in pairwise(cuts)]
             types = (parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id)
         return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
@@ -392,12 +392,14 @@ class PairFrame:
         return len(self.before) + len(self.between) + len(self.after)
 
 
-def _find(tokens: list[int], part: list[int], start: int) -> int:
+def _find_sequence(tokens: list[int], part: list[int], start: int) -> int:
     """The index of ``part`` in ``tokens`` from ``start``, or -1."""
-    return next((at for at in range(start, len(tokens)) if tokens[at : at + len(part)] == part), -1)
+    return next(
+        (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
+    )
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
+def compute_tokenizer_digest(tokenizer: Any) -> str:
     """A digest of everything that determines the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -407,17 +409,17 @@ def tokenizer_digest(tokenizer: Any) -> str:
         state = {
             "class": type(tokenizer).__name__,
             "vocab": sorted(tokenizer.get_vocab().items()),
-            "files": _files_digest(tokenizer),
+            "files": _compute_files_digest(tokenizer),
         }
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     content = json.dumps([state, ids], sort_keys=True)
-    return digest_of(content)
+    return compute_digest(content)
 
 
-def _files_digest(tokenizer: Any) -> str:
+def _compute_files_digest(tokenizer: Any) -> str:
     """A digest of the files of a Python tokenizer, such as Marian's two sentencepiece models."""
     hasher = hashlib.blake2b(digest_size=16)
-    with scratch_folder("portable-vocabulary") as folder:
+    with create_scratch_folder("portable-vocabulary") as folder:
         with (
             convert_tokenizer_errors(tokenizer, "write its vocabulary"),
             suppress(NotImplementedError, OSError, ValueError),  # without files, the vocabulary suffices
@@ -428,7 +430,7 @@ def _files_digest(tokenizer: Any) -> str:
     return hasher.hexdigest()
 
 
-def begins_with(ids: Sequence[int], prefix: Sequence[int]) -> bool:
+def has_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
     """Return whether a text has the special tokens before it already, as a rendered chat template has.
 
     Args:

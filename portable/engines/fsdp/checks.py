@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import Problem
+from portable.config.rules import SettingProblem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_memory(config: RunConfig) -> Iterator[Problem]:
+def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of section ``memory`` that FSDP2 or DDP does not support."""
     for key in ("memory.offload_optimizer", "memory.offload_params"):
         if config.get(key) == "nvme":
-            yield Problem((key,), f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu")
+            yield SettingProblem((key,), f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu")
         if config.strategy == "no_shard" and config.get(key) != "none":
-            yield Problem(
+            yield SettingProblem(
                 (key, "strategy"),
                 f"{key}: strategy no_shard does not offload; use full_shard, which offloads on one rank as "
                 "well",
             )
 
 
-def check_fsdp(config: RunConfig) -> Iterator[Problem]:
+def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings of section ``fsdp`` that have no effect with DDP."""
     for name, value in config.fsdp if config.strategy == "no_shard" else ():
         if value is not None:
             key = f"fsdp.{name}"
             reason = f"{key}: nothing is sharded under no_shard; remove it, or use full_shard"
-            yield Problem((key,), reason)
+            yield SettingProblem((key,), reason)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from portable.config.sections import Fp16Config
 
 
-class DeviceScaler(LossScale):
+class DeviceLossScale(LossScale):
     """The search with device tensors.
 
     Args:
@@ -57,7 +57,7 @@ class DeviceScaler(LossScale):
         self.scale = scale.float()
         return exhausted
 
-    def state(self) -> dict[str, float]:
+    def read_state(self) -> dict[str, float]:
         return {**dict(zip(STATE, self._state.tolist(), strict=True)), "overflows": int(self._overflows)}
 
     def restore(self, state: Mapping[str, float]) -> None:

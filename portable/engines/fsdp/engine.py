@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from portable import plugins
-from portable.checkpoint.match_to_model import stored_state
+from portable.checkpoint.match_to_model import match_stored_state
 from portable.engines.compiling import CAPTURING, CapturedMemory
 from portable.engines.fsdp import optimizer_state
 from portable.engines.fsdp.saving import Saver
@@ -19,22 +19,22 @@ from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.evaluation.totals import add_to_totals
-from portable.model.groups import groups_of
-from portable.model.layers import every_parameter_gets_gradient
+from portable.model.groups import assign_groups
+from portable.model.layers import trains_all_parameters
 from portable.model.loss import divide_by_global_weight, forward_loss
-from portable.model.parameters import embeddings, state_tensors, stored_tensors
+from portable.model.parameters import find_embedding_weights, get_state_tensors, get_stored_tensors
 from portable.optim.average import exchange
 from portable.optim.non_finite import (
     NEW_COUNTERS,
     Health,
-    allowed_streak,
     count_update,
     find_nonfinite,
+    get_allowed_streak,
 )
 from portable.optim.optimizers import build_optimizer, set_rates
-from portable.optim.sharded import local
+from portable.optim.sharded import to_local
 from portable.private import of_torch
-from portable.private.of_transformers import no_value_checks
+from portable.private.of_transformers import disable_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.converters import Checkpoint
-    from portable.engines.fsdp.device_loss_scale import DeviceScaler
+    from portable.engines.fsdp.device_loss_scale import DeviceLossScale
     from portable.engines.fsdp.offload import HostCopies
     from portable.engines.fsdp.sharding import ShardedModel
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums
     from portable.model.tensors import ReadableTensor
-    from portable.optim.optimizers import Optimizer
+    from portable.optim.optimizers import EngineOptimizer
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
@@ -69,7 +69,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
         The engine. Its weights are still uninitialized.
     """
     # The trial runs on the plain model, before any transform.
-    all_parameters_used = is_replicated(config, machine) and every_parameter_gets_gradient(model)
+    all_parameters_used = is_replicated(config, machine) and trains_all_parameters(model)
     apply_transforms(model, config, at_stop)
     sharded = shard(model, config, machine, all_parameters_used=all_parameters_used)
     at_stop.callback(sharded.release_process_group)
@@ -96,17 +96,17 @@ class TorchEngine:
         # Offloaded parameters are already in host memory, so their optimizer does not need copies.
         needs_host_copies = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
         self._host_copies: HostCopies | None = None
-        self._scaler: DeviceScaler | None = None
+        self._scaler: DeviceLossScale | None = None
         if needs_host_copies:
             from portable.engines.fsdp.offload import HostCopies
 
             self._host_copies = HostCopies(parameters)
         self._optimized = parameters if self._host_copies is None else self._host_copies.copies
-        embedding_parameters = set(embeddings(self.model))
-        self._optimizer: Optimizer = build_optimizer(
+        embedding_parameters = set(find_embedding_weights(self.model))
+        self._optimizer: EngineOptimizer = build_optimizer(
             config.train,
             self._optimized,
-            groups_of(self.model, config.train),
+            assign_groups(self.model, config.train),
             embeddings={p for name, p in self._optimized.items() if parameters[name] in embedding_parameters},
             compute=COMPUTE_DTYPES[config.precision],
         )
@@ -115,7 +115,7 @@ class TorchEngine:
 
             assert isinstance(self._optimizer, Muon)
             self._optimizer.device = device
-        device_parameters = {} if self._host_copies is None else self._host_copies.original()
+        device_parameters = {} if self._host_copies is None else self._host_copies.map_copies_to_parameters()
         self._trainable: list[nn.Parameter] = [
             device_parameters.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
@@ -123,12 +123,12 @@ class TorchEngine:
         self._cuda_graph_memory = CapturedMemory() if uses_cuda_graphs else None
         self._saver = Saver()
         if config.precision == "fp16":
-            from portable.engines.fsdp.device_loss_scale import DeviceScaler
+            from portable.engines.fsdp.device_loss_scale import DeviceLossScale
 
-            self._scaler = DeviceScaler(config.fp16, device)
+            self._scaler = DeviceLossScale(config.fp16, device)
         # With dynamic loss scaling, overflows are expected and merely lower the scale. The scaler reports a
         # failure if gradients overflow at the minimum scale, and a single such failure stops the run.
-        self._max_streak = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
+        self._max_streak = get_allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
         # The counters stay on the device and are only read when logging, because reading them triggers a
         # host-device sync.
         self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
@@ -139,8 +139,8 @@ class TorchEngine:
         """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
-        with self._sharded.accumulating(last=last):
-            with self._sharded.autocast(), no_value_checks():
+        with self._sharded.get_sync_context(last=last):
+            with self._sharded.autocast(), disable_value_checks():
                 output = forward_loss(
                     self._sharded.forward, batch, self.objective, with_token_metrics=with_token_metrics
                 )
@@ -157,7 +157,7 @@ class TorchEngine:
         """Clip the gradients, take an optimizer step, and zero the gradients."""
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._scaler is not None and gradients:
-            shards = [local(gradient) for gradient in gradients]
+            shards = [to_local(gradient) for gradient in gradients]
             of_torch.scale_(shards, self._scaler.scale.reciprocal().to(shards[0].device))
         self._sharded.average_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -187,19 +187,21 @@ class TorchEngine:
             self._host_copies.copy_back()
         return norm
 
-    def health(self) -> Health:
+    def read_health(self) -> Health:
         """Read the skipped-update counters from the device. Triggers a host-device sync."""
-        health = Health.of(self._nonfinite_counters.tolist(), self._max_streak)
+        health = Health.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
         if health.skipped_updates and self._scaler is not None:
-            raise self._scaler.exhausted()
+            raise self._scaler.build_exhausted_error()
         return health
 
-    def nonfinite_gradients(self) -> list[str]:
+    def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose local gradient shard is not finite.
 
         Triggers a host-device sync.
         """
-        gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {
+            name: to_local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None
+        }
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
     def find_nonfinite_state(self) -> list[str]:
@@ -208,15 +210,15 @@ class TorchEngine:
         # A custom optimizer may start from infinity.
         state = {} if plugins.names_code(self._settings.optimizer) else self._optimizer.state
         return find_nonfinite(
-            (name, local(value))
+            (name, to_local(value))
             for name, parameter in self._optimized.items()
             for value in (parameter, *state.get(parameter, {}).values())
             if parameter.requires_grad and isinstance(value, torch.Tensor)
         )
 
-    def metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
-        return {} if self._scaler is None else self._scaler.metrics()
+        return {} if self._scaler is None else self._scaler.get_metrics()
 
     @torch.no_grad()
     def evaluate(
@@ -226,7 +228,7 @@ class TorchEngine:
         self.model.eval()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
-        with self._sharded.autocast(), no_value_checks():
+        with self._sharded.autocast(), disable_value_checks():
             sums = self.objective.evaluate(self._sharded.forward, batch, measure)
         self.model.train()
         return add_to_totals(totals, sums)
@@ -263,7 +265,7 @@ class TorchEngine:
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this rank's shards of the parameters and persistent buffers in ``weights``."""
         self._reshard()
-        for name, tensor in state_tensors(self.model).items():
+        for name, tensor in get_state_tensors(self.model).items():
             if name in weights:
                 optimizer_state.fill_shard(tensor, weights[name])
         if self._host_copies is not None:
@@ -271,7 +273,7 @@ class TorchEngine:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
-        stored = stored_state(checkpoint, self.model)
+        stored = match_stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         optimizer_state.restore(self._optimizer, self._optimized, stored, checkpoint.optimizer)
         if self._scaler is not None:
@@ -281,7 +283,7 @@ class TorchEngine:
         """Write this rank's shards in torch.distributed.checkpoint (DCP) format."""
         self._reshard()
         optimizer_tensors = optimizer_state.to_store(self._optimizer, self._optimized)
-        state = {"model": stored_tensors(self.model), "optim": optimizer_tensors}
+        state = {"model": get_stored_tensors(self.model), "optim": optimizer_tensors}
         if self._scaler is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self._scaler.save(folder)
         return self._saver.save(state, folder, background=background)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.engines.volumes import across_nodes, elements
+from portable.engines.volumes import compute_internode_bytes, count_elements
 from portable.errors import UserError
-from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, orthogonalizing
-from portable.planner.optimizer_memory import MASTER, moment_bytes
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_cost
+from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -21,10 +21,10 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 
-def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_replicated_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under ``no_shard``, or on one device."""
-    gradients = MASTER * elements(model.trained)
-    moments = model.moment_bytes(config.train)
+    gradients = MASTER * count_elements(model.trained)
+    moments = model.compute_moment_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
     share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
@@ -32,7 +32,7 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
     # DDP's buckets are resident; accumulating micro-batches add gradients beside them.
     beside = gradients if cluster.devices > 1 and several else 0
     compute = COMPUTE_BYTES[config.precision]
-    in_update, sent = orthogonalizing(model, compute, cluster.devices, replicated=True)
+    in_update, sent = compute_muon_cost(model, compute, cluster.devices, replicated=True)
     return Footprint(
         gathered=beside,
         in_layers=beside,
@@ -43,15 +43,15 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
         host=2 * gradients + moments if on_host else 0,
         in_update=in_update,
         links=Traffic(per_step=2 * gradients * share + sent),
-        network=Traffic(per_step=across_nodes(2 * gradients + sent, cluster)),
+        network=Traffic(per_step=compute_internode_bytes(2 * gradients + sent, cluster)),
     )
 
 
-def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under FSDP2."""
     together = config.tensor_parallel_size
-    in_layers, averaged = _between_layers(model, config)
-    model = model.of_one_in(together)
+    in_layers, averaged = _compute_tensor_parallel_traffic(model, config)
+    model = model.get_rank_share(together)
     group = cluster.devices // together
     if config.strategy in HYBRID:
         group = config.fsdp.shard_group_size or max(1, min(cluster.per_node, cluster.devices) // together)
@@ -64,8 +64,10 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
         parameters += weight.itemsize * size
         if weight.trained:
             gradients += MASTER * size
-            moments += moment_bytes(config.train, shape, rows, exact=weight.table, matrices=weight.matrices)
-    before, layers, end = _gathered(model, config, group, compute)
+            moments += compute_moment_bytes(
+                config.train, shape, rows, exact=weight.table, matrices=weight.matrices
+            )
+    before, layers, end = _compute_gathered_bytes(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
     host = 0
@@ -77,11 +79,11 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     gathers = 1 if config.strategy in KEPT_AFTER_FORWARD else 2
     share = (group - 1) / group
     copies = cluster.devices // together // group
-    per_pass = (gathers * compute * model.elements + MASTER * elements(model.trained)) * share
+    per_pass = (gathers * compute * model.elements + MASTER * count_elements(model.trained)) * share
     reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
-    network = reduced if config.strategy in HYBRID else across_nodes(per_pass, cluster)
-    in_update, sent = orthogonalizing(model, compute, group, replicated=False)
-    between = 0 if config.strategy in HYBRID else across_nodes(sent, cluster)
+    network = reduced if config.strategy in HYBRID else compute_internode_bytes(per_pass, cluster)
+    in_update, sent = compute_muon_cost(model, compute, group, replicated=False)
+    between = 0 if config.strategy in HYBRID else compute_internode_bytes(sent, cluster)
     return Footprint(
         parameters=0 if offload_params else parameters,
         gradients=0 if offload_params else gradients,
@@ -97,7 +99,7 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     )
 
 
-def _between_layers(model: Inventory, config: RunConfig) -> tuple[float, float]:
+def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> tuple[float, float]:
     """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
 
     They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
@@ -116,11 +118,13 @@ def _between_layers(model: Inventory, config: RunConfig) -> tuple[float, float]:
         else:
             width += weight.shape[1] if weight.cut == 0 else again * weight.shape[0]
     share = 2 * (ranks - 1) / ranks
-    whole = elements(weight for weight in model.trained if weight.cut is None)
-    return share * tokens * width * COMPUTE_BYTES[config.precision], share * MASTER * whole
+    replicated_elements = count_elements(weight for weight in model.trained if weight.cut is None)
+    return share * tokens * width * COMPUTE_BYTES[config.precision], share * MASTER * replicated_elements
 
 
-def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:
+def _compute_gathered_bytes(
+    model: Inventory, config: RunConfig, group: int, compute: int
+) -> tuple[int, int, int]:
     """Bytes of gathered parameters and unreduced gradients: before the backward pass reaches a unit, in the
     units, and at the end.
 
@@ -130,11 +134,11 @@ def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> 
     """
     if model.no_units is not None:
         raise UserError(model.no_units)
-    largest = max(model.sizes("unit"), default=0)
-    learning = max(model.sizes("unit", trained=True), default=0)
-    outside = elements(w for w in model.weights if w.unit is None)
-    trained = elements(w for w in model.trained if w.unit is None)
-    waiting = elements(w for w in model.trained if w.head and w.unit is None)
+    largest = max(model.count_part_elements("unit"), default=0)
+    learning = max(model.count_part_elements("unit", trained=True), default=0)
+    outside = count_elements(w for w in model.weights if w.unit is None)
+    trained = count_elements(w for w in model.trained if w.unit is None)
+    waiting = count_elements(w for w in model.trained if w.head and w.unit is None)
     reduced = MASTER + MASTER / group
     in_units = model.elements - outside if config.strategy in KEPT_AFTER_FORWARD else 2 * largest
     there = compute * (outside + in_units)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from portable.optim.sharded import local
+from portable.optim.sharded import to_local
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ class HostCopies:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.copies = {name: nn.Parameter(_on_host(p)) for name, p in self._parameters.items()}
+        self.copies = {name: nn.Parameter(_allocate_host_tensor(p)) for name, p in self._parameters.items()}
         self._gradients: dict[str, Tensor] = {}
 
-    def original(self) -> dict[Tensor, nn.Parameter]:
+    def map_copies_to_parameters(self) -> dict[Tensor, nn.Parameter]:
         """From each copy to its parameter on the device."""
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
@@ -39,7 +39,7 @@ class HostCopies:
     def refresh(self, names: Iterable[str]) -> None:
         """Copy the values of ``names`` from the device."""
         for name in self._parameters.keys() & set(names):
-            local(self.copies[name]).copy_(local(self._parameters[name]))
+            to_local(self.copies[name]).copy_(to_local(self._parameters[name]))
 
     @torch.no_grad()
     def fetch_gradients(self) -> None:
@@ -49,8 +49,8 @@ class HostCopies:
                 self.copies[name].grad = None
                 continue
             if name not in self._gradients:
-                self._gradients[name] = _on_host(parameter.grad)
-            local(self._gradients[name]).copy_(local(parameter.grad), non_blocking=True)
+                self._gradients[name] = _allocate_host_tensor(parameter.grad)
+            to_local(self._gradients[name]).copy_(to_local(parameter.grad), non_blocking=True)
             self.copies[name].grad = self._gradients[name]
             parameter.grad = None
         _wait(self._parameters)
@@ -59,7 +59,7 @@ class HostCopies:
     def copy_back(self) -> None:
         """Copy the values back to the device, in stream order."""
         for name, parameter in self._parameters.items():
-            local(parameter).copy_(local(self.copies[name]), non_blocking=True)
+            to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 
 
 def _wait(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -68,8 +68,8 @@ def _wait(parameters: Mapping[str, nn.Parameter]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _allocate_host_tensor(tensor: Tensor) -> Tensor:
     """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
-    part = local(tensor.detach())
+    part = to_local(tensor.detach())
     memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type != "cpu")
-    return of_torch.sharded_like(tensor, memory) if isinstance(tensor, DTensor) else memory
+    return of_torch.shard_like(tensor, memory) if isinstance(tensor, DTensor) else memory

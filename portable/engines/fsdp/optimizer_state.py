@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from portable.converters import Tensor as StoredTensor
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
-from portable.optim.stored_state import check_entry, number_like, plain_group
+from portable.optim.stored_state import cast_number, check_entry, to_plain_group
 from portable.optim.user_optimizer import UserOptimizer
 from portable.private import of_torch
 
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 
 
 def restore(
-    optimizer: Any, trained: Mapping[str, Tensor], stored: StoredState, whole: OptimizerState | None
+    optimizer: Any,
+    trained: Mapping[str, Tensor],
+    stored: StoredState,
+    checkpoint_state: OptimizerState | None,
 ) -> None:
     """Fill the state of ``optimizer``; each rank reads its own slices.
 
     Args:
-        optimizer: an :class:`portable.optim.optimizers.Optimizer`.
+        optimizer: an :class:`portable.optim.optimizers.EngineOptimizer`.
         trained: its parameters, by name, which have the values of the checkpoint.
         stored: their state.
-        whole: of the checkpoint, with its parameter groups.
+        checkpoint_state: of the checkpoint, with its parameter groups.
 
     Raises:
         CheckpointError: for state that is missing or has another shape.
@@ -41,13 +44,16 @@ def restore(
     if users is None:
         optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
     else:
-        users.begin_again(whole)
+        users.begin_again(checkpoint_state)
     for name, values in stored.optimizer.items():
         parameter = trained[name]
-        state = optimizer.initial_state(parameter) if users is None else users.room(parameter, values)
+        if users is None:
+            state = optimizer.build_initial_state(parameter)
+        else:
+            state = users.allocate_state(parameter, values)
         for key, tensor in state.items():
             if key != AVERAGE or key in values:  # it begins at the weights
-                state[key] = _filled(tensor, values.get(key), f"{key} of {name}")
+                state[key] = _fill_entry(tensor, values.get(key), f"{key} of {name}")
         optimizer.state[parameter] = state
 
 
@@ -56,19 +62,22 @@ def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     if isinstance(optimizer, UserOptimizer):
-        return {"state": optimizer.stored(), "param_groups": [plain_group(group) for group in groups]}
+        return {
+            "state": optimizer.collect_state(),
+            "param_groups": [to_plain_group(group) for group in groups],
+        }
     state = {names[p]: dict(values) for p, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 
 
-def _filled(target: Any, value: Any, name: str) -> Any:
+def _fill_entry(target: Any, value: Any, name: str) -> Any:
     """One entry of a parameter's state: ``target``, filled, or a number in its place."""
     shape = getattr(target, "shape", ())
     check_entry(value, shape, name)
     if len(shape) > 0:
         fill_shard(target, value)
         return target
-    return number_like(target, value.read().item() if isinstance(value, StoredTensor) else value)
+    return cast_number(target, value.read().item() if isinstance(value, StoredTensor) else value)
 
 
 def fill_shard(target: Tensor, source: ReadableTensor) -> None:
@@ -76,4 +85,4 @@ def fill_shard(target: Tensor, source: ReadableTensor) -> None:
     if not isinstance(target, DTensor):
         fill(target, source)
     elif (shard := target.to_local()).numel():
-        fill(shard, source, of_torch.local_slices(target))
+        fill(shard, source, of_torch.compute_local_slices(target))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from portable.checkpoint.store import in_background
+from portable.checkpoint.store import run_in_background
 from portable.converters.tensors.dtypes import FROM_TORCH
 from portable.converters.writers.dcp_tables import (
     KeyEntry,
@@ -27,10 +27,10 @@ from portable.converters.writers.dcp_tables import (
     write_tables_index,
 )
 from portable.engines.fsdp.shard_writer import WriterProcess, write_shards, write_synced
-from portable.engines.staging import WriteHandle, staged
-from portable.errors import one_line
-from portable.ranks.collectives import background_group
-from portable.terminal import quiet_checkpoint_warnings
+from portable.engines.staging import WriteHandle, copy_to_host
+from portable.errors import to_one_line
+from portable.ranks.collectives import get_background_group
+from portable.terminal import silence_checkpoint_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from portable.converters.writers.dcp_tables import RankTable, TableRecord
 
 T = TypeVar("T")
-quiet_checkpoint_warnings()
+silence_checkpoint_warnings()
 
 MIN_PROCESS_BYTES = 256 << 20
 """Smallest shard file that a background save writes in a process of its own."""
@@ -64,13 +64,13 @@ class Saver:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
-        return background_group()
+        return get_background_group()
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
         """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
         group = self._group  # a collective: create it before a thread needs it
         if background and self._planner is None:
-            state = staged(state)
+            state = copy_to_host(state)
         planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
@@ -79,7 +79,7 @@ class Saver:
             write_checkpoint(state, folder, planner, group, process, plans)
 
         if background:
-            return WriteHandle(in_background(write, name="checkpoint"))
+            return WriteHandle(run_in_background(write, name="checkpoint"))
         write()
         return WriteHandle(None)
 
@@ -109,7 +109,7 @@ def write_checkpoint(
     Raises:
         OSError: On every rank, if any rank could not write its files.
     """
-    ranks = _Ranks(group)
+    ranks = _SaveCollectives(group)
     keys: list[KeyEntry] = []
     holders: Mapping[str, tuple[int, ...]] = {}
     written: list[RankTable] = []
@@ -158,7 +158,7 @@ def write_checkpoint(
     ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
 
 
-class _Ranks:
+class _SaveCollectives:
     """Collectives of a save.
 
     Args:
@@ -185,7 +185,7 @@ class _Ranks:
             result = function()
         except Exception as error:
             failure = error
-        results = self._gather((None if failure is None else one_line(failure), result))
+        results = self._gather((None if failure is None else to_one_line(failure), result))
         failures = [(rank, reason) for rank, (reason, _) in enumerate(results or ()) if reason is not None]
         failed = self.broadcast("; ".join(f"rank {rank}: {reason}" for rank, reason in failures))
         if failure is not None:
@@ -265,7 +265,7 @@ def _merge_keys(
 
 
 def _plan_items(
-    planner: DefaultSavePlanner, ranks: _Ranks, holders: Mapping[str, tuple[int, ...]]
+    planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[WriteItem, bool]]:
     """Choose the items that this rank writes.
 

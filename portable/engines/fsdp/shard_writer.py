@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from portable.converters import read_item_checksums
 from portable.converters.writers.dcp_tables import WrittenPiece, build_table
-from portable.errors import one_line
+from portable.errors import to_one_line
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def write_shards(
     Returns:
         The table.
     """
-    plan = SavePlan([item for item, _ in items], storage_data=of_torch.storage_prefix(f"__{rank}_"))
+    plan = SavePlan([item for item, _ in items], storage_data=of_torch.build_storage_prefix(f"__{rank}_"))
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
     stored = [result.storage_data for result in results]
     checksums = read_item_checksums(
@@ -221,12 +221,12 @@ class _RemotePlanner:
 
     def _receive(self, nbytes: int) -> bytearray:
         content = bytearray(nbytes)
-        left = memoryview(content)
-        while left:
-            count = os.readv(self._connection.fileno(), [left])
+        remaining = memoryview(content)
+        while remaining:
+            count = os.readv(self._connection.fileno(), [remaining])
             if count == 0:
                 raise EOFError
-            left = left[count:]
+            remaining = remaining[count:]
         return content
 
 
@@ -244,7 +244,7 @@ def serve(connection: Connection) -> None:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            answer = _FAILED, one_line(error)
+            answer = _FAILED, to_one_line(error)
         connection.send(answer)
 
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
-from portable.engines.fsdp.units import find_unused_layers, order_prefetches, units
-from portable.engines.machine import COMPUTE_DTYPES, transport
+from portable.engines.fsdp.units import find_fsdp_units, find_unused_layers, order_prefetches
+from portable.engines.machine import COMPUTE_DTYPES, get_dist_backend
 from portable.errors import UserError
 from portable.model.parameters import materialize, replace_tensors
 
@@ -63,7 +63,7 @@ class ShardedModel:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
-    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+    def get_sync_context(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch: DDP reduces gradients with the last one only.
 
         FSDP reduces after each, so that it accumulates shards and never holds all gradients on a rank.
@@ -124,7 +124,7 @@ def shard(
     """
     device = machine.device
     offload = config.memory.offload_params == "cpu"
-    alone = stands_alone(machine, offload=offload)
+    alone = is_unsharded(machine, offload=offload)
     replicated = is_replicated(config, machine)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
@@ -136,15 +136,15 @@ def shard(
     if replicated:
         materialize(model, device)
         scale = float(machine.world_size)
-        replica = _replicate(model, device, all_parameters_used=all_parameters_used)
+        replica = _wrap_in_ddp(model, device, all_parameters_used=all_parameters_used)
         return ShardedModel(model, replica, device, autocast_dtype, scale)
     if not dist.is_initialized():  # FSDP needs a group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
+        dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
     # FSDP would assign their data, which no tensor takes from one of another kind of device.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
-    ordered = units(model, config)  # of the plain model: it is tried
-    mesh = _mesh(config, machine, group)
+    ordered = find_fsdp_units(model, config)  # of the plain model: it is tried
+    mesh = _build_mesh(config, machine, group)
     average = ShardedModel.average_gradients
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
@@ -152,23 +152,23 @@ def shard(
 
         average = split_layers(model, mesh[tensor])
         mesh = mesh[tuple(others)]
-    _fully_shard(model, config, ordered, mesh, compute, _offload_policy(offload, device))
+    _shard_units(model, config, ordered, mesh, compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, None, average_gradients=average)
 
 
-def stands_alone(machine: Machine, *, offload: bool) -> bool:
+def is_unsharded(machine: Machine, *, offload: bool) -> bool:
     """Whether the model needs neither sharding nor offloading."""
     return machine.world_size == 1 and not offload
 
 
 def is_replicated(config: RunConfig, machine: Machine) -> bool:
     """Return whether each of several ranks has a replica of the model, which DDP wraps."""
-    alone = stands_alone(machine, offload=config.memory.offload_params == "cpu")
+    alone = is_unsharded(machine, offload=config.memory.offload_params == "cpu")
     return config.strategy == "no_shard" and not alone
 
 
-def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
+def _build_mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
     """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it.
 
     Where ranks share layers, they are the last axis, so neighbors.
@@ -186,7 +186,7 @@ def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
 _meshes = itertools.count()
 
 
-def _fully_shard(
+def _shard_units(
     model: nn.Module,
     config: RunConfig,
     ordered: Sequence[nn.Module],
@@ -238,7 +238,7 @@ if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).paramete
     _SYNC_OF_BUFFERS = "forward_sync_buffers"
 
 
-def _replicate(
+def _wrap_in_ddp(
     model: nn.Module, device: torch.device, *, all_parameters_used: bool
 ) -> DistributedDataParallel:
     replica = DistributedDataParallel(
@@ -250,11 +250,11 @@ def _replicate(
         **cast("Any", {_SYNC_OF_BUFFERS: False}),
     )
     if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
-        replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
+        replica.register_comm_hook(None, lambda _, bucket: _make_completed_future(bucket.buffer()))
     return replica
 
 
-def _ready(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _make_completed_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from portable.model.parameters import replace_tensors
-from portable.model.shared_layers import USED_IN_PART, styles
+from portable.model.shared_layers import USED_IN_PART, find_parallel_styles
 from portable.private.of_transformers import split_by_plan
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def split_layers(model: Any, mesh: DeviceMesh) -> Callable[[], None]:
     """Cut the layers of ``model``, on the meta device, over the ranks of ``mesh``, which has one axis.
 
     Returns:
-        what has to be called before each update: :func:`average`.
+        what has to be called before each update: :func:`average_gradients`.
     """
-    plan = styles(model, mesh.size())
+    plan = find_parallel_styles(model, mesh.size())
     split_by_plan(model, mesh, {name: style for name, style in plan.items() if style != USED_IN_PART})
     plain = {
         name.rpartition(".")[0]: "local_params"
@@ -40,18 +40,18 @@ def split_layers(model: Any, mesh: DeviceMesh) -> Callable[[], None]:
         if not isinstance(parameter, DTensor)
     }
 
-    def whole(_: str, parameter: nn.Parameter) -> nn.Parameter:
+    def replicate_parameter(_: str, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, DTensor):
             return parameter
-        one = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
-        return nn.Parameter(one, parameter.requires_grad)
+        replica = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+        return nn.Parameter(replica, parameter.requires_grad)
 
-    replace_tensors(model, whole, lambda _, buffer: buffer)
+    replace_tensors(model, replicate_parameter, lambda _, buffer: buffer)
     split_by_plan(model, mesh, plain)  # which compute with the tensors of a rank
-    return partial(average, model, {name for name, style in plan.items() if style == USED_IN_PART})
+    return partial(average_gradients, model, {name for name, style in plan.items() if style == USED_IN_PART})
 
 
-def average(model: nn.Module, in_part: Collection[str]) -> None:
+def average_gradients(model: nn.Module, in_part: Collection[str]) -> None:
     """Average the gradients of parameters that each rank of a group has whole. No host sync.
 
     They differ by rounding, where kernels add in no fixed order. Averaged, the ranks stay equal.
@@ -64,8 +64,10 @@ def average(model: nn.Module, in_part: Collection[str]) -> None:
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[-1].is_replicate():
-            mesh, own = gradient.device_mesh, gradient.to_local()
-            own.div_(1 if name in in_part else mesh.size(-1))
-            pending.append(dist.all_reduce(own, group=mesh.get_group(mesh.ndim - 1), async_op=True))
+            mesh, local_gradient = gradient.device_mesh, gradient.to_local()
+            local_gradient.div_(1 if name in in_part else mesh.size(-1))
+            pending.append(
+                dist.all_reduce(local_gradient, group=mesh.get_group(mesh.ndim - 1), async_op=True)
+            )
     for work in pending:
         work.wait()

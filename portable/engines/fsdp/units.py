@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from portable.errors import UserError
-from portable.model.layers import layers_without_hooks, transformer_layers
+from portable.model.layers import find_layers_without_hooks, find_transformer_layers
 from portable.model.reach import get_unreached_names
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """The modules below ``model`` that ``fsdp.auto_wrap_policy`` selects as units, in the model's order.
 
     A module that shares a parameter with another part of the model belongs to the unit around both, where the
@@ -33,15 +33,17 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.auto_wrap_policy == "no_wrap":
         return []
     if fsdp.min_num_params is not None:
-        return _large(model, fsdp.min_num_params)
+        return _find_large_modules(model, fsdp.min_num_params)
     if fsdp.transformer_layer_cls_to_wrap is not None:
-        chosen = _of_classes(model, fsdp.transformer_layer_cls_to_wrap)
+        chosen = _find_by_class(model, fsdp.transformer_layer_cls_to_wrap)
     else:
         # FSDP gathers parameters in hooks. Layers that text does not reach never run, so they stay sharded.
-        unhooked = layers_without_hooks(model) - {name for name, _ in find_unused_layers(model)}
-        chosen = [layer for name, layer in transformer_layers(model) if name not in unhooked]
-    everywhere = _uses(model)
-    return [module for module in chosen if module is not model and not _shares(module, everywhere)]
+        unhooked = find_layers_without_hooks(model) - {name for name, _ in find_unused_layers(model)}
+        chosen = [layer for name, layer in find_transformer_layers(model) if name not in unhooked]
+    everywhere = _count_uses(model)
+    return [
+        module for module in chosen if module is not model and not _has_shared_parameters(module, everywhere)
+    ]
 
 
 def find_unused_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -56,16 +58,16 @@ def find_unused_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     unreached = get_unreached_names(model)
     return [
         (name, layer)
-        for name, layer in transformer_layers(model)
+        for name, layer in find_transformer_layers(model)
         if unreached.issuperset(f"{name}.{parameter}" for parameter, _ in layer.named_parameters())
     ]
 
 
-def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _find_by_class(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     there = {type(module).__name__ for module in model.modules()}
     for name in names:
         if name not in there:
-            layers = sorted({type(layer).__name__ for _, layer in transformer_layers(model)})
+            layers = sorted({type(layer).__name__ for _, layer in find_transformer_layers(model)})
             raise UserError(
                 f"fsdp.transformer_layer_cls_to_wrap: {type(model).__name__} has no {name}; its layers are "
                 f"{', '.join(layers)}"
@@ -73,33 +75,33 @@ def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _large(model: nn.Module, least: int) -> list[nn.Module]:
+def _find_large_modules(model: nn.Module, least: int) -> list[nn.Module]:
     """The modules with at least ``least`` parameters outside of smaller units."""
-    found: set[nn.Module] = set()
-    everywhere = _uses(model)
+    selected: set[nn.Module] = set()
+    everywhere = _count_uses(model)
 
-    def outside_units(module: nn.Module) -> int:
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        size = own + sum(outside_units(child) for child in module.children())
+    def count_outside_units(module: nn.Module) -> int:
+        direct = sum(p.numel() for p in module.parameters(recurse=False))
+        size = direct + sum(count_outside_units(child) for child in module.children())
         # A list is never called, so its hooks never gather.
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if size < least or listed or module is model or _shares(module, everywhere):
+        if size < least or listed or module is model or _has_shared_parameters(module, everywhere):
             return size
-        found.add(module)
+        selected.add(module)
         return 0
 
-    outside_units(model)
-    return [module for module in model.modules() if module in found]
+    count_outside_units(model)
+    return [module for module in model.modules() if module in selected]
 
 
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     """How often each parameter occurs in ``module``."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _shares(module: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
+def _has_shared_parameters(module: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
     """Whether a parameter of ``module`` also occurs outside it."""
-    return any(everywhere[parameter] > uses for parameter, uses in _uses(module).items())
+    return any(everywhere[parameter] > uses for parameter, uses in _count_uses(module).items())
 
 
 def order_prefetches(ordered: Sequence[FSDPModule], config: RunConfig) -> None:
