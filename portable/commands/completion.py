@@ -30,7 +30,7 @@ def print_completion(argv: Sequence[str]) -> int:
     """Print the script of a shell.
 
     Args:
-        argv: the words after ``print_completion``.
+        argv: Words after ``completion``.
     """
     parser = Parser(
         prog="portable-train completion",

@@ -72,7 +72,7 @@ class AdamW8bit(torch.optim.Optimizer):
     vectors and those in ``exact`` have AdamW's ``exp_avg`` and ``exp_avg_sq``.
 
     Args:
-        groups, lr, betas, eps: as for ``torch.optim.XlaAdamW``.
+        groups, lr, betas, eps: as for ``torch.optim.AdamW``.
         exact: parameters with 32-bit moments: embeddings, whose rows get gradients of very different sizes.
     """
 

@@ -136,11 +136,11 @@ class Muon(torch.optim.Optimizer):
 
     The state of a matrix is ``momentum_buffer``, sharded like the parameter; that of others is AdamW's. In a
     tensor of more dims the last two are a matrix. Updates equal those of ``torch.optim.Muon`` and
-    ``torch.optim.XlaAdamW``.
+    ``torch.optim.AdamW``.
 
     Args:
         groups: as for torch's optimizers, with the key ``matrices``, a bool.
-        lr, betas, eps: as for ``torch.optim.XlaAdamW``.
+        lr, betas, eps: as for ``torch.optim.AdamW``.
         momentum: as for ``torch.optim.Muon``, with ``nesterov``.
         rate_rule: its ``adjust_lr_fn``.
         compute: the type of products and of what ranks exchange.

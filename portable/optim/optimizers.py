@@ -181,7 +181,7 @@ def compute_group_rate(group: Mapping[str, Any], rate: Any, settings: TrainConfi
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """``torch.optim.XlaAdamW(fused=True)``."""
+    """``torch.optim.AdamW(fused=True)``."""
 
     found_inf: Tensor | None = None
 

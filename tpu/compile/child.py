@@ -31,12 +31,12 @@ def ask(
     failure: Callable[[int, str], str],
     said: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run ``code`` in another process, which dies with this one, and read what it :func:`write_answer`.
+    """Run ``code`` in another process, which dies with this one, and read the answer that it writes.
 
     Args:
         code: calls :func:`write_answer`; finds ``arguments`` in ``sys.argv``, from 2 on.
         answer: does not exist.
-        request: what its :func:`request` returns.
+        request: Value that :func:`read_request` returns in that process.
         environment: of the process.
         failure: what to say if it leaves no answer, from its exit code, the negative number of a signal, and
             what it wrote on standard error.

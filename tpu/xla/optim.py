@@ -73,7 +73,7 @@ class UpdateRule(Protocol):
 
 
 class XlaAdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.XlaAdamW``."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``."""
 
     counts_steps = True
 
