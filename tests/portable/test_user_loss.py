@@ -150,7 +150,9 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         batches = build_eval_loader(trial.run, trial.run.data.eval)
         evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
-        assert graphs is None or all(count == 1 for count in graphs.graph_counts.values()), graphs.graph_counts
+        assert graphs is None or all(count == 1 for count in graphs.graph_counts.values()), (
+            graphs.graph_counts
+        )
         return found, trial.read_metrics(results[-1]), evaluated
 
 
