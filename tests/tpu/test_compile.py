@@ -442,7 +442,7 @@ import os
 from pathlib import Path
 from portable.tpu.compile.child import ask
 code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
-ask(code, Path({answer!r}), given=None, environment=os.environ, failure=lambda *ended: "")
+ask(code, Path({answer!r}), request=None, environment=os.environ, failure=lambda *ended: "")
 """
 
 
