@@ -68,8 +68,7 @@ class Loss(Protocol):
     - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
       ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
       applies. A loss with logits makes a language model keep all of a micro-batch's.
-    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its
-    CPU
+    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
       tensors. By default its number of labels.
     - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
       runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and

@@ -45,7 +45,7 @@ with dog:
     for batch in batches:
         time.sleep(2 if batch == 0 else 0)  # the first may take longer
         if batch == 2:
-            with dog.paused():
+            with dog.pause():
                 time.sleep(2)
         if batch == 5:
             print("standing still", flush=True)
