@@ -41,7 +41,9 @@ def gradients(step: int) -> list[torch.Tensor]:
 def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
     stored: Any = SimpleNamespace(optimizer={"w": {"exp_avg": open_checkpoint(tmp_path).tensors["w"]}})
-    optimizer = SimpleNamespace(state={}, build_initial_state=lambda weight: {"exp_avg": torch.zeros_like(weight)})
+    optimizer = SimpleNamespace(
+        state={}, build_initial_state=lambda weight: {"exp_avg": torch.zeros_like(weight)}
+    )
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(CheckpointError, match=r"exp_avg of w is missing, or not of shape \[2, 2\]"):
         restore(optimizer, {"w": weight}, stored, None)
