@@ -54,9 +54,14 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     try:
-        return _restore(prepared, source, checkpoints)
+        restored = _restore(prepared, source, checkpoints)
+        if source is not None:
+            # Otherwise a fast rank would remove a file that a slow rank of its node has not opened yet, so the
+            # slow rank would write it again.
+            prepared.backend.barrier()
+        return restored
     finally:
-        remove_shared_files()  # large; if another rank of the node still needs one, it writes it again
+        remove_shared_files()  # because they are large
 
 
 def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None) -> Restored:
