@@ -56,8 +56,8 @@ def restore(
     try:
         restored = _restore(prepared, source, checkpoints)
         if source is not None:
-            # Otherwise a fast rank would remove a file that a slow rank of its node has not opened yet, so the
-            # slow rank would write it again.
+            # Otherwise a fast rank would remove a file that a slow rank of its node has not opened, and the
+            # slow rank would write the file again.
             prepared.backend.barrier()
         return restored
     finally:
