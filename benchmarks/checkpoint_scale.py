@@ -339,6 +339,26 @@ def measure_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch
     return StepTime(wall, ran_after - ran, queued_after - queued)
 
 
+def start_copying(state: dict[str, Any], folder: Path) -> Callable[[], bool]:
+    """Start a program that writes as many bytes as the state has, from its own memory.
+
+    This is the control of the measurement: it shares caches, memory and disk with the training process, but
+    takes nothing from it. Steps that it slows down are slowed down by the machine.
+    """
+    size = sum(tensor.nbytes for tensor in state["model"].values())
+    program = (
+        "import os, sys\n"
+        "os.nice(5)\n"
+        f"source = bytes({size})\n"
+        "with open(sys.argv[1], 'wb', buffering=0) as file:\n"
+        "    for start in range(0, len(source), 4 << 20):\n"
+        "        file.write(bytearray(memoryview(source)[start : start + (4 << 20)]))\n"
+        "    os.fsync(file.fileno())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder / "bytes")])
+    return lambda: process.poll() is not None
+
+
 def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bool]]:
     """Return a function that starts a save, and returns whether the save has ended."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -346,6 +366,8 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
 
     from portable.engines.fsdp import saving
 
+    if place == "other-program":
+        return start_copying
     if place in ("thread", "process"):
         saving.MIN_PROCESS_BYTES = 0 if place == "process" else 1 << 62
         saver = saving.Saver()
@@ -371,7 +393,10 @@ def main() -> None:
     growth.add_argument("--json", type=Path)
     steps = commands.add_parser("steps")
     steps.add_argument(
-        "--place", choices=("thread", "process", "dcp-thread", "dcp-process"), default="process"
+        "--place",
+        choices=("thread", "process", "dcp-thread", "dcp-process", "other-program"),
+        default="process",
+        help="what writes; other-program is the control: a program that only writes as many bytes",
     )
     steps.add_argument("--tensors", type=int, default=3411)
     steps.add_argument("--megabytes", type=int, default=400)
