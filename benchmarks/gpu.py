@@ -49,10 +49,10 @@ from portable.progress import Progress
 from portable.ranks.parent_death import die_with_parent
 from portable.registry import create_backend
 from portable.run.batches import build_train_loader
+from portable.run.checkpointing import save
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.save import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -42,8 +42,8 @@ from benchmarks.small_disk import SmallDisk, small_disk
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.converters import CheckpointError, open_checkpoint
+from portable.converters.storage.folder_operations import files_below
 from portable.converters.storage.path_or_url import in_store, place
-from portable.converters.storage.places import files_below
 from portable.errors import DamagedError, UserError
 from portable.output.export import MARKER
 from portable.reporting.metrics import METRICS_FILE, read_metrics

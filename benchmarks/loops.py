@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from portable.callbacks import Callback, Run
 from portable.loop import StopSignals, train
 from portable.model.build import AUTO_CLASSES
-from portable.model.groups import assign_groups
+from portable.model.parameter_groups import assign_groups
 from portable.optim.optimizers import build_parameter_groups
 from portable.output.output_dir import Output
 from portable.reporting.reporter import Reporter

@@ -24,14 +24,14 @@ import torch
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from portable.config import load_config
-from portable.engines.machine import Machine
+from portable.engines.engine_interface import Machine
 from portable.engines.memory_trial import start_fake_ranks
 from portable.model import build as models
 from portable.model.initialize import InitialWeights
 from portable.planner.activations import build_fake_batch
 from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
-from portable.planner.passes import Request
+from portable.planner.pass_cost import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
 from portable.registry import import_engine_part
 

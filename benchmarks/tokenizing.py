@@ -50,10 +50,10 @@ def tokenize(
     if processes is not None:
         os.environ["RAYON_NUM_THREADS"] = "1"  # the threads of the tokenizers library
     from portable.config.sections import DataConfig
-    from portable.data.sources.opening import open_source
     from portable.data.sources.source import SourceSettings
+    from portable.data.sources.source_kinds import open_source
     from portable.data.tokens import tokenize as tokenizing
-    from portable.data.tokens.frame import build_special_token_frame
+    from portable.data.tokens.special_tokens import build_special_token_frame
     from portable.data.tokens.tokenize import TokenizeJob
     from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 

@@ -31,7 +31,7 @@ from benchmarks.harness import Options, Result, check_losses, table
 from benchmarks.loops import Turn
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.loop import iter_steps as taken
-from portable.model.groups import assign_groups
+from portable.model.parameter_groups import assign_groups
 from portable.optim.optimizers import build_parameter_groups
 from portable.progress import Progress
 from portable.registry import create_backend

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model import build as models
 from portable.planner.activations import build_fake_batch
-from portable.planner.passes import Request
+from portable.planner.pass_cost import Request
 from portable.registry import create_backend
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Step:
 
 def measure(config: RunConfig) -> Step:
     """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
-    from portable.tpu.xla.of_torch_xla import xla
+    from portable.tpu.xla.torch_xla_internals import xla
 
     backend = create_backend("xla")
     devices = backend.devices_per_rank

@@ -40,7 +40,7 @@ from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.data.samples.loader import TrainLoader
 from portable.model.initialize import InitialWeights
 from portable.model.parameters import find_tied_names
-from portable.model.tensors import to_torch
+from portable.model.weight_sources import to_torch
 from portable.ranks.launch import launch
 from portable.registry import create_backend, resolve_backend
 from portable.run.batches import build_train_loader

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.lazy import make_lazy_getattr
+from portable.converters.lazy_imports import make_lazy_getattr
 
 if TYPE_CHECKING:
     from portable.converters.adapters.adapter import StoredAdapter, find_adapter

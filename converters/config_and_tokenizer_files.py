@@ -17,8 +17,8 @@ from portable.converters.limits import MAX_TOKENIZER_FILE
 from portable.converters.manifest import check_manifest
 from portable.converters.names.earlier_keys import add_earlier_keys
 from portable.converters.names.model_config import override_settings
+from portable.converters.storage.folder_operations import inside
 from portable.converters.storage.path_or_url import file_size, make_absolute, place
-from portable.converters.storage.places import inside
 from portable.converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
 from portable.converters.storage.store_errors import AccessDeniedError
 

@@ -23,8 +23,8 @@ from portable.converters.integrity import NAMES_IN_MEMORY, check_complete
 from portable.converters.opening import open_checkpoint
 from portable.converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
 from portable.converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
+from portable.converters.writers.atomic_output import check_output
 from portable.converters.writers.conversion import Choices, carry_out, check_expansion
-from portable.converters.writers.draft import check_output
 from portable.converters.writers.targets import get_planner, is_single
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from portable.converters.adapters.adapter import find_adapter
 from portable.converters.console import print_line
 from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.integrity import find_problems
+from portable.converters.lazy_numpy import np
 from portable.converters.naming import find_name_rules, rename_to_published
-from portable.converters.numeric import np
 from portable.converters.opening import open_checkpoint
 from portable.converters.tensors.casting import BLOCK_BYTES
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
-from portable.converters.writers.parallel import run_jobs
+from portable.converters.writers.parallel_jobs import run_jobs
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.tensors.tensor import Array
-    from portable.converters.writers.parallel import Progress
+    from portable.converters.writers.parallel_jobs import Progress
 
     Parser = Callable[..., argparse.ArgumentParser]
 

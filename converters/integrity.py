@@ -2,9 +2,9 @@
 
     problems = find_problems(open_checkpoint("run/checkpoints/step-000100"))
 
-If `portable.converters.names.expected` contains the model class, the tensors are compared with the tensors of
-the class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain rule
-reports nothing.
+If `portable.converters.names.expected_tensors` contains the model class, the tensors are compared with the
+tensors of the class in transformers. Otherwise, only rules apply that hold for every model, and an uncertain
+rule reports nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from portable.converters.names.contradictions import (
     find_split_tie,
     find_stale_quantization,
 )
-from portable.converters.names.expected import (
+from portable.converters.names.expected_tensors import (
     compute_sizes,
     is_tied,
     list_numbers,
@@ -32,7 +32,7 @@ from portable.converters.names.expected import (
 )
 from portable.converters.names.model_config import check_fits
 from portable.converters.names.name_rules import get_architecture
-from portable.converters.names.published import are_live, arrange_for_memory
+from portable.converters.names.published_names import are_live, arrange_for_memory
 from portable.converters.naming import find_name_rules
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.tensors.dtypes import QUANTIZED
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.names.expected import ExpectedTensors, LayerStack
+    from portable.converters.names.expected_tensors import ExpectedTensors, LayerStack
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 _MAX_SHOWN = 10

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from portable.converters.errors import CheckpointError, to_printable
-from portable.converters.storage.bytes import CHUNK
+from portable.converters.storage.byte_sources import CHUNK
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import names_below
+from portable.converters.storage.folder_operations import names_below
 from portable.converters.storage.safe_open import read_small_text, stays_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
     from portable.converters.storage.path_or_url import Place
 
 MANIFEST = "checkpoint_manifest.json"

@@ -24,10 +24,10 @@ from portable.converters.names.name_rules import (
     reverse_rules,
     select_used_rules,
 )
-from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.names.published_names import are_live, arrange_for_files, arrange_for_memory
 from portable.converters.storage.folder import Folder
 from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors.arranged import ZEROS, build_arranged_tensor
+from portable.converters.tensors.arrangements import ZEROS, build_arranged_tensor
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from portable.converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
     from portable.converters.storage.path_or_url import Place
-    from portable.converters.tensors.arranged import Arrangement
+    from portable.converters.tensors.arrangements import Arrangement
     from portable.converters.tensors.tensor import Shape
 
 RECORD = "published_names.json"

@@ -10,8 +10,8 @@ from portable.converters.errors import CheckpointError, CommandError
 from portable.converters.formats import CheckpointPath, Detected, detect, iter_formats
 from portable.converters.names.canonical import is_number
 from portable.converters.storage.completion_markers import INCOMPLETE
+from portable.converters.storage.folder_operations import inside, is_unfinished
 from portable.converters.storage.path_or_url import place
-from portable.converters.storage.places import inside, is_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

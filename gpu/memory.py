@@ -9,7 +9,7 @@ import torch
 
 from portable.backend import Diagnostics
 from portable.planner.device import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
-from portable.private import of_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +27,15 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        of_torch.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
+        torch_internals.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        of_torch.dump_memory_snapshot(str(path))
+        torch_internals.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
         if self._world_size > 1:
             # torchfrtrace expects this name.
-            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(of_torch.dump_nccl_trace())
+            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
 
     def query_driver_memory(self) -> tuple[int, int] | None:
         free, total = torch.cuda.mem_get_info(self._device)

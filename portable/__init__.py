@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
     from portable.model.training_loss import Loss, Outputs
-    from portable.optim.user_optimizer import MakesOptimizer
-    from portable.planner.tables import Plan
+    from portable.optim.custom_optimizer import MakesOptimizer
+    from portable.planner.plan_tables import Plan
 
 __all__ = [
     "Callback",
@@ -56,6 +56,6 @@ __all__ = [
 # it; a backend loads its own.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-from portable.converters.lazy import make_lazy_getattr
+from portable.converters.lazy_imports import make_lazy_getattr
 
 __getattr__ = make_lazy_getattr(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.checkpoint.store import open_checkpoints
-from portable.data.sources.user_records import write_records
+from portable.data.sources.custom_records import write_records
 from portable.errors import RunError
 from portable.paths import REPORT_FILE, get_default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
@@ -18,7 +18,7 @@ from portable.reporting.metrics import read_metrics
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.converters.storage.path_or_url import Place
-    from portable.planner.tables import Plan
+    from portable.planner.plan_tables import Plan
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.converters import Checkpoint
     from portable.model.loss import MetricAccumulator, Objective, StepSums
-    from portable.model.tensors import ReadableTensor
-    from portable.optim.non_finite import Health
+    from portable.model.weight_sources import ReadableTensor
+    from portable.optim.non_finite_updates import Health
 
 
 class SaveHandle(Protocol):

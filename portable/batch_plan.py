@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portable.config.derived import find_largest_divisor
+from portable.config.derived_defaults import find_largest_divisor
 from portable.data.samples.order import compute_rank_start, count_accumulation_steps
 from portable.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 
 from portable.data.tokens.bounded_tokenizer import decode, encode
 from portable.errors import RunError
-from portable.model.whole_values import is_part
+from portable.model.sharded_parameter_guard import is_part
 from portable.paths import CONFIG_FILE
 from portable.progress import Progress
 from portable.ranks import launch

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.commands import REFUSED, wrap_main
 from portable.errors import ReportedElsewhereError, RunError, UserError, report
-from portable.ranks.ending import set_exit_code
 from portable.ranks.parent_death import die_with_parent
+from portable.ranks.process_exit import set_exit_code
 from portable.terminal import set_quiet, show_loading, tell
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from portable.config import flags
+from portable.config.field_types import Flag, PathText, Section
 from portable.config.load import assemble, load_config
-from portable.config.numbers import Reason
+from portable.config.number_types import Reason
 from portable.config.origins import Assignment, Origin
 from portable.config.run_config import RunConfig
 from portable.config.suggestions import ForeignNames, register_foreign_names
-from portable.config.types import Flag, PathText, Section
 from portable.config.validation import validate
 from portable.config.yaml_text import parse_file
 from portable.converters.commands import format_version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from portable.converters.interrupts import exit_on_interrupt
-from portable.ranks.ending import set_exit_code
+from portable.ranks.process_exit import set_exit_code
 
 exit_on_interrupt()
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import CheckpointError
+from portable.converters.storage.folder_operations import sync
 from portable.converters.storage.path_or_url import in_store, place
-from portable.converters.storage.places import sync
 from portable.converters.storage.safe_open import (
     LinkError,
     open_new,

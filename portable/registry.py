@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from portable.config.derived import ZERO
+from portable.config.derived_defaults import ZERO
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ import torch
 from portable.data.samples.base import pad_rows
 from portable.errors import UserError
 from portable.model.document_attention import check_direction, check_documents, keep_documents_apart
+from portable.model.dynamic_rope import check_rotations, rotate_by_text
 from portable.model.labels import classifies_last_position
-from portable.model.rotations import check_rotations, rotate_by_text
-from portable.private.of_transformers import disable_value_checks
+from portable.private.transformers_internals import disable_value_checks
 from tests.architectures import COMPOSITE, Pair, auto_class, pairs
 from tests.tiny_models import tiny_config
 

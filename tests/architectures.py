@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from portable.config import RunConfig
-from portable.run.save import write_model_files
+from portable.run.checkpointing import write_model_files
 from tests.composite import build_composite, write_composite
 from tests.exports import check_adapter, check_merge, check_names, find_peft_fault, write_source
 from tests.parity import opened, take_steps

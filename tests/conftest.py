@@ -171,7 +171,7 @@ def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that traces the graphs of a run is a fork, without its seconds of imports."""
     python = str(zygote.folder / "python")
     monkeypatch.setattr(
-        "portable.tpu.compile.child.build_python_command",
+        "portable.tpu.compile.child_process.build_python_command",
         lambda code, *arguments: [python, "-c", code, *arguments],
     )
 

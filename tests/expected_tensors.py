@@ -9,7 +9,8 @@ contains only facts that hold in all variants that can be built:
   ``tie_word_embeddings: false`` has in addition.
 - ``stacks``: for each stack of layers, the config key with the number of layers, the parameters that every
   layer has, and groups of parameters that always occur together in a layer.
-- ``shapes``: the sizes of parameters as products of config values, see `portable.converters.names.expected`.
+- ``shapes``: the sizes of parameters as products of config values, see
+`portable.converters.names.expected_tensors`.
 
 ``tests/converters/test_integrity.py`` compares the file with transformers.
 """
@@ -28,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from portable.converters.names.expected import (
+from portable.converters.names.expected_tensors import (
     SIZES,
     compute_sizes,
     is_tied,

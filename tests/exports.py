@@ -138,7 +138,7 @@ def check_names(folder: Path, source: Path, corpus: Path, task: str) -> None:
 
 def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     """Return the published names of the tensors of a source that a run does not train."""
-    from portable.private import of_transformers
+    from portable.private import transformers_internals
     from portable.registry import create_backend
     from portable.run.prepare import prepare
     from portable.run.resolve import resolve
@@ -151,7 +151,7 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     }
     trained |= _find_statistics(source)
     base = open_checkpoint(source).tensors
-    names, _ = of_transformers.map_names(run.model, base)
+    names, _ = transformers_internals.map_names(run.model, base)
     is_trained: dict[str, bool] = {}
     for published, live, _ in names:
         is_trained[published] = is_trained.get(published, False) or live in trained

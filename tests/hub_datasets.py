@@ -83,11 +83,11 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def main(name: str, cache: Path) -> None:
-    from portable.data.sources import opening
+    from portable.data.sources import source_kinds
     from portable.errors import UserError
     from tests.portable.data_support import source
 
-    opening.PART_BYTES = 9_000
+    source_kinds.PART_BYTES = 9_000
     try:
         files: Any = source(name, stream=True, split=sys.argv[4], cache_dir=cache)
     except UserError as error:

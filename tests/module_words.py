@@ -22,7 +22,7 @@ def find_words(model_type: str) -> set[str]:
 
     from portable.converters.errors import CheckpointError
     from portable.converters.names.name_rules import get_default_rules
-    from portable.converters.names.published import arrange_for_files
+    from portable.converters.names.published_names import arrange_for_files
     from tests.published_names import create_config, list_classes
 
     words: set[str] = set()

@@ -17,7 +17,7 @@ from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
 from portable.loop import train_step
 from portable.model.loss import compute_token_loss
-from portable.private.of_transformers import disable_value_checks
+from portable.private.transformers_internals import disable_value_checks
 from portable.progress import StepResult
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics

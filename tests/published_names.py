@@ -70,7 +70,7 @@ def number_rules(transforms: list[Any], rules: list[dict[str, Any]], positions: 
     Returns:
         The position of each transform in ``rules``.
     """
-    from portable.private.of_transformers import convert_rule
+    from portable.private.transformers_internals import convert_rule
 
     numbers = []
     for transform in transforms:

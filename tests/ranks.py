@@ -37,7 +37,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
-    "portable.private.of_peft",
+    "portable.private.peft_internals",
     "tests.preloaded",
 )
 """What ranks have imported when they start; what is not installed is left out."""

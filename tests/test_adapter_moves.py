@@ -16,8 +16,8 @@ from portable.converters import open_checkpoint
 from portable.converters.cli import main
 from portable.errors import UserError
 from portable.registry import create_backend
-from portable.reporting.card import CARD
 from portable.reporting.metrics import read_metrics
+from portable.reporting.model_card import CARD
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve

@@ -12,8 +12,8 @@ import torch
 from portable.config import RunConfig
 from portable.errors import UserError
 from portable.model.build import build_model, load_model_config
+from portable.model.dynamic_rope import check_rotary_layers
 from portable.model.padding import explain_padding
-from portable.model.rotations import check_rotary_layers
 from portable.run.batches import build_train_loader
 from tests.alone import TOLERANCE, compare
 from tests.architectures import Pair, pairs

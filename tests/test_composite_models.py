@@ -18,8 +18,8 @@ from portable.engines.fsdp.units import find_fsdp_units
 from portable.errors import UserError
 from portable.model.build import build_base_model, build_model, load_model_config
 from portable.model.freezing import find_frozen_names
-from portable.model.groups import assign_groups
-from portable.model.reach import find_unreached, get_unreached_names, summarize_parameters
+from portable.model.parameter_groups import assign_groups
+from portable.model.unused_parameters import find_unreached, get_unreached_names, summarize_parameters
 from portable.registry import create_backend
 from tests.composite import build_composite_config, write_composite
 from tests.engines import ENGINES, Engines
@@ -262,11 +262,11 @@ def test_every_engine_keeps_the_tower_to_the_bit(
 
 def map_published_names(folder: Path) -> dict[str, str]:
     """Map a checkpoint's published names to the names that transformers uses in memory."""
-    from portable.private import of_transformers
+    from portable.private import transformers_internals
 
     settings = build_settings(folder).model
     model = build_model(load_model_config(settings), settings)
-    names, _ = of_transformers.map_names(model, open_checkpoint(folder).tensors)
+    names, _ = transformers_internals.map_names(model, open_checkpoint(folder).tensors)
     return {published: live for published, live, _ in names}
 
 

@@ -25,7 +25,7 @@ from portable.converters.cli import main
 from portable.converters.names.earlier_keys import add_earlier_keys
 from portable.data.dataset import build_data
 from portable.model.build import build_base_model, load_model_config
-from portable.private import of_transformers
+from portable.private import transformers_internals
 from tests import earlier_keys
 from tests.composite import build_composite, build_composite_config, write_composite
 from tests.converters.test_gguf import VOCAB, distance, tokenizer
@@ -182,7 +182,7 @@ class Sample(NamedTuple):
 def write_sample(folder: Path, model_type: str, names: str = "published") -> Sample:
     """Write a checkpoint as `torch.distributed.checkpoint` saves it during training, and convert it."""
     if model_type in COMPOSITE:
-        of_transformers.patch_llama4()
+        transformers_internals.patch_llama4()
         model = build_composite(model_type).eval()
     else:
         model = tiny_model(model_type, vocab_size=VOCAB, **SETTINGS.get(model_type, {}))

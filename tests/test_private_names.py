@@ -17,21 +17,21 @@ import torch
 from portable.cli import run
 from portable.command_line import Invocation
 from portable.errors import UserError
-from portable.private import of_torch, of_transformers
-from portable.private.of_bitsandbytes import import_bitsandbytes
+from portable.private import torch_internals, transformers_internals
+from portable.private.bitsandbytes_internals import import_bitsandbytes
 from tests.runs import configured
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
-    "torch": "portable/private/of_torch.py",
-    "transformers": "portable/private/of_transformers.py",
-    "peft": "portable/private/of_peft.py",
-    "bitsandbytes": "portable/private/of_bitsandbytes.py",
-    "datasets": "portable/private/of_datasets.py",
-    "accelerate": "portable/private/of_accelerate.py",
+    "torch": "portable/private/torch_internals.py",
+    "transformers": "portable/private/transformers_internals.py",
+    "peft": "portable/private/peft_internals.py",
+    "bitsandbytes": "portable/private/bitsandbytes_internals.py",
+    "datasets": "portable/private/datasets_internals.py",
+    "accelerate": "portable/private/accelerate_internals.py",
     "deepspeed": "gpu/zero/private_api.py",
-    "torch_xla": "tpu/xla/of_torch_xla.py",
-    "torch_tpu": "tpu/torchtpu/of_torch_tpu.py",
+    "torch_xla": "tpu/xla/torch_xla_internals.py",
+    "torch_tpu": "tpu/torchtpu/torch_tpu_internals.py",
     **dict.fromkeys(("huggingface_hub", "safetensors", "tokenizers")),
 }
 """The one file that may use what a package keeps private. The last need none."""
@@ -201,8 +201,8 @@ def test_a_private_name_is_found(code: str, found: str) -> None:
 
 
 def masked() -> None:
-    of_transformers._find_masking_module.cache_clear()  # otherwise an earlier test may have filled it
-    with of_transformers.disable_value_checks():
+    transformers_internals._find_masking_module.cache_clear()  # otherwise an earlier test may have filled it
+    with transformers_internals.disable_value_checks():
         pass
 
 
@@ -213,10 +213,10 @@ def masked() -> None:
         (
             "transformers.utils.chat_template_utils",
             "_compile_jinja_template",
-            lambda: of_transformers.compile_template(""),
+            lambda: transformers_internals.compile_template(""),
             "data.chat_template",
         ),
-        ("torch", "_foreach_mul_", lambda: of_torch.scale_([], torch.ones(())), "precision: fp16"),
+        ("torch", "_foreach_mul_", lambda: torch_internals.scale_([], torch.ones(())), "precision: fp16"),
     ],
 )
 def test_a_name_that_is_gone_is_one_line(

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from portable.converters import open_checkpoint
 from portable.data.dataset import build_data
 from portable.errors import UserError
-from portable.private.of_bitsandbytes import import_bitsandbytes
+from portable.private.bitsandbytes_internals import import_bitsandbytes
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare

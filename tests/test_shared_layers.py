@@ -13,15 +13,15 @@ import torch.distributed as dist
 from portable.adapters.assemble import inspect_run
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
+from portable.engines.engine_interface import Machine
 from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard, shard_group_size
-from portable.engines.machine import Machine
 from portable.errors import UserError, to_one_line
 from portable.model.parameters import get_state_tensors, replace_tensors
 from portable.model.regularization import remove_dropout
-from portable.model.shared_layers import COMPARED, check_layers, cut_dims
-from portable.model.tensors import ComputedTensor
+from portable.model.tensor_parallel_plan import COMPARED, check_layers, cut_dims
+from portable.model.weight_sources import ComputedTensor
 from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
 from tests.ranks import RankPool

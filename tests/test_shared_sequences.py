@@ -13,7 +13,7 @@ import torch.distributed as dist
 from portable.adapters.assemble import check_sharing
 from portable.config import RunConfig
 from portable.data.samples.loader import slice_sequence
-from portable.engines.shared_sequences import share_sequences
+from portable.engines.context_parallel import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
 from portable.planner.memory_model import Cluster

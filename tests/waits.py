@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from portable.private import of_torch
+from portable.private import torch_internals
 
 _aten = torch.ops.aten
 _READS = {
-    of_torch.get_aten_operation(
+    torch_internals.get_aten_operation(
         "local_scalar_dense"
     ): "a value is read (item, float, bool, tolist or a comparison)",
     _aten.nonzero.default: "the number of results depends on values (nonzero)",
     _aten.masked_select.default: "the number of results depends on values (masked_select)",
     _aten.equal.default: "tensors are compared (equal)",
 }
-_TO_COPY = of_torch.get_aten_operation("to_copy")
+_TO_COPY = torch_internals.get_aten_operation("to_copy")
 _MASK = "the number of results depends on values (a boolean mask as an index)"
 _COPY = "a tensor is copied between host and device"
 
@@ -46,7 +46,7 @@ class Waits:
 
     def looking(self) -> AbstractContextManager[None]:
         """A context in which waits are noted."""
-        return of_torch.intercept_operations(self._look)
+        return torch_internals.intercept_operations(self._look)
 
     def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         why = _READS.get(func)

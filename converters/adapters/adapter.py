@@ -21,7 +21,7 @@ from portable.converters.adapters.names import (
 from portable.converters.checkpoint import Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import find_beside
 from portable.converters.errors import CheckpointError, prefix_errors
-from portable.converters.numeric import np
+from portable.converters.lazy_numpy import np
 from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
 from portable.converters.tensors.dtypes import CASTABLE
 

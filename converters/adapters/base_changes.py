@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.adapters.base_names import BaseNames, Found, Region
 from portable.converters.adapters.edits import Scale, is_same_edit
 from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.lazy_numpy import np
 from portable.converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
-from portable.converters.numeric import np
 from portable.converters.storage.safe_open import read_small_table
 from portable.converters.tensors.casting import cast_dtype, parse_dtype
-from portable.converters.tensors.computed import apply_edits
 from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.edited_rows import apply_edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from portable.converters.adapters.adapter import StoredAdapter
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.tensors.computed import Edit
+    from portable.converters.tensors.edited_rows import Edit
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 # Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.names.name_rules import iterate_possible_rules
-from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.names.published_names import are_live, arrange_for_files, arrange_for_memory
 from portable.converters.similar_names import find_similar
-from portable.converters.tensors.arranged import ZEROS
+from portable.converters.tensors.arrangements import ZEROS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portable.converters.tensors.arranged import Arrangement, Tile
+    from portable.converters.tensors.arrangements import Arrangement, Tile
     from portable.converters.tensors.tensor import Shape, Tensor
 
 # Names of the base model's module. They are optional, because the adapter or the base may lack the head.

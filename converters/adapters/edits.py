@@ -14,12 +14,12 @@ from functools import cached_property
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.numeric import np
+from portable.converters.lazy_numpy import np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.converters.tensors.computed import Edit
+    from portable.converters.tensors.edited_rows import Edit
     from portable.converters.tensors.tensor import Array, Tensor
 
     Factors = Callable[[], tuple[Array, Array]]

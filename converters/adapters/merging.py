@@ -1,8 +1,8 @@
 """Merge an adapter into a base model: the merged model as a checkpoint that is computed while it is read.
 
 The tensors that the adapter does not change stay spans of the base's files. The others are computed block by
-block (`portable.converters.tensors.computed`), so memory holds one module's factors and a few rows for each
-thread.
+block (`portable.converters.tensors.edited_rows`), so memory holds one module's factors and a few rows for
+each thread.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
 from portable.converters.errors import CheckpointError, CommandError, prefix_errors, to_printable
 from portable.converters.fingerprints import compute_fingerprint
+from portable.converters.lazy_numpy import np
 from portable.converters.names.tied_weights import EMBEDDINGS, HEADS, OTHER_HEAD, has_ending
-from portable.converters.numeric import np
 from portable.converters.quantization.dequantize import read_quantization_config
 from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors.computed import append_zero_rows
 from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.edited_rows import append_zero_rows
 
 if TYPE_CHECKING:
     from portable.converters.adapters.adapter import AdapterModule, Pair, StoredAdapter

@@ -15,7 +15,7 @@ from portable.converters.limits import MAX_PATTERN
 if TYPE_CHECKING:
     import regex
 else:
-    from portable.converters.lazy import DeferredModule
+    from portable.converters.lazy_imports import DeferredModule
 
     regex = DeferredModule("regex")  # a megabyte, which an adapter with a list of modules does not need
 

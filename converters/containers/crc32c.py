@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from portable.converters.numeric import np
+from portable.converters.lazy_numpy import np
 
 _POLYNOMIAL = 0x82F63B78
 # Stretches that are summed side by side; less data than this is not worth joining their sums.

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.errors import CheckpointError
+from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
-from portable.converters.numeric import np
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.converters.storage.bytes import Source, SourceFile
+    from portable.converters.storage.byte_sources import Source, SourceFile
     from portable.converters.storage.folder import Folder
 
 MANIFEST = "manifest.ocdbt"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.bytes import read_table
-from portable.converters.storage.places import map_ahead
+from portable.converters.storage.byte_sources import read_table
+from portable.converters.storage.folder_operations import map_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
     from portable.converters.storage.folder import Folder
     from portable.converters.storage.path_or_url import Place
 

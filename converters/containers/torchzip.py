@@ -31,7 +31,7 @@ from portable.converters.tensors.tensor import View, is_shape
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.bytes import FileSpan, SourceFile
+    from portable.converters.storage.byte_sources import FileSpan, SourceFile
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

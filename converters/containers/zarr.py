@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.containers.pickle_reader import format_value
-from portable.converters.containers.untrusted import require_shape
+from portable.converters.containers.untrusted_values import require_shape
 from portable.converters.errors import CheckpointError, prefix_errors
-from portable.converters.numeric import np
-from portable.converters.storage.bytes import Memory, Slice, read_json
-from portable.converters.storage.compressed import CODECS, Compressed
+from portable.converters.lazy_numpy import np
+from portable.converters.storage.byte_sources import Memory, Slice, read_json
+from portable.converters.storage.compressed_bytes import CODECS, Compressed
 from portable.converters.tensors.dtypes import get_itemsize, map_numpy_dtypes, to_numpy_dtype
 from portable.converters.tensors.tensor import Box, Tensor, View, check_shape, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.byte_sources import Source
     from portable.converters.tensors.tensor import Shape
 
 V2, V3 = ".zarray", "zarr.json"

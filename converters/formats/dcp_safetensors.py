@@ -20,15 +20,15 @@ from portable.converters.errors import CheckpointError, prefix_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.safetensors import read_file
 from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
-from portable.converters.storage.bytes import Memory, read_json
+from portable.converters.storage.byte_sources import Memory, read_json
 from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder_operations import map_ahead, names_in
 from portable.converters.storage.path_or_url import make_absolute
-from portable.converters.storage.places import map_ahead, names_in
 from portable.converters.storage.safe_open import child
 from portable.converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
     from portable.converters.storage.path_or_url import Place
 
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")

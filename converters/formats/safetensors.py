@@ -24,14 +24,14 @@ from portable.converters.formats.torch_save.reader import drop_aliases, open_opt
 from portable.converters.limits import MAX_HEADER
 from portable.converters.names.canonical import split_state_key, strip_prefixes
 from portable.converters.names.module_order import sort_by_module
-from portable.converters.storage.bytes import read_json, read_table
+from portable.converters.storage.byte_sources import read_json, read_table
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import files_in, names_in
+from portable.converters.storage.folder_operations import files_in, names_in
 from portable.converters.tensors.dtypes import SUPPORTED, get_itemsize
 from portable.converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
 
 
 def _find(source: CheckpointPath) -> str | None:

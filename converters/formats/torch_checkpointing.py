@@ -31,7 +31,7 @@ from portable.converters.formats.torch_save.reader import drop_aliases, find_ali
 from portable.converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
 from portable.converters.names.canonical import assign_roles, strip_prefixes
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import files_in
+from portable.converters.storage.folder_operations import files_in
 from portable.converters.storage.safe_open import mentions, read_small
 from portable.converters.tensors.dtypes import FROM_TORCH
 from portable.converters.tensors.tensor import Tensor, is_shape

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import Checkpoint, OptimizerState
 from portable.converters.errors import CheckpointError, OptimizerStateError, to_printable
 from portable.converters.limits import MAX_COUNT, MAX_EXPERTS
-from portable.converters.tensors.rearranged import permute_dims, permute_split_dims, select_index
 from portable.converters.tensors.tensor import Tensor
+from portable.converters.tensors.tensor_ops import permute_dims, permute_split_dims, select_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.names.expected import SIZE_KEYS, find_expected_tensors, is_tied
+from portable.converters.names.expected_tensors import SIZE_KEYS, find_expected_tensors, is_tied
 from portable.converters.names.name_rules import get_architecture
 from portable.converters.names.tied_weights import HEADS, find_split_ties, has_ending
 from portable.converters.tensors.dtypes import QUANTIZED
@@ -14,7 +14,7 @@ from portable.converters.tensors.dtypes import QUANTIZED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from portable.converters.names.expected import ExpectedTensors
+    from portable.converters.names.expected_tensors import ExpectedTensors
     from portable.converters.tensors.tensor import Tensor
 
 _MAX_SHOWN = 60

@@ -19,7 +19,7 @@ from portable.converters.limits import MAX_JSON_TENSOR
 from portable.converters.names.code_names import is_code
 from portable.converters.options import DTYPES, is_unset
 from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors import dequantized as made
+from portable.converters.tensors import dequantization as made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -21,9 +21,9 @@ from portable.converters.quantization.dequantize import (
 )
 from portable.converters.storage.safe_open import read_small_table
 from portable.converters.tensors.casting import cast_dtype, parse_dtype
-from portable.converters.tensors.computed import Affine, apply_edits
 from portable.converters.tensors.dtypes import CASTABLE
-from portable.converters.tensors.quantized import (
+from portable.converters.tensors.edited_rows import Affine, apply_edits
+from portable.converters.tensors.quantization import (
     QuantizationScheme,
     quantize_to_bytes,
     quantize_to_fp4,

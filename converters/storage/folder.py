@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.bytes import Descriptor, SourceFile
+from portable.converters.storage.byte_sources import Descriptor, SourceFile
 from portable.converters.storage.path_or_url import in_store
 from portable.converters.storage.safe_open import real_path, stays_inside
 

@@ -44,7 +44,7 @@ from portable.converters.errors import (
     to_printable,
 )
 from portable.converters.storage.credentials import LOOKED_FOR, OPTIONS
-from portable.converters.storage.listed import Object
+from portable.converters.storage.listed_file import Object
 from portable.converters.storage.store_errors import (
     LostUploadError,
     RemoteError,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from portable.converters.storage.bytes import FileSpan
+    from portable.converters.storage.byte_sources import FileSpan
     from portable.converters.storage.path_or_url import Place
 
 # Linux allocates larger folios for larger writes: writes of 1 MiB took five times the CPU time of these.

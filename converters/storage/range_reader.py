@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.bytes import SourceFile
+from portable.converters.storage.byte_sources import SourceFile
 from portable.converters.storage.object_store import check_process, in_thread
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ import threading
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError, CommandError
-from portable.converters.numeric import np
+from portable.converters.lazy_numpy import np
 from portable.converters.options import DTYPES
 from portable.converters.tensors.dtypes import CASTABLE, SUPPORTED, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.converters.storage.bytes import Touched
+    from portable.converters.storage.byte_sources import Touched
     from portable.converters.tensors.tensor import Array, Tensor
 
 # Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from portable.converters.errors import CheckpointError
-from portable.converters.numeric import ml_dtypes, np
+from portable.converters.lazy_numpy import ml_dtypes, np
 
 _TABLE: tuple[tuple[str, int, str, str], ...] = (
     # safetensors name, bytes per element, torch dtype, torch storage class

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.tensors.by_rows import build_computed_tensor, read_rows
 from portable.converters.tensors.casting import round_to_dtype
+from portable.converters.tensors.computed_rows import build_computed_tensor, read_rows
 
 if TYPE_CHECKING:
-    from portable.converters.storage.bytes import Touched
+    from portable.converters.storage.byte_sources import Touched
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})

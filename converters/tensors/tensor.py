@@ -9,8 +9,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError
-from portable.converters.numeric import np
-from portable.converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from portable.converters.lazy_numpy import np
+from portable.converters.storage.byte_sources import FileSpan, Joined, Slice, Source, Touched
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype, unpack_numbers
 from portable.converters.tensors.tiling import check_boxes_tile
 

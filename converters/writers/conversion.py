@@ -25,17 +25,17 @@ from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_VALUES
 from portable.converters.names.code_names import find_quantized_modules
 from portable.converters.options import EXPANSION
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
+from portable.converters.storage.folder_operations import files_below, side_by_side
 from portable.converters.storage.output_file import FLUSH_BYTES
 from portable.converters.storage.path_or_url import in_store, resolve_links
-from portable.converters.storage.places import files_below, side_by_side
 from portable.converters.storage.safe_open import open_regular
 from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor
-from portable.converters.writers.draft import check_output, join_output, open_output
-from portable.converters.writers.parallel import count_threads, interleave_jobs, run_jobs
+from portable.converters.writers.atomic_output import check_output, join_output, open_output
+from portable.converters.writers.parallel_jobs import count_threads, interleave_jobs, run_jobs
 from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile, Trailer, count_bytes
 from portable.converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from portable.converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
-    from portable.converters.storage.bytes import FileSpan, Touched
+    from portable.converters.storage.byte_sources import FileSpan, Touched
     from portable.converters.storage.output_file import Piece
     from portable.converters.storage.path_or_url import Place
-    from portable.converters.writers.draft import FolderOutput
-    from portable.converters.writers.parallel import Job, Progress
-    from portable.converters.writers.remote_draft import StoreOutput, StoreUploads, UploadedPiece
+    from portable.converters.writers.atomic_output import FolderOutput
+    from portable.converters.writers.parallel_jobs import Job, Progress
+    from portable.converters.writers.store_output import StoreOutput, StoreUploads, UploadedPiece
     from portable.converters.writers.writer_group import WriterGroup
 
     Output = FolderOutput | StoreOutput | StoreUploads

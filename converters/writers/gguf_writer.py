@@ -16,17 +16,18 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import CheckpointError, CommandError, to_printable
+from portable.converters.lazy_numpy import np
 from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.model_config import check_fits
-from portable.converters.numeric import np
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.storage.folder import Folder
 from portable.converters.tensors.casting import parse_dtype
-from portable.converters.tensors.computed import Affine, apply_edits
 from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.edited_rows import Affine, apply_edits
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
-from portable.converters.tensors.rearranged import (
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.tensors.tensor_ops import (
     concat_tensors,
     permute_split_dims,
     reshape_tensor,
@@ -34,7 +35,6 @@ from portable.converters.tensors.rearranged import (
     slice_tensor,
     transpose_matrix,
 )
-from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.conversion import list_model_entries
 from portable.converters.writers.gguf_models import MODELS, read_settings
 from portable.converters.writers.gguf_tokenizer import add_tokenizer

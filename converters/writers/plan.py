@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses
 from portable.converters.tensors.entry import OutputTensor
-from portable.converters.writers.parallel import count_threads
+from portable.converters.writers.parallel_jobs import count_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -125,13 +125,13 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
 
 def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of a custom optimizer, whose code this loads."""
-    from portable.optim import user_optimizer  # which imports torch
+    from portable.optim import custom_optimizer  # which imports torch
 
     key, optimizer = "train.optimizer", config.train.optimizer
-    if not user_optimizer.is_elementwise(config.train):
+    if not custom_optimizer.is_elementwise(config.train):
         reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
-    if user_optimizer.constructs_state(config.train):
+    if custom_optimizer.constructs_state(config.train):
         reason = "its constructor makes state, of parameters that ZeRO replaces; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
 

@@ -15,9 +15,9 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.external import read_run_step
 from portable.checkpoint.match_to_model import match_stored_state
 from portable.converters import Tensor as StoredTensor
+from portable.engines.engine_interface import COMPUTE_DTYPES
 from portable.engines.experts import find_expert_modules, find_routed_modules
 from portable.engines.generation import continue_text
-from portable.engines.machine import COMPUTE_DTYPES
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.errors import require
 from portable.evaluation.totals import add_to_totals
@@ -31,13 +31,13 @@ from portable.gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from portable.gpu.zero.saving import ZeroSaver
 from portable.gpu.zero.settings import ModelSizes, build_settings
 from portable.model.freezing import find_frozen_names
-from portable.model.groups import assign_groups
 from portable.model.layers import find_repeated_modules
 from portable.model.loss import divide_by_global_weight, forward_loss
+from portable.model.parameter_groups import assign_groups
 from portable.model.parameters import get_state_tensors, has_peft_adapter, materialize, replace_tensors
-from portable.model.tensors import fill
+from portable.model.weight_sources import fill
 from portable.optim.muon import Muon
-from portable.optim.non_finite import (
+from portable.optim.non_finite_updates import (
     NEW_COUNTERS,
     Health,
     count_update,
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.converters import Checkpoint
-    from portable.engines.machine import Machine, MeasuredEngine
+    from portable.engines.engine_interface import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -96,7 +96,7 @@ def notes(config: RunConfig, device_type: str) -> list[str]:
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
-    """See :class:`portable.engines.machine.EngineModule`."""
+    """See :class:`portable.engines.engine_interface.EngineModule`."""
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
@@ -287,7 +287,7 @@ class ZeroEngine:
         return find_nonfinite(self._partitions.iter_parts(weights_only=weights_only))
 
     def get_metrics(self) -> dict[str, float]:
-        """See :class:`portable.engines.machine.MeasuredEngine`."""
+        """See :class:`portable.engines.engine_interface.MeasuredEngine`."""
         return {} if self._scaler is None else self._scaler.get_metrics()
 
     @torch.no_grad()

@@ -11,8 +11,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived import ZERO
-from portable.engines.volumes import compute_internode_bytes, count_elements
+from portable.config.derived_defaults import ZERO
+from portable.engines.communication_volume import compute_internode_bytes, count_elements
 from portable.gpu.zero import buckets
 from portable.gpu.zero.checks import OPTIMIZERS
 from portable.planner.memory_model import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
-    from portable.planner.inventory import Inventory, Weight
+    from portable.planner.parameter_inventory import Inventory, Weight
 
 
 def settings(config: RunConfig) -> Iterator[StrategySetting]:
@@ -51,9 +51,9 @@ def settings(config: RunConfig) -> Iterator[StrategySetting]:
 def _is_elementwise(train: TrainConfig) -> bool:
     if not names_code(train.optimizer):
         return False
-    from portable.optim import user_optimizer  # only here: it needs torch
+    from portable.optim import custom_optimizer  # only here: it needs torch
 
-    return user_optimizer.is_elementwise(train) and not user_optimizer.constructs_state(train)
+    return custom_optimizer.is_elementwise(train) and not custom_optimizer.constructs_state(train)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:

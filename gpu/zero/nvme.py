@@ -14,7 +14,7 @@ import torch
 from portable.errors import UserError, require, to_one_line
 from portable.formatting import format_bytes
 from portable.gpu.zero import private_api
-from portable.gpu.zero.builds import wait_for_build
+from portable.gpu.zero.op_builds import wait_for_build
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.engines.machine import COMPUTE_DTYPES
+from portable.engines.engine_interface import COMPUTE_DTYPES
 from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
-from portable.gpu.zero.builds import wait_for_build
-from portable.optim import user_optimizer
-from portable.optim.average import keep_average
+from portable.gpu.zero.op_builds import wait_for_build
+from portable.optim import custom_optimizer
 from portable.optim.optimizers import build_optimizer, build_parameter_groups
 from portable.optim.stored_state import restore_groups
+from portable.optim.weight_average import keep_average
 from portable.plugins import names_code
 from portable.terminal import discard_native_stdout
 
@@ -74,7 +74,7 @@ def build(
     if not _is_cpu_adam_forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
         built = build_optimizer(config.train, parameters, groups, compute=compute)
-        return built.inner if isinstance(built, user_optimizer.UserOptimizer) else built
+        return built.inner if isinstance(built, custom_optimizer.UserOptimizer) else built
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
@@ -91,7 +91,7 @@ def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerSt
         return {}
     restore_groups(optimizer.param_groups, stored)
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
-    samples = user_optimizer.build_sample_state(train)
+    samples = custom_optimizer.build_sample_state(train)
     return {k: v for k, v in samples.items() if not (on_device and getattr(v, "shape", None) == ())}
 
 

@@ -18,17 +18,17 @@ import torch
 from portable.converters import CheckpointError
 from portable.converters import Tensor as StoredTensor
 from portable.gpu.zero import private_api
-from portable.model.tensors import fill
-from portable.optim.average import exchange
+from portable.model.weight_sources import fill
 from portable.optim.muon import Matrix, split_matrices
 from portable.optim.stored_state import cast_number
+from portable.optim.weight_average import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 
 @dataclass(frozen=True)

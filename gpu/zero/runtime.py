@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from portable.engines.machine import get_dist_backend
+from portable.engines.engine_interface import get_dist_backend
 from portable.errors import UserError, to_one_line
 from portable.gpu.zero import private_api
 from portable.terminal import discard_native_stdout

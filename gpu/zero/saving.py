@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from portable.checkpoint.store import run_in_background
-from portable.engines.staging import WriteHandle, copy_to_host
+from portable.engines.background_saving import WriteHandle, copy_to_host
 from portable.errors import to_one_line
 from portable.gpu.zero import private_api
 from portable.model.parameters import get_stored_tensors, has_peft_adapter

@@ -39,12 +39,12 @@ from portable.model.freezing import COMPUTE, find_frozen_names, freeze
 from portable.model.initialize import InitialWeights
 from portable.model.parameters import find_tied_names, get_state_tensors
 from portable.model.pretrained import open_pretrained_checkpoint
-from portable.model.quantized import KINDS, QuantizedLinear, build_quantized_tensor, quantize
-from portable.model.reach import get_unreached_names, mark_unreached, summarize_parameters
-from portable.model.tensors import to_torch
+from portable.model.quantized_linear import KINDS, QuantizedLinear, build_quantized_tensor, quantize
+from portable.model.unused_parameters import get_unreached_names, mark_unreached, summarize_parameters
+from portable.model.weight_sources import to_torch
 from portable.paths import write_durably
-from portable.private import of_transformers
-from portable.private.of_bitsandbytes import import_bitsandbytes
+from portable.private import transformers_internals
+from portable.private.bitsandbytes_internals import import_bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.converters import Tensor as StoredTensor
     from portable.converters.adapters.adapter import StoredAdapter as StoredAdapter
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
 _SHOWN, _ROWS = 8, 1024
@@ -92,7 +92,7 @@ class Adapter:
         self._quantized: dict[str, QuantizedLinear] = {}
         self._initial, self._lengths = compute_initial_values(model, config, run.seed, names)
         self._files = _map_saved_names(model)
-        self._computed = list(of_transformers.get_unsaved_names(model) or ())
+        self._computed = list(transformers_internals.get_unsaved_names(model) or ())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
     def quantize(self, model: PreTrainedModel) -> None:
@@ -376,10 +376,10 @@ def adapt(
     Raises:
         UserError: for an adapter that the model cannot have.
     """
-    from portable.private.of_peft import is_magnitude, peft, use_matcher
+    from portable.private.peft_internals import is_magnitude, peft, use_matcher
 
     heads = _find_heads(model) if config.model.task == "sequence-classification" else []
-    settings = build_peft_config(config, of_transformers.get_commit_hash(model_config), heads)
+    settings = build_peft_config(config, transformers_internals.get_commit_hash(model_config), heads)
     matcher = Matcher()
     notes = _exclude_modules(model, settings, config)
     _check_targets(model, settings, config, matcher)
@@ -395,7 +395,7 @@ def adapt(
         reason = to_one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
     _prepare_tokens(model, tied, grown_from)
-    of_transformers.require_input_gradients(model)
+    transformers_internals.require_input_gradients(model)
     names = _map_base_names(model, before)
     _mark_unreached(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
@@ -467,7 +467,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     Returns:
         Notes for the user about the excluded modules.
     """
-    from portable.private.of_peft import find_renamed_tensors, is_module_rejected
+    from portable.private.peft_internals import find_renamed_tensors, is_module_rejected
 
     in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
     targets = settings.target_modules
@@ -570,7 +570,7 @@ def _find_shared_weights(model: PreTrainedModel) -> set[str]:
 
 
 def _build_pattern(part: str) -> str:
-    """Build a regular expression for a name from :func:`portable.model.reach.summarize_parameters`."""
+    """Build a regular expression for a name that ``summarize_parameters`` returns."""
     return re.escape(part).replace(r"\*", r"\d+")
 
 
@@ -819,7 +819,7 @@ def _choose_base_dtype(config: RunConfig) -> torch.dtype:
 
 def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
     """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
-    fp32_names = of_transformers.list_fp32_modules(model, fp16=dtype == torch.float16)
+    fp32_names = transformers_internals.list_fp32_modules(model, fp16=dtype == torch.float16)
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
     stays = {name for name in find_frozen_names(model) if pattern.search(names[name])}
     freeze(model, [name for name in find_frozen_names(model) if name not in stays], dtype)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.settings import resolve_adapter
 from portable.data.dataset import inspect_data
-from portable.data.sources.opening import detect_run_format
+from portable.data.sources.source_kinds import detect_run_format
 from portable.errors import MissingDataError
 from portable.model import build as models
 from portable.model.auxiliary_losses import counts_last_tokens
 from portable.model.document_attention import check_direction, check_documents, choose_packing
-from portable.model.groups import assign_groups
+from portable.model.dynamic_rope import check_rotary_layers
 from portable.model.labels import classifies_end_token, get_problem_type
-from portable.model.rotations import check_rotary_layers
+from portable.model.parameter_groups import assign_groups
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import build_training_loss
 
@@ -89,11 +89,11 @@ def assemble(
 def check_sharing(model: PreTrainedModel, config: RunConfig) -> None:
     """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
     if config.context_parallel_size > 1:
-        from portable.model.shareable import check_sequences
+        from portable.model.context_parallel_support import check_sequences
 
         check_sequences(model, config)
     if config.tensor_parallel_size > 1:
-        from portable.model.shared_layers import check_layers
+        from portable.model.tensor_parallel_plan import check_layers
 
         check_layers(model, config.tensor_parallel_size)
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.model.groups import CONVOLUTIONS
 from portable.model.initialize import derive_named_seed
-from portable.model.tensors import ComputedTensor, to_numpy, to_torch
-from portable.private import of_torch
+from portable.model.parameter_groups import CONVOLUTIONS
+from portable.model.weight_sources import ComputedTensor, to_numpy, to_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from portable.model.tensors import Index, ReadableTensor
+    from portable.model.weight_sources import Index, ReadableTensor
 
 NAME = "default"
 """What peft calls the adapter inside a model; its files leave it out."""
@@ -44,13 +44,13 @@ def compute_initial_values(
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    from portable.private import of_peft
+    from portable.private import peft_internals
 
     values: dict[str, ReadableTensor] = {}
     lengths: dict[str, tuple[DoraLengths | TrainedTokenRows, str]] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
-        if of_peft.is_trainable_tokens_layer(module):
+        if peft_internals.is_trainable_tokens_layer(module):
             if module.tied_adapter is None:
                 rows, name = (
                     TrainedTokenRows(module.token_indices[NAME]),
@@ -90,7 +90,7 @@ class _PeftLayer:
 
     def _initialize(self) -> dict[str, torch.Tensor]:
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
-        module = of_torch.copy_with_children(self._module, parts)
+        module = torch_internals.copy_with_children(self._module, parts)
         for child in parts.values():
             child.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
@@ -132,7 +132,7 @@ def _copy_without_base(module: Any) -> Any:
         for name, child in module.named_children()
         if name not in ("base_layer", "lora_magnitude_vector")
     }
-    return of_torch.copy_with_children(module, {**children, "base_layer": _Nothing()})
+    return torch_internals.copy_with_children(module, {**children, "base_layer": _Nothing()})
 
 
 class TrainedTokenRows:

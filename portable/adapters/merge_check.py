@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters import Checkpoint, CheckpointError, Tensor, find_adapter
 from portable.converters.adapters.merging import check_base
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.errors import UserError
 from portable.temporary_folder import create_scratch_folder
 

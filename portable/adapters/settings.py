@@ -199,7 +199,7 @@ def _with_targets(
     if not lacking:
         return document
     from portable.model.build import load_model_config
-    from portable.private.of_peft import get_target_modules
+    from portable.private.peft_internals import get_target_modules
 
     model_type = load_model_config(config.model).model_type
     values = dict(document)
@@ -266,7 +266,7 @@ def _get_peft_defaults(kind: str) -> dict[str, Any]:
 
 
 def _get_config_class(kind: str) -> Any:
-    from portable.private.of_peft import peft
+    from portable.private.peft_internals import peft
 
     return {"lora": peft.LoraConfig, "ia3": peft.IA3Config}[kind]
 

@@ -19,7 +19,7 @@ from portable.converters import CheckpointError, open_checkpoint, read_pickled
 from portable.converters import Tensor as StoredTensor
 from portable.converters.naming import rename_to_live
 from portable.errors import DamagedError
-from portable.model.published import build_name_rules
+from portable.model.published_names import build_name_rules
 from portable.paths import convert_storage_errors, path_exists, read_json
 
 if TYPE_CHECKING:

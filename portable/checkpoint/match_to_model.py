@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters import CheckpointError
 from portable.model.parameters import find_tied_names, get_stored_tensors
-from portable.model.reach import get_unreached_names
+from portable.model.unused_parameters import get_unreached_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from portable.converters import Checkpoint
     from portable.converters import Tensor as StoredTensor
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from portable.converters import Tensor as StoredTensor
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.errors import OptimizerStateError
 from portable.errors import DamagedError, UserError
-from portable.model.groups import assign_groups
+from portable.model.parameter_groups import assign_groups
 from portable.model.parameters import find_embedding_weights, find_tied_names, get_stored_tensors
-from portable.model.reach import get_unreached_names
+from portable.model.unused_parameters import get_unreached_names
 from portable.optim.optimizers import build_optimizer
-from portable.private.of_transformers import get_ignored_names
+from portable.private.transformers_internals import get_ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_step
 from portable.converters import compute_manifest_entries, format_manifest
 from portable.converters.manifest import MANIFEST
-from portable.converters.storage.path_or_url import is_within, resolve_links
-from portable.converters.storage.places import (
+from portable.converters.storage.folder_operations import (
     PARTIAL,
     P,
     folders_in,
@@ -39,6 +38,7 @@ from portable.converters.storage.places import (
     set_aside,
     unused_name,
 )
+from portable.converters.storage.path_or_url import is_within, resolve_links
 from portable.converters.storage.store_errors import RetriesUsedUpError
 from portable.converters.writers.replace_folder import exchange
 from portable.errors import RunError, UserError, to_one_line

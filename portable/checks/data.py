@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import PADDED_TASKS
+from portable.config.derived_defaults import PADDED_TASKS
 from portable.config.rules import SettingProblem, format_setting, format_value, is_changed
 from portable.config.sources import (
     check_mixture,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import HYBRID
+from portable.config.derived_defaults import HYBRID
 from portable.config.rules import SettingProblem, is_changed, is_zero
 from portable.registry import import_engine_part
 

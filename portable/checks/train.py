@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import find_largest_divisor
+from portable.config.derived_defaults import find_largest_divisor
 from portable.config.rules import SettingProblem, format_setting
 
 if TYPE_CHECKING:

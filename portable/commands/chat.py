@@ -88,13 +88,13 @@ class ChatModel:
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
         """Render a conversation up to the point where the assistant begins."""
-        from portable.data.tokens import limited
+        from portable.data.tokens import limited_calls
         from portable.data.tokens.rendering import TemplateRenderer
 
         if not self.has_template:
             return messages[-1]["content"]
         rendering = TemplateRenderer(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        text: str = limited.call(rendering.render_prompt, messages, "RUN")
+        text: str = limited_calls.call(rendering.render_prompt, messages, "RUN")
         return text
 
     def answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:

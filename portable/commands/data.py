@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
-from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
+from portable.config.field_types import PathText  # noqa: TC001  (pydantic reads it)
 from portable.converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
 from portable.converters.console import print_line
 from portable.errors import RunError, UserError, report
@@ -78,10 +78,10 @@ def pretokenize_sources(argv: Sequence[str]) -> int:
     out = place_of("--out", options["out"])
     with show_loading():
         from portable.adapters.settings import with_exports
-        from portable.converters.writers.parallel import count_cores
+        from portable.converters.writers.parallel_jobs import count_cores
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize_source
-        from portable.data.sources.opening import StreamedFiles
+        from portable.data.sources.source_kinds import StreamedFiles
     config = with_exports(config)
     listed = tuple(mixed_source.model_copy(update={"stream": True}) for mixed_source in config.data.sources)
     opened = open_sources(

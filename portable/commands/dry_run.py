@@ -13,12 +13,12 @@ from portable.checkpoint.external import open_for_model, read_run_state
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.store import choose_resume_source, open_checkpoints
 from portable.config import dump_yaml, find_changes
-from portable.config.derived import classify_training, find_training_defaults
+from portable.config.derived_defaults import classify_training, find_training_defaults
 from portable.config.sources import list_evaluation_names
 from portable.converters.console import get_terminal_width, print_line
 from portable.engines.transforms import describe_transforms
 from portable.errors import UserError
-from portable.evaluation.builtin import MetricSettings, build_metrics
+from portable.evaluation.builtin_metrics import MetricSettings, build_metrics
 from portable.formatting import format_bytes, format_count, format_table
 from portable.model.flops import (
     build_shape_hints,
@@ -28,17 +28,17 @@ from portable.model.flops import (
 )
 from portable.model.pretrained import load_pretrained_weights
 from portable.optim.schedule import build_schedule, explain_long_warmup
-from portable.planner.hours import estimate_work
 from portable.planner.memory_model import StrategySetting as Strategy
-from portable.planner.tables import Plan, build_hours_rows
+from portable.planner.plan_tables import Plan, build_hours_rows
+from portable.planner.run_time import estimate_work
 from portable.planner.this_machine import build_local_planner, build_memory_rows
 from portable.registry import create_backend
+from portable.run.custom_callbacks import list_callback_names
 from portable.run.evaluation import build_best_tracker
 from portable.run.finish import EXPORTED_BYTES, build_export_rows, describe_ranks
 from portable.run.length import SEQ_LEN, describe_length, describe_warmup
 from portable.run.prepare import build_notes
 from portable.run.resolve import plan_first_rank, resolve_precision
-from portable.run.user_callbacks import list_callback_names
 from portable.terminal import tell
 
 if TYPE_CHECKING:

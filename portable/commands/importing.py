@@ -15,7 +15,7 @@ from portable.config.yaml_text import YamlDocument, parse, parse_file, read_text
 from portable.config.yaml_writer import as_yaml
 from portable.converters.commands import Parser
 from portable.converters.console import print_error, print_line
-from portable.data.sources.opening import detect_run_format
+from portable.data.sources.source_kinds import detect_run_format
 from portable.errors import USER_ERROR, MistakesError, UserError, to_one_line
 from portable.formatting import format_count
 from portable.importing.command_line import build_script_error, parse_arguments, split_launcher

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived import BY_TRAINING, find_largest_divisor
-from portable.data.sources.opening import detect_run_format, get_training_settings, open_source
+from portable.config.derived_defaults import BY_TRAINING, find_largest_divisor
+from portable.data.sources.source_kinds import detect_run_format, get_training_settings, open_source
 from portable.errors import UserError
 from portable.formatting import format_bytes
 from portable.model.build import get_max_positions, limit_length, load_model_config
 from portable.model.document_attention import explain_mixing
 from portable.planner.device_lookup import list_known_devices
-from portable.planner.hours import Hours, Work, estimate_hours
 from portable.planner.plan import Option, Planner
 from portable.planner.preparation import build_meta_model, choose_target
+from portable.planner.run_time import Hours, Work, estimate_hours
 from portable.run.length import FEW_STEPS
 
 if TYPE_CHECKING:

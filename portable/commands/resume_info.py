@@ -16,8 +16,8 @@ from portable.config import load_config
 from portable.config.run_config import Strategy
 from portable.converters import CheckpointError
 from portable.converters.console import print_line, wrap_lines
+from portable.converters.storage.folder_operations import files_below
 from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.places import files_below
 from portable.errors import DamagedError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_table
 from portable.output.existing_run import read_existing_run

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.lazy import make_lazy_getattr
+from portable.converters.lazy_imports import make_lazy_getattr
 
 if TYPE_CHECKING:
+    from portable.config.changed_settings import find_changes
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
-    from portable.config.same_run import find_changes
     from portable.config.yaml_writer import dump_yaml
 
 __all__ = [

@@ -8,8 +8,8 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
-from portable.config.derived import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
-from portable.config.same_run import ADJUSTABLE
+from portable.config.changed_settings import ADJUSTABLE
+from portable.config.derived_defaults import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
 from portable.config.suggestions import suggest_key
 from portable.converters.commands import format_exit_codes
 from portable.errors import UserError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import annotated_types
 from pydantic import BaseModel
 
-from portable.config.types import MayBePath
+from portable.config.field_types import MayBePath
 from portable.errors import to_one_line
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from portable.config import keys
-from portable.config.derived import BY_TRAINING
+from portable.config.changed_settings import ADJUSTABLE
+from portable.config.derived_defaults import BY_TRAINING
 from portable.config.help_text import describe_default
 from portable.config.run_config import RunConfig
-from portable.config.same_run import ADJUSTABLE
 from portable.config.sections import SourceConfig
 from portable.errors import to_one_line
 

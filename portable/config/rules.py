@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
-from portable.config.derived import ZERO
+from portable.config.derived_defaults import ZERO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

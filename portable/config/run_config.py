@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from portable.config import keys
-from portable.config.derived import compute_derived_defaults
-from portable.config.numbers import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
+from portable.config.derived_defaults import compute_derived_defaults
+from portable.config.field_types import IDENTITY, CompileBackend, Flag, PathText, Section
+from portable.config.number_types import Ranks, Seed  # noqa: TC001 (pydantic evaluates the annotations)
 from portable.config.sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -27,7 +28,6 @@ from portable.config.sections import (
     TrainConfig,
     XlaConfig,
 )
-from portable.config.types import IDENTITY, CompileBackend, Flag, PathText, Section
 from portable.config.validation import validate
 
 if TYPE_CHECKING:

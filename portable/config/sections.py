@@ -11,7 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from portable.config.numbers import (
+from portable.config.field_types import (
+    IDENTITY,
+    AnyCase,
+    Columns,
+    Flag,
+    Names,
+    NamesOrPattern,
+    OneOrMany,
+    OpenMapping,
+    OrHubKernel,
+    OrPlugIn,
+    PathText,
+    PlugIn,
+    Section,
+)
+from portable.config.number_types import (
     AdapterRank,
     AdapterScale,
     AverageDecay,
@@ -47,21 +62,6 @@ from portable.config.numbers import (
     VocabularySize,
     Weight,
     WeightDecay,
-)
-from portable.config.types import (
-    IDENTITY,
-    AnyCase,
-    Columns,
-    Flag,
-    Names,
-    NamesOrPattern,
-    OneOrMany,
-    OpenMapping,
-    OrHubKernel,
-    OrPlugIn,
-    PathText,
-    PlugIn,
-    Section,
 )
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]

@@ -14,13 +14,13 @@ from portable.data.samples.base import SampleRange, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, map_classes, map_eval_classes
 from portable.data.sizes import DataSizes, compute_sizes
 from portable.data.sources.documents import compute_digest
-from portable.data.sources.opening import (
+from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
+from portable.data.sources.source_kinds import (
     StreamedFiles,
     get_evaluation_settings,
     get_training_settings,
     open_source,
 )
-from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
 from portable.data.tokenization import TokenizationContext
 from portable.data.tokens.tokenizer import (
     Vocabulary,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from portable.data.stream import Stream
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
-    from portable.data.tokens.frame import Frame
+    from portable.data.tokens.special_tokens import Frame
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class RunSources:
         """All that is trained on."""
         if ALONE in self.training:
             return self.training[ALONE]
-        from portable.data.sources.joined import JoinedSource
+        from portable.data.sources.joined_sources import JoinedSource
 
         return JoinedSource(list(self.training.values()))
 
@@ -467,7 +467,7 @@ def _build_finished_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
-    from portable.data.samples.finished import FinishedSamples
+    from portable.data.samples.custom_samples import FinishedSamples
 
     vocab_size = max(context.vocabulary.size, model_vocab_size)
 

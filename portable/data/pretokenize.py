@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from portable.converters.storage.folder_operations import files_below, make_folder, put_folder
 from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.places import files_below, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
-from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, get_shard_folder
+from portable.data.sources.pretokenized import BEGUN, INDEX, LAST, TOKENIZER, Index, get_shard_folder
 from portable.data.tokens.cache import TokenCache
-from portable.data.tokens.parallel import map_in_order
+from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import UserError, to_one_line
 from portable.paths import convert_storage_errors, write_durably
 from portable.temporary_folder import create_scratch_folder
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.converters.storage.path_or_url import Place
-    from portable.data.sources.opening import StreamedFiles
     from portable.data.sources.source import SourceShard
+    from portable.data.sources.source_kinds import StreamedFiles
     from portable.data.tokenization import TokenizationContext
     from portable.data.tokens.tokenize import TokenizeJob
 

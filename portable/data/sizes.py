@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable.data.samples.truncation import TruncationStats
     from portable.data.sources.source import DataSource
     from portable.data.tokenization import TokenizedSource
-    from portable.data.tokens.frame import Frame
+    from portable.data.tokens.special_tokens import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data.sources.opening import StreamedFiles
     from portable.data.sources.source import SourceShard
+    from portable.data.sources.source_kinds import StreamedFiles
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import TokenizeJob
 

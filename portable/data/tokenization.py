@@ -29,11 +29,11 @@ from portable.data.samples.truncation import (
     has_end_label,
 )
 from portable.data.sources.documents import compute_digest
-from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
+from portable.data.sources.source_kinds import StreamedFiles
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.data.tokens.cache import TokenCache
-from portable.data.tokens.frame import Frame, build_special_token_frame
+from portable.data.tokens.special_tokens import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
 from portable.errors import UserError, to_one_line

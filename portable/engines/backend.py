@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.engines.machine import Machine, get_dist_backend
+from portable.engines.engine_interface import Machine, get_dist_backend
 from portable.errors import RunError, UserError, to_one_line
-from portable.private import of_torch
+from portable.private import torch_internals
 from portable.ranks.collectives import gather_text, reduce_any
-from portable.ranks.meeting import open_store
+from portable.ranks.rendezvous import open_store
 from portable.registry import import_engine_part
 from portable.terminal import discard_native_stdout
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portable.backend import Engine
     from portable.batch import Batch
     from portable.config import RunConfig
-    from portable.engines.machine import MeasuredEngine
+    from portable.engines.engine_interface import MeasuredEngine
     from portable.engines.torch_device import TorchDevice
 
 _DEVICES_WITH_EVENTS = ("cuda", "xpu")
@@ -114,7 +114,7 @@ class TorchBackend:
 
     def leave(self) -> None:
         self._engine = None
-        self._left_groups += of_torch.detach_process_groups()
+        self._left_groups += torch_internals.detach_process_groups()
         self._at_stop.close()
 
     def seed(self, value: int) -> None:

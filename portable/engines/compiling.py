@@ -9,7 +9,7 @@ import torch
 from portable.errors import require
 from portable.model.chunked_loss import ChunkedHead
 from portable.model.layers import find_transformer_layers
-from portable.private import of_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +55,7 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
     overwrite.
     """
     layers = find_transformer_layers(model)
-    of_torch.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
+    torch_internals.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:
         layer.compile(backend=config.compile_backend, mode=mode)

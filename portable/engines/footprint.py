@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import ZERO
+from portable.config.derived_defaults import ZERO
 from portable.engines.fsdp import footprint as fsdp
 from portable.planner.memory_model import Cluster, Footprint, StrategySetting
 from portable.registry import import_engine_part, load_backend_package
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.inventory import Inventory
+    from portable.planner.parameter_inventory import Inventory
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.private import of_torch
+from portable.private import torch_internals
 from portable.registry import import_engine_part
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Engine
     from portable.config import RunConfig
-    from portable.engines.machine import Machine
+    from portable.engines.engine_interface import Machine
 
 # Memory outside torch's allocator: on a host, thread stacks and I/O buffers.
 _RESERVED_ON_HOST = 1 << 26
@@ -89,7 +89,7 @@ def run_memory_trial(
 def start_fake_ranks(machine: Machine) -> Iterator[ExitStack]:
     """Start a fake process group of ``machine.world_size`` ranks; yield callbacks to run before it ends."""
     if machine.world_size > 1:
-        of_torch.start_fake_group(machine.rank, machine.world_size)
+        torch_internals.start_fake_group(machine.rank, machine.world_size)
     try:
         with ExitStack() as at_stop:
             yield at_stop

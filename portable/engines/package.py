@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.config.derived import ZERO
+from portable.config.derived_defaults import ZERO
 from portable.config.rules import is_zero
 from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require

@@ -17,10 +17,10 @@ from portable.model.activation_checkpointing import enable_activation_checkpoint
 from portable.model.auxiliary_losses import counts_last_tokens
 from portable.model.chunked_loss import find_chunked_head, install_chunked_head
 from portable.model.document_attention import keep_documents_apart
+from portable.model.dynamic_rope import has_length_dependent_rotations, rotate_by_text
 from portable.model.freezing import COMPUTE
 from portable.model.loss import Objective, return_loss_parts
 from portable.model.regularization import add_noise, remove_dropout
-from portable.model.rotations import has_length_dependent_rotations, rotate_by_text
 from portable.model.training_loss import build_training_loss
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _needs_shared_sequences(_: PreTrainedModel, config: RunConfig) -> bool:
 
 
 def _apply_sharing(model: PreTrainedModel, context: TransformContext) -> None:
-    from portable.engines.shared_sequences import share_sequences
+    from portable.engines.context_parallel import share_sequences
 
     share_sequences(model, context.config, context.at_stop)
 

@@ -11,8 +11,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portable.config.field_types import parse_truth
 from portable.config.origins import format_short_value
-from portable.config.types import parse_truth
 from portable.config.yaml_text import parse_value
 from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
 from portable.importing.foreign_file import EMPTY, NoCounterpart, NoEffect, Settings

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from portable.config.field_types import parse_truth
 from portable.config.origins import Origin, format_short_value
-from portable.config.types import parse_truth
 from portable.converters.similar_names import find_similar
 from portable.errors import UserError, to_one_line
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from portable.config.field_types import parse_truth
 from portable.config.origins import format_short_value
-from portable.config.types import parse_truth
 from portable.importing.foreign_file import (
     ForeignFile,
     ForeignKey,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from portable.config.field_types import parse_truth
 from portable.config.origins import Origin, format_short_value
-from portable.config.types import parse_truth
 from portable.importing.foreign_file import ForeignFile, ForeignProgram, NoCounterpart, NoEffect
 from portable.importing.foreign_keys import split_names
 

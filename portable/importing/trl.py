@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from portable.config.field_types import parse_truth
 from portable.config.origins import format_short_value
-from portable.config.types import parse_truth
 from portable.importing import accelerate
 from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
 from portable.importing.foreign_keys import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.config.types import parse_truth
+from portable.config.field_types import parse_truth
 from portable.importing.foreign_file import is_off
 
 if TYPE_CHECKING:

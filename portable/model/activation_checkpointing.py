@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from portable.errors import UserError, to_one_line
-from portable.private import of_torch, of_transformers
+from portable.private import torch_internals, transformers_internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_ho
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
-            *(of_torch.get_aten_operation(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
+            *(torch_internals.get_aten_operation(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(saved_ops)
     transformer: Any = model
@@ -45,7 +45,7 @@ def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_ho
     except ValueError as error:
         raise UserError(f"memory.activation_checkpointing: {to_one_line(error)}") from error
     if inputs_on_host:
-        of_transformers.wrap_checkpointing(model, _with_inputs_on_host)
+        transformers_internals.wrap_checkpointing(model, _with_inputs_on_host)
 
 
 _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from portable.model.rotations import has_length_dependent_rotations
-from portable.private import of_torch, of_transformers
+from portable.model.dynamic_rope import has_length_dependent_rotations
+from portable.private import torch_internals, transformers_internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,7 +79,7 @@ class AuxiliaryLosses:
         loss: Tensor | None = output.loss
         # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
         # step.
-        if loss is None or (loss is zero and of_torch.get_version(loss) == 0):
+        if loss is None or (loss is zero and torch_internals.get_version(loss) == 0):
             return output, None
         return output, loss.float()
 
@@ -94,7 +94,7 @@ class AuxiliaryLosses:
         """
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
-        functions = of_transformers.get_module_namespace(self._model)
+        functions = transformers_internals.get_module_namespace(self._model)
         if ROUTER_LOSS not in functions:
             return nullcontext()
         compute_loss = functions[ROUTER_LOSS]
@@ -111,7 +111,7 @@ class AuxiliaryLosses:
             bound.arguments["attention_mask"] = is_token
             return compute_loss(*bound.args, **bound.kwargs)
 
-        return of_transformers.replace_function(functions, ROUTER_LOSS, compute_without_padding)
+        return transformers_internals.replace_function(functions, ROUTER_LOSS, compute_without_padding)
 
 
 _LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)

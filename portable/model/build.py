@@ -18,20 +18,20 @@ import torch
 from torch import nn
 
 from portable import plugins
-from portable.config.derived import BY_TRAINING, classify_training
+from portable.config.derived_defaults import BY_TRAINING, classify_training
 from portable.converters.similar_names import suggest_name
 from portable.converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, require, to_one_line
 from portable.hub_requests import ask_hub
 from portable.model.auxiliary_losses import adds_router_loss
 from portable.model.config_values import check_config_values, iter_values
+from portable.model.dynamic_rope import check_rotations
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import run_trial_forward
-from portable.model.on_meta import compute_buffers, register_parameters_on_meta
+from portable.model.meta_device import compute_buffers, register_parameters_on_meta
 from portable.model.parameters import find_tied_names, get_state_tensors, get_token_embedding
-from portable.model.reach import find_unreached, mark_unreached
-from portable.model.rotations import check_rotations
-from portable.private import of_transformers
+from portable.model.unused_parameters import find_unreached, mark_unreached
+from portable.private import transformers_internals
 from portable.untrusted_settings import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -68,7 +68,7 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
     try:
         defaults = AutoConfig.for_model(model_type)
     except ValueError as error:
-        near = suggest_name(model_type, of_transformers.list_model_types())
+        near = suggest_name(model_type, transformers_internals.list_model_types())
         raise UserError(
             f"model.config.model_type: transformers has no model type {model_type!r}{near or '; change it'}; "
             "for a custom type, set model.function to a function of the module that registers it"
@@ -353,7 +353,7 @@ def build_base_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedMode
     """Build the model of a run with :func:`build_model` and freeze the parameters that it does not train.
 
     Parameters that the loss does not depend on are recorded and frozen as well; see
-    :mod:`portable.model.reach`.
+    :mod:`portable.model.unused_parameters`.
 
     Args:
         config: The transformers config of the model.
@@ -448,7 +448,7 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     remote = getattr(config, "auto_map", None) if settings.trust_remote_code else None
     if remote and auto_class.__name__ in remote:
         return auto_class
-    task_class = of_transformers.find_class(auto_class, config)
+    task_class = transformers_internals.find_class(auto_class, config)
     if settings.task != "causal-lm":
         if task_class is None:
             raise UserError(_explain_missing_class(config, settings))
@@ -459,7 +459,7 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
         if remote_class is not None:
             return getattr(transformers, remote_class)
         composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
-        of_transformers.patch_llama4()
+        transformers_internals.patch_llama4()
         if composite is not None and composite.__name__ in (config.architectures or ()):
             return composite
     if task_class is not None:
@@ -526,7 +526,7 @@ def _find_composite_class(config: PretrainedConfig) -> Any:
     import transformers
 
     autos = (getattr(transformers, name, None) for name in _COMPOSITE_CLASSES)
-    classes = (of_transformers.find_class(auto, config) for auto in autos if auto is not None)
+    classes = (transformers_internals.find_class(auto, config) for auto in autos if auto is not None)
     return next((model_class for model_class in classes if model_class is not None), None)
 
 
@@ -542,7 +542,7 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
     tasks = [
         task
         for task, auto in AUTO_CLASSES.items()
-        if of_transformers.find_class(getattr(transformers, auto), config) is not None
+        if transformers_internals.find_class(getattr(transformers, auto), config) is not None
     ]
     text = config.get_text_config()
     if tasks:
@@ -580,7 +580,7 @@ def _build_from_config(config: PretrainedConfig, settings: ModelConfig, attentio
                 trust_remote_code=settings.trust_remote_code,
             )
         else:
-            model = of_transformers.from_config(
+            model = transformers_internals.from_config(
                 built_class, config, attn_implementation=attention, dtype=torch.float32
             )
         if settings.function is not None:
@@ -727,7 +727,8 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
     """Choose the default of ``data.seq_len`` for fine-tuning or continued pretraining of a causal-lm model.
 
     The default is the number of positions of the model, but at most the length in
-    :data:`portable.config.derived.BY_TRAINING`. If the user has set a value, the value does not change.
+    :data:`portable.config.derived_defaults.BY_TRAINING`. If the user has set a value, the value does not
+    change.
 
     Args:
         config: Config of the run, with the format of the data.

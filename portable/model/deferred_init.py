@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.model.tensors import ComputedTensor, SlicedTensor
-from portable.private import of_torch
+from portable.model.weight_sources import ComputedTensor, SlicedTensor
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
-    from portable.model.tensors import Index, ReadableTensor
+    from portable.model.weight_sources import Index, ReadableTensor
 
 SMALLEST_RECORDED = 1 << 14
 """Elements of the smallest tensor that is recorded. Smaller tensors are computed at once."""
@@ -146,14 +146,14 @@ class Recording:
     @cached_property
     def _fake_tensors(self) -> Any:
         """The mode in which operations compute only shapes; importing it takes a second."""
-        return of_torch.fake_tensors(allow_non_fake_inputs=True)
+        return torch_internals.fake_tensors(allow_non_fake_inputs=True)
 
     @contextmanager
     def record(self) -> Iterator[None]:
         """Create large tensors without values, and record the operations on them, until the context ends."""
         with (
-            of_torch.replace_trunc_normal(self._record_truncated_normal),
-            of_torch.intercept_operations(self._run),
+            torch_internals.replace_trunc_normal(self._record_truncated_normal),
+            torch_internals.intercept_operations(self._run),
         ):
             yield
 
@@ -174,9 +174,9 @@ class Recording:
     # -- recording ---------------------------------------------------------------------------------------
 
     def _find(self, tensor: Tensor) -> _Storage | None:
-        if not self._storages or not of_torch.is_fake(tensor):
+        if not self._storages or not torch_internals.is_fake(tensor):
             return None
-        return self._storages.get(of_torch.get_storage_id(tensor.untyped_storage()))
+        return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _build_view(self, tensor: Tensor, storage: _Storage) -> _View:
         if tensor.dtype != storage.dtype:
@@ -190,13 +190,13 @@ class Recording:
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
         added = _Storage(storage, tensor.shape[-1] if plain else max(size, 1), size, tensor.dtype)
-        self._storages[of_torch.get_storage_id(storage)] = added
+        self._storages[torch_internals.get_storage_id(storage)] = added
         return added
 
     def _run(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        leaves, _ = of_torch.tree_flatten((arguments, keywords))
+        leaves, _ = torch_internals.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = of_torch.get_schema(operation).name.removeprefix("aten::")
+        name = torch_internals.get_schema(operation).name.removeprefix("aten::")
         recorded = [tensor for tensor in tensors if self._find(tensor) is not None]
         if not recorded:
             if tensors or name not in _FACTORIES or not self._is_large(arguments, keywords):
@@ -218,7 +218,7 @@ class Recording:
             results = operation(*arguments, **keywords)
         if torch.Tag.inplace_view in operation.tags:
             return results
-        outputs = [leaf for leaf in of_torch.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in torch_internals.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         fresh = [output for output in outputs if self._find(output) is None]
         if written or fresh:
             self._record(name, operation, arguments, keywords, tensors, written, fresh)
@@ -492,7 +492,7 @@ class Recording:
             return torch.as_strided(
                 tensor, [tensor.untyped_storage().nbytes() // tensor.element_size()], [1], 0
             )
-        outputs = [leaf for leaf in of_torch.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in torch_internals.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         output = outputs[write.result]
         values = torch.zeros(write.size, dtype=output.dtype)
         torch.as_strided(values, write.shape, write.stride).copy_(output)
@@ -515,16 +515,16 @@ def _find_written(operation: Any, arguments: tuple[Any, ...], tensors: list[Tens
     """Return the positions in ``tensors`` of the arguments that an operation changes."""
     changed = [
         value
-        for argument, value in zip(of_torch.get_schema(operation).arguments, arguments, strict=False)
+        for argument, value in zip(torch_internals.get_schema(operation).arguments, arguments, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    leaves = of_torch.tree_leaves(changed)
+    leaves = torch_internals.tree_leaves(changed)
     return [i for i, tensor in enumerate(tensors) if any(tensor is leaf for leaf in leaves)]
 
 
 def _replace(tree: Any, replace: Any) -> Any:
-    leaves, structure = of_torch.tree_flatten(tree)
-    return of_torch.tree_unflatten([replace(leaf) for leaf in leaves], structure)
+    leaves, structure = torch_internals.tree_flatten(tree)
+    return torch_internals.tree_unflatten([replace(leaf) for leaf in leaves], structure)
 
 
 def _replace_tensors(tree: Any, replace: Any) -> Any:

@@ -26,12 +26,12 @@ import torch
 from torch.nn import functional
 
 from portable.batch import PART_POSITIONS, TEXT_TOKENS
-from portable.config.derived import compute_derived_defaults
+from portable.config.derived_defaults import compute_derived_defaults
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
 from portable.model.layers import run_trial_forward
-from portable.private import of_torch
-from portable.private.of_transformers import (
+from portable.private import torch_internals
+from portable.private.transformers_internals import (
     get_attention_kernel,
     get_mask_functions,
     ignore_packed_sequences,
@@ -311,7 +311,7 @@ class DocumentForward(ForwardWrapper):
     def _calls_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
-        return all(of_torch.get_compiled_call(module) is None for module in self._model.modules())
+        return all(torch_internals.get_compiled_call(module) is None for module in self._model.modules())
 
 
 def keep_documents_apart(model: Model) -> Model:

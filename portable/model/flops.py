@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model.layers import find_transformer_layers
 from portable.model.parameters import get_token_embedding
-from portable.model.quantized import QuantizedLinear
-from portable.model.reach import get_unreached_names
+from portable.model.quantized_linear import QuantizedLinear
+from portable.model.unused_parameters import get_unreached_names
 
 if TYPE_CHECKING:
     from torch import nn

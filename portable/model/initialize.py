@@ -14,8 +14,8 @@ from portable.errors import to_one_line
 from portable.model.build import apply_model_function
 from portable.model.deferred_init import SMALLEST_RECORDED, Recording
 from portable.model.parameters import get_state_tensors
-from portable.model.tensors import ComputedTensor, ReadableTensor
-from portable.private.of_transformers import from_config
+from portable.model.weight_sources import ComputedTensor, ReadableTensor
+from portable.private.transformers_internals import from_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.data.samples.classes import PROBLEMS, SINGLE, KnownClasses
 from portable.errors import UserError
-from portable.private.of_transformers import get_model_class
+from portable.private.transformers_internals import get_model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from portable.private import of_torch
-from portable.private.of_transformers import disable_value_checks, list_no_split_layers
+from portable.private import torch_internals
+from portable.private.transformers_internals import disable_value_checks, list_no_split_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -169,7 +169,7 @@ def copy_with_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
     small = copy.deepcopy(model, memo)
     for parent, children in lists.items():
         holder = small.get_submodule(parent)
-        members = of_torch.get_children(holder)
+        members = torch_internals.get_children(holder)
         remaining = [m for child in children if (m := members[child]) is not None]
         members.clear()
         for i, layer in enumerate(remaining):

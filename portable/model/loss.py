@@ -28,9 +28,9 @@ from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.document_attention import keep_documents_apart
+from portable.model.dynamic_rope import rotate_by_text
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import has_peft_adapter
-from portable.model.rotations import rotate_by_text
 from portable.model.training_loss import LOGITS, STATISTICS, Outputs
 
 if TYPE_CHECKING:
@@ -636,7 +636,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
     """
     if not has_peft_adapter(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
-    from portable.private.of_peft import disable_adapters  # which imports peft
+    from portable.private.peft_internals import disable_adapters  # which imports peft
 
     with disable_adapters(model):
         yield

@@ -23,12 +23,12 @@ from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.storage.path_or_url import suggest_path
 from portable.errors import UserError, to_one_line
 from portable.hub_requests import ask_hub
+from portable.model.added_token_rows import GrownTensor
 from portable.model.build import pop_quantization_config
-from portable.model.grown import GrownTensor
-from portable.model.lazy_moves import LazyTensor, NotTraceableError, trace_moves
+from portable.model.lazy_rearrangement import LazyTensor, NotTraceableError, trace_moves
 from portable.model.parameters import find_embedding_weights, find_tied_names, get_state_tensors
-from portable.model.tensors import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
-from portable.private import of_transformers
+from portable.model.weight_sources import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
+from portable.private import transformers_internals
 from portable.untrusted_settings import convert_library_errors, describe_download_error
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from portable.config.sections import ModelConfig
     from portable.converters import Checkpoint
     from portable.converters import Tensor as StoredTensor
-    from portable.model.tensors import Index
+    from portable.model.weight_sources import Index
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMES_SHOWN = 8
@@ -147,7 +147,7 @@ def _match_tensors(
             f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
     missing = [name for name in wanted if name not in weights]
-    return PretrainedWeights(weights, missing, of_transformers.find_unexpected_names(model, unclaimed))
+    return PretrainedWeights(weights, missing, transformers_internals.find_unexpected_names(model, unclaimed))
 
 
 Sources = dict[str, ReadableTensor]
@@ -164,7 +164,7 @@ def _translate_names(
         The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
         names. None if what converts them cannot be applied to tensors that are read later.
     """
-    renamed, converters = of_transformers.map_names(model, tensors)
+    renamed, converters = transformers_internals.map_names(model, tensors)
     names = model.state_dict()
     sources: Sources = {}
     unclaimed: dict[str, str] = {}
@@ -296,7 +296,7 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in find_embedding_weights(model)}
-    tieable = of_transformers.get_tieable_names(model) or ()
+    tieable = transformers_internals.get_tieable_names(model) or ()
     lost = [
         name
         for name, parameter in model.named_parameters()
@@ -369,7 +369,7 @@ def _load_dequantized(
     method = getattr(method, "value", method)  # an enumeration, or its value
     try:
         config = copy.deepcopy(model.config)
-        if of_transformers.can_dequantize_on_loading(quantization):
+        if transformers_internals.can_dequantize_on_loading(quantization):
             quantization["dequantize"] = True  # during loading
         config.quantization_config = quantization
         loaded, info = _load(settings, model, config)

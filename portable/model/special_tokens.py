@@ -13,7 +13,7 @@ from torch import nn
 from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.hub_requests import ask_hub
-from portable.private.of_transformers import get_model_class, read_generation_config
+from portable.private.transformers_internals import get_model_class, read_generation_config
 from portable.untrusted_settings import convert_library_errors
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config.sections import ModelConfig
-    from portable.data.tokens.frame import Frame
+    from portable.data.tokens.special_tokens import Frame
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")

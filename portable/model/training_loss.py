@@ -20,7 +20,7 @@ from portable.batch import IGNORED
 from portable.config.sources import list_training_names
 from portable.errors import UserError, to_one_line
 from portable.model.loss_by_source import LossBySource
-from portable.private import of_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,13 +170,13 @@ class TrainingLoss:
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
         """Call the loss and check the result. In training, this syncs the host with the device."""
-        from portable.model.whole_values import WholeValues
+        from portable.model.sharded_parameter_guard import WholeValues
 
-        before = [(name, tensor, of_torch.get_version(tensor)) for name, tensor in batch.items()]
+        before = [(name, tensor, torch_internals.get_version(tensor)) for name, tensor in batch.items()]
         with WholeValues(self.key, differentiated=True):
             value = self._loss(outputs, batch)
         changed = next(
-            (name for name, tensor, version in before if of_torch.get_version(tensor) != version), None
+            (name for name, tensor, version in before if torch_internals.get_version(tensor) != version), None
         )
         wrong = _find_mistake(value, batch["labels"].device)
         if changed is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.optim.sharded import create_sharded_zeros, shard_group, to_local
+from portable.optim.local_shards import create_sharded_zeros, shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

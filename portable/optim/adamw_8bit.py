@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.optim.block_size import choose_block_size
-from portable.optim.sharded import create_sharded_zeros, to_local
+from portable.optim.local_shards import create_sharded_zeros, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Collection

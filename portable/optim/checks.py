@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived import compute_warmup_steps, has_warmup
+from portable.config.derived_defaults import compute_warmup_steps, has_warmup
 from portable.config.rules import SettingProblem, format_setting, is_zero
 from portable.converters.similar_names import suggest_name
 from portable.optim.schedule import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from portable.optim.sharded import shard_group, to_local
+from portable.optim.local_shards import shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from portable.optim.sharded import to_local
+from portable.optim.local_shards import to_local
 from portable.plugins import names_code
-from portable.private import of_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.optim.adafactor import Adafactor
     from portable.optim.adamw_8bit import AdamW8bit
+    from portable.optim.custom_optimizer import UserOptimizer
     from portable.optim.muon import Muon
     from portable.optim.schedule import OneCycle
-    from portable.optim.user_optimizer import UserOptimizer
 
 
 class EngineOptimizer(Protocol):
@@ -65,7 +65,7 @@ def build_parameter_groups(
 
     Args:
         parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`portable.model.groups.assign_groups`.
+        groups: see :func:`portable.model.parameter_groups.assign_groups`.
         learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
             value that a schedule scales.
     """
@@ -98,14 +98,14 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        groups: by the same names; see :func:`portable.model.groups.assign_groups`.
+        groups: by the same names; see :func:`portable.model.parameter_groups.assign_groups`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
         compute: the run's compute type; Muon's products are in fp32 or bf16.
     """
     optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
     optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute)
     if settings.ema is not None:
-        from portable.optim.average import keep_average
+        from portable.optim.weight_average import keep_average
 
         keep_average(optimizer, settings.ema)
     return optimizer
@@ -120,7 +120,7 @@ def _create_optimizer(
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
     beta1, beta2 = settings.betas
     if names_code(settings.optimizer):
-        from portable.optim.user_optimizer import UserOptimizer
+        from portable.optim.custom_optimizer import UserOptimizer
 
         return UserOptimizer(settings, parameters, optimizer_groups)
     if settings.optimizer == "adamw":
@@ -227,7 +227,7 @@ class FusedSGD(torch.optim.Optimizer):
                         self.state[parameter] = self.build_initial_state(parameter)
                 buffers = [self.state[parameter]["momentum_buffer"] for parameter in trained]
             if trained:
-                of_torch.fused_sgd_(
+                torch_internals.fused_sgd_(
                     [to_local(p) for p in trained],
                     [to_local(p.grad) for p in trained],
                     [to_local(buffer) for buffer in buffers],

@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from portable import plugins
-from portable.config.derived import compute_warmup_steps
-from portable.config.numbers import MAX_RATE, MAX_STEPS
+from portable.config.derived_defaults import compute_warmup_steps
+from portable.config.number_types import MAX_RATE, MAX_STEPS
 from portable.config.rules import SettingProblem
 from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
-from portable.config.same_run import LENGTH, is_extension, may_change_in_new_folder
+from portable.config.changed_settings import LENGTH, is_extension, may_change_in_new_folder
 from portable.config.yaml_text import MAX_BYTES
 from portable.converters.storage.safe_open import LinkError, read_small
 from portable.errors import UserError, to_one_line
@@ -17,7 +17,7 @@ from portable.paths import CONFIG_FILE, FINAL, convert_storage_errors, path_exis
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.config.same_run import SettingChange
+    from portable.config.changed_settings import SettingChange
     from portable.converters.storage.path_or_url import Place
 
 _MOST_SHOWN = 3

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from portable import converters
 from portable.converters.errors import CheckpointError, to_printable
+from portable.converters.storage.folder_operations import unused_name
 from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.places import unused_name
 from portable.converters.writers.replace_folder import recover_folder, swap
 from portable.errors import UserError, to_one_line
-from portable.optim.average import AVERAGE
+from portable.optim.weight_average import AVERAGE
 from portable.paths import convert_storage_errors, sync_folder, write_durably
 from portable.terminal import shows_run_bars, tell
 
@@ -165,7 +165,7 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from portable.converters.writers.remote_draft import list_objects, read_written_objects
+    from portable.converters.writers.store_output import list_objects, read_written_objects
 
     folder.refresh()
     # If an export was killed near its end, only the names of its objects are known.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
 from portable.converters.storage.completion_markers import begin, complete
-from portable.converters.storage.places import copy_file, files_below, is_taken
-from portable.converters.writers.parallel import run_jobs
+from portable.converters.storage.folder_operations import copy_file, files_below, is_taken
+from portable.converters.writers.parallel_jobs import run_jobs
 from portable.errors import RunError, UserError, to_one_line
 from portable.formatting import format_bytes
 from portable.output.lease import Lease
@@ -30,7 +30,7 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.converters.storage.listed import Object
+    from portable.converters.storage.listed_file import Object
     from portable.converters.storage.object_store import RemotePath
 
 UPLOADS = 8  # files that a rank uploads in parallel

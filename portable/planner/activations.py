@@ -23,20 +23,20 @@ from torch.utils.checkpoint import checkpoint
 
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
+from portable.model.context_parallel_support import repeat_heads
 from portable.model.layers import LayerKinds, copy_with_layers, find_transformer_layers, group_layers_by_kind
 from portable.model.loss import compute_token_loss
 from portable.model.parameters import replace_tensors
-from portable.model.shareable import repeat_heads
-from portable.model.shared_layers import keep_part
-from portable.planner.fused import Tape
-from portable.planner.passes import Activations, Peak
-from portable.private import of_torch
-from portable.private.of_transformers import disable_value_checks
+from portable.model.tensor_parallel_plan import keep_part
+from portable.planner.fused_memory import Tape
+from portable.planner.pass_cost import Activations, Peak
+from portable.private import torch_internals
+from portable.private.transformers_internals import disable_value_checks
 
 if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
-    from portable.planner.passes import Request
+    from portable.planner.pass_cost import Request
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _GRADIENT, _COPY, _WORK = range(4)
@@ -88,7 +88,7 @@ def _measure_passes(
     keep_part(small, request.sharing)
     if chunked is not None:
         chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
-    with of_torch.fake_tensors(allow_non_fake_inputs=True), ExitStack() as stack:
+    with torch_internals.fake_tensors(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
         if request.compiler is not None and request.compiler.prepare is not None:
@@ -103,14 +103,14 @@ def _measure_passes(
             _compute_loss(small, batch, chunked, request).backward()  # traces the graphs
             small.zero_grad()
         watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
-        stack.enter_context(of_torch.intercept_operations(watch.run_operation))
+        stack.enter_context(torch_internals.intercept_operations(watch.run_operation))
         if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if (rows := request.compiler.attention_rows) is not None:
-                stack.callback(of_torch.replace_attention(functools.partial(_chunk_attention, rows)))
+                stack.callback(torch_internals.replace_attention(functools.partial(_chunk_attention, rows)))
             if (parts := request.compiler.parts) > 1:
                 stack.callback(
-                    of_torch.replace_attention(functools.partial(_gather_sequence_attention, parts))
+                    torch_internals.replace_attention(functools.partial(_gather_sequence_attention, parts))
                 )
         with disable_value_checks():
             loss = _compute_loss(small, batch, chunked, request)
@@ -157,7 +157,7 @@ def _partition(model: nn.Module) -> None:
     """Let each layer keep for its backward pass what it does where inductor compiles it; a graph a kind."""
     for names in group_layers_by_kind(model).values():
         layers = [_Whole(model.get_submodule(name)) for name in names]
-        graphs = of_torch.partition_graphs(functools.partial(functional_call, layers[0]))
+        graphs = torch_internals.partition_graphs(functools.partial(functional_call, layers[0]))
         for original in layers:
             state = dict(original.named_parameters()) | dict(original.named_buffers())
             original.layer.forward = functools.partial(_call_graphs, graphs, state)
@@ -232,7 +232,9 @@ class Watch:
         kind = _WORK
         if func is _TO_COPY and self._get_kind(args[0]) == _MODEL:
             kind = _COPY
-        for result in [results] if isinstance(results, torch.Tensor) else of_torch.tree_leaves(results):
+        for result in (
+            [results] if isinstance(results, torch.Tensor) else torch_internals.tree_leaves(results)
+        ):
             if isinstance(result, torch.Tensor):
                 self._track_storage(result, kind)
         if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:
@@ -240,11 +242,11 @@ class Watch:
         return results
 
     def _get_kind(self, tensor: torch.Tensor) -> int | None:
-        return self._kinds.get(of_torch.get_storage_id(tensor.untyped_storage()))
+        return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
         storage = tensor.untyped_storage()
-        key, size = of_torch.get_storage_id(storage), storage.nbytes()
+        key, size = torch_internals.get_storage_id(storage), storage.nbytes()
         if key in self._kinds:
             return
 
@@ -259,14 +261,17 @@ class Watch:
     def _count_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        key = of_torch.get_storage_id(storage)
+        key = torch_internals.get_storage_id(storage)
         if self._kinds.get(key) in (_WORK, _COPY):
             self._live[self._kinds[key]] -= storage.nbytes()
             self._kinds[key] = _GRADIENT
             self._live[_GRADIENT] += storage.nbytes()
 
 
-_GROUPED, _TO_COPY = of_torch.get_aten_operation("grouped_mm"), of_torch.get_aten_operation("to_copy")
+_GROUPED, _TO_COPY = (
+    torch_internals.get_aten_operation("grouped_mm"),
+    torch_internals.get_aten_operation("to_copy"),
+)
 
 
 def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -8,8 +8,8 @@ from portable.checks import check
 from portable.errors import UserError, require
 from portable.planner import device_lookup
 from portable.planner.plan import Planner
+from portable.planner.plan_tables import Plan
 from portable.planner.preparation import build_meta_model, choose_target, resolve_defaults
-from portable.planner.tables import Plan
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -14,19 +14,19 @@ from pydantic import Field
 
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
-from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
+from portable.config.field_types import Flag  # noqa: TC001  (pydantic reads it)
 from portable.converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
 from portable.converters.console import print_line
 from portable.errors import UserError, report, require
 from portable.formatting import format_table
-from portable.planner import compiled as compiled_report
+from portable.planner import compiler_report as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.build_plan import build_plan, find_target
-from portable.planner.hours import estimate_hours, fetch_sky_prices, format_estimate, parse_prices
 from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import Planner, Target
+from portable.planner.plan_tables import as_json, as_text, describe_next_reductions
 from portable.planner.preparation import build_meta_model, resolve_defaults
-from portable.planner.tables import as_json, as_text, describe_next_reductions
+from portable.planner.run_time import estimate_hours, fetch_sky_prices, format_estimate, parse_prices
 from portable.registry import CompileTarget, load_backend_package
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.compiled_graph import Compiled
-    from portable.planner.hours import Work
     from portable.planner.meta_model import MetaModel
+    from portable.planner.run_time import Work
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.inventory import Inventory
-    from portable.planner.passes import Compiler, Compute
+    from portable.planner.parameter_inventory import Inventory
+    from portable.planner.pass_cost import Compiler, Compute
 
 SOME_DISK = "/a/folder/on/a/local/disk"
 """Placeholder for ``memory.nvme_path`` if the config sets none."""
@@ -101,7 +101,7 @@ class Footprint:
     compute: Compute
     """How parameters reach the compute dtype."""
     compiler: Compiler | None = None
-    """What compiles the step; see :class:`portable.planner.passes.Request`."""
+    """What compiles the step; see :class:`portable.planner.pass_cost.Request`."""
     gathered: int = 0
     """Gathered parameters and communication buffers, until the backward pass reaches a layer."""
     in_layers: int = 0

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portable.adapters.assemble import check_sharing
 from portable.errors import UserError, to_one_line
+from portable.model.context_parallel_support import count_heads
 from portable.model.flops import compute_flops_per_token, count_parameters
-from portable.model.groups import assign_groups
 from portable.model.layers import find_transformer_layers
+from portable.model.parameter_groups import assign_groups
 from portable.model.parameters import find_embedding_weights, get_stored_tensors
-from portable.model.shareable import count_heads
-from portable.model.shared_layers import cut_dims
-from portable.planner.inventory import Inventory, Weight
+from portable.model.tensor_parallel_plan import cut_dims
 from portable.planner.memory_model import COMPUTE_BYTES
-from portable.planner.passes import Activations, Peak
+from portable.planner.parameter_inventory import Inventory, Weight
+from portable.planner.pass_cost import Activations, Peak
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
     from portable.planner.memory_model import Cluster
-    from portable.planner.passes import Request
+    from portable.planner.pass_cost import Request
 
 
 class MetaModel:

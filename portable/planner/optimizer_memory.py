@@ -22,7 +22,7 @@ def compute_user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elemen
 
     State of another shape counts completely. The optimizer is run on meta tensors.
     """
-    from portable.optim.user_optimizer import get_state_layout  # only here: it needs torch
+    from portable.optim.custom_optimizer import get_state_layout  # only here: it needs torch
 
     sharded = numbers = 0
     for size, itemsize in get_state_layout(train, shape):

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import yaml
 
 from portable.checks import check
-from portable.config.derived import find_largest_divisor
+from portable.config.derived_defaults import find_largest_divisor
 from portable.errors import UserError
 from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, StrategySetting
-from portable.planner.passes import Activations, Request
+from portable.planner.pass_cost import Activations, Request
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.device import Device
-    from portable.planner.inventory import Inventory
     from portable.planner.meta_model import MetaModel
+    from portable.planner.parameter_inventory import Inventory
 
 # Cheapest in communication first. DDP and ZeRO-1 sum gradients once a step, ZeRO-2 with each micro-batch;
 # keeping gathered parameters (shard_grad_op) adds one gather of them, sharding them (full_shard, zero3) two.

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from portable.batch_plan import plan_batches
 from portable.errors import UserError
-from portable.planner.hours import Work, estimate_work
 from portable.planner.memory_model import Cluster
 from portable.planner.plan import Target
+from portable.planner.run_time import Work, estimate_work
 from portable.registry import PLANNED_FOR_AUTO, load_backend_package
 from portable.terminal import show_loading, tell
 

@@ -11,7 +11,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import describe_option
+from portable.planner.plan_tables import describe_option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,10 +1,11 @@
 """The room for what other packages keep private: one module for each, and no other file uses such names.
 
-``of_torch``, ``of_transformers`` and ``of_peft`` are here, ``gpu/zero/private_api.py`` is DeepSpeed's,
-``tpu/xla/of_torch_xla.py`` torch_xla's, ``tpu/torchtpu/of_torch_tpu.py`` torch_tpu's. A package may rename
-what it keeps private in any release. Names are therefore looked up when they are used, so that only what
-needs them ends, in one line (:meth:`Package.guard`). ``tests/test_private_names.py`` holds all other
-files to public names.
+``torch_internals``, ``transformers_internals`` and ``peft_internals`` are here,
+``gpu/zero/private_api.py`` is DeepSpeed's,
+``tpu/xla/torch_xla_internals.py`` torch_xla's, ``tpu/torchtpu/torch_tpu_internals.py`` torch_tpu's. A package
+may rename what it keeps private in any release. Names are therefore looked up when they are used, so that
+only what needs them ends, in one line (:meth:`Package.guard`). ``tests/test_private_names.py`` holds all
+other files to public names.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from portable.errors import (
 )
 from portable.formatting import format_count
 from portable.ranks import watchdog
-from portable.ranks.ending import set_exit_code
-from portable.ranks.open_files import prepare_open_files
+from portable.ranks.open_file_limit import prepare_open_files
 from portable.ranks.parent_death import bind_spawned_processes, die_with_parent
+from portable.ranks.process_exit import set_exit_code
 from portable.temporary_folder import create_scratch_folder, redirect_temporary_files
 from portable.terminal import shows_run_bars, tell
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from portable import plugins
 from portable.errors import UserError
 from portable.paths import make_path_inside
-from portable.private.of_accelerate import get_tracker_classes
+from portable.private.accelerate_internals import get_tracker_classes
 from portable.reporting.metrics import read_events
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from portable.errors import NOT_EXPORTED, NotExportedError, ReportedElsewhereErr
 from portable.formatting import format_bytes, format_count, format_table, format_time
 from portable.model.build import get_max_positions
 from portable.model.flops import build_shape_hints, format_parameter_counts
-from portable.model.published import collapse_numbers
+from portable.model.published_names import collapse_numbers
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
 from portable.ranks.collectives import gather_text
 from portable.ranks.node_writers import form_node_writers
-from portable.reporting.card import CARD, build_model_card, list_commands
 from portable.reporting.metrics import METRICS_FILE, read_metrics
+from portable.reporting.model_card import CARD, build_model_card, list_commands
 from portable.reporting.run_log import LOG_FILE
 from portable.run.length import describe_length
 from portable.temporary_folder import create_scratch_folder
@@ -185,12 +185,12 @@ def build_sample_prompt(prepared: Prepared) -> torch.Tensor:
     data, prompt = prepared.data, prepared.config.log.sample_prompt
     if prompt is not None:
         if data.end_of_turn is not None and data.tokenizer.chat_template:
-            from portable.data.tokens import limited
+            from portable.data.tokens import limited_calls
             from portable.data.tokens.rendering import TemplateRenderer
 
             variables = {**data.tokenizer.special_tokens_map, **prepared.config.data.chat_template_kwargs}
             rendering = TemplateRenderer(data.tokenizer.chat_template, variables)
-            text: str = limited.call(rendering.render_question, prompt, "log.sample_prompt")
+            text: str = limited_calls.call(rendering.render_question, prompt, "log.sample_prompt")
             chat: list[int] = encode(data.tokenizer, text, add_special_tokens=False)["input_ids"]
             return torch.tensor([chat], dtype=torch.int64)
         ids: list[int] = encode(data.tokenizer, prompt)["input_ids"]

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import total_steps
-from portable.config.derived import BY_TRAINING, classify_training, compute_warmup_steps
+from portable.config.derived_defaults import BY_TRAINING, classify_training, compute_warmup_steps
 from portable.formatting import format_count
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from portable.adapters.assemble import assemble, build_tokenizer_hints
 from portable.batch_plan import build_batch_plan, total_steps
 from portable.config.origins import format_short_value
-from portable.converters.writers.parallel import count_cores
+from portable.converters.writers.parallel_jobs import count_cores
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import format_names
 from portable.errors import UserError
-from portable.evaluation.builtin import MetricSettings, build_metrics
+from portable.evaluation.builtin_metrics import MetricSettings, build_metrics
 from portable.formatting import format_count, format_short_count
 from portable.model import build as models
 from portable.model.auxiliary_losses import adds_router_loss
@@ -23,9 +23,9 @@ from portable.model.flops import compute_flops_per_token, count_parameters, coun
 from portable.model.freezing import build_tie_notes
 from portable.model.labels import adopt_labels, build_label_hints, find_known_classes, get_problem_type
 from portable.model.padding import explain_padding
-from portable.model.published import PublishedNames
-from portable.model.reach import get_unreached_names, summarize_parameters
+from portable.model.published_names import PublishedNames
 from portable.model.special_tokens import SpecialTokens
+from portable.model.unused_parameters import get_unreached_names, summarize_parameters
 from portable.optim.schedule import build_schedule, explain_long_warmup
 from portable.registry import load_backend_package
 from portable.run.evaluation import build_best_tracker

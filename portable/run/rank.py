@@ -20,18 +20,18 @@ from portable.output.output_dir import open_output
 from portable.paths import make_path_inside, write_durably
 from portable.ranks import launch
 from portable.ranks.collectives import agree, agree_on_outcome, collect_settings_and_versions
-from portable.ranks.open_files import prepare_open_files
-from portable.ranks.peers import PeerWatch
+from portable.ranks.failure_notification import PeerWatch
+from portable.ranks.open_file_limit import prepare_open_files
 from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
+from portable.run.custom_code import compute_code_digests, prepare_code
 from portable.run.evaluation import check_evaluation_data, evaluate_all
 from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from portable.run.stages import Prepared, Resolved
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
-from portable.run.user_code import compute_code_digests, prepare_code
 from portable.terminal import set_quiet, tell
 
 if TYPE_CHECKING:

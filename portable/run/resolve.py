@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from portable.adapters.settings import resolve_adapter as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
-from portable.config.same_run import find_unset_changes
-from portable.data.sources.opening import detect_run_format
+from portable.config.changed_settings import find_unset_changes
+from portable.data.sources.source_kinds import detect_run_format
 from portable.model.build import choose_seq_len
 from portable.model.document_attention import choose_packing
 from portable.output.existing_run import ExistingRun, check_same_run, read_existing_run
@@ -22,8 +22,8 @@ from portable.output.output_dir import open_output
 from portable.paths import convert_storage_errors, place_of
 from portable.registry import load_backend_package
 from portable.reporting.trackers import check_trackers
+from portable.run.custom_code import prepare_code
 from portable.run.stages import Resolved
-from portable.run.user_code import prepare_code
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

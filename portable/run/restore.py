@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes
-from portable.config.same_run import may_change_in_new_folder
+from portable.config.changed_settings import may_change_in_new_folder
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.storage.path_or_url import resolve_links
 from portable.errors import DamagedError, RunError, UserError, to_one_line
 from portable.evaluation.best_tracker import EvalHistory
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
-from portable.model.reach import get_unreached_names
+from portable.model.unused_parameters import get_unreached_names
 from portable.node_folder import build_once, remove_shared_files
 from portable.paths import convert_storage_errors, read_json
 from portable.progress import Progress
 from portable.ranks.collectives import agree
-from portable.run.save import ADAPTER, REFERENCE
+from portable.run.checkpointing import ADAPTER, REFERENCE
+from portable.run.custom_code import compute_code_digests, find_changed_code
 from portable.run.stages import Restored
-from portable.run.user_code import compute_code_digests, find_changed_code
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
-    from portable.config.same_run import SettingChange
+    from portable.config.changed_settings import SettingChange
     from portable.converters import Checkpoint
     from portable.converters.storage.path_or_url import Place
     from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
     from portable.run.stages import Prepared
 
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
-    from portable.config.same_run import SettingChange
+    from portable.config.changed_settings import SettingChange
     from portable.converters.storage.path_or_url import Place
     from portable.data.dataset import Data
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
-    from portable.model.published import PublishedNames
+    from portable.model.published_names import PublishedNames
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
     from portable.progress import Progress

@@ -24,11 +24,11 @@ from portable.ranks.collectives import agree, agree_on_outcome
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
 from portable.run.batches import build_train_loader
+from portable.run.checkpointing import Saving
+from portable.run.custom_callbacks import list_callback_names, load_callbacks
 from portable.run.evaluation import Evaluations, describe_end
 from portable.run.finish import export_with_card, finish, format_headline, sample
 from portable.run.restore import restore
-from portable.run.save import Saving
-from portable.run.user_callbacks import list_callback_names, load_callbacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from portable.callbacks import Callback
     from portable.output.hub import Hub
     from portable.output.output_dir import Output
-    from portable.ranks.peers import PeerWatch
+    from portable.ranks.failure_notification import PeerWatch
     from portable.reporting.profiling import Profiler
     from portable.reporting.run_log import RunLog
     from portable.run.stages import Prepared, Restored

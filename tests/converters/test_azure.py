@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from portable.converters.storage import completion_markers as completion
+from portable.converters.storage.folder_operations import remove_folder
 from portable.converters.storage.object_store import RemotePath
-from portable.converters.storage.places import remove_folder
 from portable.converters.storage.store_errors import ConflictError, RemoteError
-from portable.converters.writers.remote_draft import UploadedFile
+from portable.converters.writers.store_output import UploadedFile
 from portable.output.lease import Lease
 
 ACCOUNT = "devstoreaccount1"

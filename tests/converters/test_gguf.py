@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from portable.converters import open_checkpoint, write_checkpoint
 from portable.converters.cli import main
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.tensors.ggml import KINDS, quantize_to_ggml
 from portable.converters.tensors.tensor import Tensor
@@ -419,7 +419,7 @@ def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
-    monkeypatch.setattr("portable.converters.tensors.by_rows.BLOCK", 200)
+    monkeypatch.setattr("portable.converters.tensors.computed_rows.BLOCK", 200)
     tensor = quantize_to_ggml(Tensor.from_source("x", "F32", values.shape, Memory(values.tobytes())), kind)
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])

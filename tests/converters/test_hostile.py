@@ -22,7 +22,7 @@ from portable.converters.cli import main
 from portable.converters.names.canonical import strip_prefixes
 from portable.converters.storage.path_or_url import place
 from portable.converters.writers import replace_folder as exchange_module
-from portable.converters.writers.draft import FolderOutput, check_output, open_output
+from portable.converters.writers.atomic_output import FolderOutput, check_output, open_output
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from portable.converters.cli import main as cli
 from portable.converters.integrity import find_problems
 from portable.converters.naming import rename_to_published
 from portable.converters.opening import open_checkpoint
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.tensors.tensor import Tensor
 from tests import architectures
 from tests.converters.compare import REFUSALS, error_of

@@ -31,8 +31,8 @@ from portable.converters.containers import ocdbt
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.containers.zarr import ChunkBudget, read_zarr
 from portable.converters.formats.orbax.maxtext import build_maxtext_layout
-from portable.converters.storage import compressed
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage import compressed_bytes
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.storage.folder import Folder
 from portable.converters.tensors.dtypes import map_numpy_dtypes
 from tests.converters import orbax_damage as craft
@@ -291,8 +291,8 @@ def test_a_config_or_model_that_does_not_fit_is_refused(
 
 
 def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "MEMORY_BYTES", 0)
-    monkeypatch.setattr(compressed, "CACHE_BYTES", 0)
+    monkeypatch.setattr(compressed_bytes, "MEMORY_BYTES", 0)
+    monkeypatch.setattr(compressed_bytes, "CACHE_BYTES", 0)
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
     assert large.read().tobytes() == pattern("layers.1.large", "int32", (300, 2)).tobytes()
 
@@ -314,7 +314,7 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
         return file
 
     monkeypatch.setattr(tempfile, "TemporaryFile", watched)
-    chunk = compressed.Compressed(Memory(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
+    chunk = compressed_bytes.Compressed(Memory(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
     with pytest.raises(CheckpointError, match="ends after 100 of"):
         chunk.held(1, set())
     assert os.fstat(written[0]).st_size == 100

@@ -19,9 +19,9 @@ from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
 from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
-from portable.converters.names.published import are_live, arrange_for_files, arrange_for_memory
-from portable.converters.storage.bytes import Memory
-from portable.converters.tensors.arranged import build_arranged_tensor
+from portable.converters.names.published_names import are_live, arrange_for_files, arrange_for_memory
+from portable.converters.storage.byte_sources import Memory
+from portable.converters.tensors.arrangements import build_arranged_tensor
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 from tests import published_names
 from tests.converters.compare import error_of

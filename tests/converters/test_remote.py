@@ -19,10 +19,10 @@ from portable.converters.storage import completion_markers as completion
 from portable.converters.storage import credentials
 from portable.converters.storage import object_store as remote
 from portable.converters.storage.credentials import OPTIONS
+from portable.converters.storage.folder_operations import copy_folder, is_unfinished, remove_folder
 from portable.converters.storage.object_store import RemotePath, matching
-from portable.converters.storage.places import copy_folder, is_unfinished, remove_folder
 from portable.converters.storage.store_errors import RemoteError, RetriesUsedUpError
-from portable.converters.writers.remote_draft import UploadedFile
+from portable.converters.writers.store_output import UploadedFile
 from tests.object_store import ObjectStore, scale_down
 
 

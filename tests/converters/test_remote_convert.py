@@ -23,7 +23,7 @@ from portable.converters import open_checkpoint, write_safetensors
 from portable.converters.cli import main
 from portable.converters.storage import object_store as remote
 from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
-from portable.converters.writers.remote_draft import UploadedFile
+from portable.converters.writers.store_output import UploadedFile
 from tests.converters.compare import error_of, tree
 from tests.converters.samples import folder_of, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down

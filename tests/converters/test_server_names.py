@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from portable.converters.names.name_rules import get_default_rules
-from portable.converters.names.published import arrange_for_files
+from portable.converters.names.published_names import arrange_for_files
 from tests.composite import build_composite_config
 from tests.server_names import NEEDS_SERVERS, VARIABLE, Server
 from tests.tiny_models import tiny_config

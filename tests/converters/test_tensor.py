@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from portable.converters import CheckpointError, Tensor
 from portable.converters.cli import main
 from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.tensors import tensor as tensor_module
 from portable.converters.tensors.casting import CastLosses, cast_blocks
 from portable.converters.tensors.dtypes import to_numpy_dtype

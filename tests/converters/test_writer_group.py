@@ -15,7 +15,7 @@ import safetensors.numpy
 from portable.converters import CheckpointError, open_checkpoint, write_safetensors
 from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from portable.converters.storage.object_store import RemotePath
-from portable.converters.writers import draft
+from portable.converters.writers import atomic_output
 from tests.converters.compare import tree
 from tests.object_store import ObjectStore, scale_down
 
@@ -167,7 +167,7 @@ def test_a_process_without_the_file_system_of_process_0_is_an_error(
     elsewhere.mkdir()
     monkeypatch.setattr(
         "portable.converters.writers.conversion.join_output",
-        lambda _, name: draft.join_output(elsewhere / "out", name),
+        lambda _, name: atomic_output.join_output(elsewhere / "out", name),
     )
     outcomes = write_together([source, source], tmp_path / "out")
     assert all("No such file or directory" in str(outcome) for outcome in outcomes)
@@ -178,14 +178,14 @@ def test_a_process_without_the_file_system_of_process_0_is_an_error(
 def test_a_file_that_process_0_sees_in_part_is_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = draft.FolderOutput.check_sizes
+    checked = atomic_output.FolderOutput.check_sizes
 
-    def cut_file(output: draft.FolderOutput, sizes: dict[str, int]) -> None:
+    def cut_file(output: atomic_output.FolderOutput, sizes: dict[str, int]) -> None:
         path = output.folder / max(sizes)
         path.write_bytes(path.read_bytes()[:-1])
         checked(output, sizes)
 
-    monkeypatch.setattr(draft.FolderOutput, "check_sizes", cut_file)
+    monkeypatch.setattr(atomic_output.FolderOutput, "check_sizes", cut_file)
     leader, _ = write_together([source, source], tmp_path / "out")
     assert isinstance(leader, CheckpointError) and "although another process has written it" in str(leader)
     assert not list(tmp_path.iterdir())

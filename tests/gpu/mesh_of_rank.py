@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from portable import cli
 from portable.config import RunConfig
+from portable.engines.engine_interface import Machine
 from portable.engines.fsdp import sharding
-from portable.engines.machine import Machine
 
 NODE = ("GROUP_RANK", "SLURM_NODEID")
 

@@ -13,15 +13,15 @@ import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from portable.gpu.zero import builds
+from portable.gpu.zero import op_builds
 
-OLD = time.time() - 2 * builds.DEAD
+OLD = time.time() - 2 * op_builds.DEAD
 
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(tmp_path))
-    monkeypatch.setattr(builds, "_PATIENCE", 0.0)
+    monkeypatch.setattr(op_builds, "_PATIENCE", 0.0)
     monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton, raising=False)
     return tmp_path / "lock"
 
@@ -37,7 +37,7 @@ def test_a_build_of_another_process_is_waited_for(lock: Path, capsys: pytest.Cap
     age(lock)  # it may take long: the process lives
     timer = threading.Timer(0.5, baton.release)
     timer.start()
-    builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_build("cpu_adam")
     timer.join()
     printed = capsys.readouterr().err
     assert (
@@ -52,8 +52,8 @@ def test_the_lock_of_a_killed_build_is_removed(lock: Path, capsys: pytest.Captur
     subprocess.run([sys.executable, "-c", code, str(lock)], check=False)
     assert lock.exists()
     age(lock)
-    builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_build("cpu_adam")
     assert not lock.exists()
     assert f"removed {lock}, which a killed build of DeepSpeed's cpu_adam left" in capsys.readouterr().err
-    builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_build("cpu_adam")
     assert not capsys.readouterr().err

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from portable.converters import Tensor as StoredTensor
 from portable.converters import open_checkpoint
+from portable.engines.engine_interface import get_dist_backend
 from portable.engines.fsdp import sharding
-from portable.engines.machine import get_dist_backend
 from portable.errors import UserError
 from portable.gpu.memory import CudaDiagnostics
-from portable.model.tensors import to_torch
-from portable.optim.sharded import to_local
+from portable.model.weight_sources import to_torch
+from portable.optim.local_shards import to_local
 from portable.registry import create_backend
 from portable.reporting import reporter
 from portable.reporting.metrics import read_metrics

@@ -15,7 +15,7 @@ import torch
 from portable.config.sections import ModelConfig
 from portable.model.build import build_model, load_model_config
 from portable.model.parameters import replace_tensors
-from portable.private.of_transformers import disable_value_checks
+from portable.private.transformers_internals import disable_value_checks
 from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config

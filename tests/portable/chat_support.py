@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.data.sources.conversations import read_conversation
 from portable.data.sources.documents import ANSWERING, Document
-from portable.data.tokens.frame import Frame
+from portable.data.tokens.special_tokens import Frame
 from portable.data.tokens.tokenizer import CHATML
 
 TEMPLATES = Path(__file__).with_name("templates")

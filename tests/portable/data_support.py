@@ -14,8 +14,8 @@ from unittest.mock import patch
 import numpy as np
 
 from portable.config.sections import DataConfig
-from portable.data.sources.opening import open_source
 from portable.data.sources.source import DataSource, SourceSettings
+from portable.data.sources.source_kinds import open_source
 from portable.data.tokens import tokenizer as tokenizer_module
 from portable.data.tokens.cache import TokenCache, TokenWriter
 

@@ -24,8 +24,8 @@ from portable.model.layers import find_transformer_layers, trains_all_parameters
 from portable.model.loss import compute_token_loss
 from portable.model.parameters import replace_tensors
 from portable.planner.activations import DTYPES, build_fake_batch, measure_activations
-from portable.planner.passes import Compute, Request
-from portable.private.of_transformers import disable_value_checks
+from portable.planner.pass_cost import Compute, Request
+from portable.private.transformers_internals import disable_value_checks
 from tests.promises import record
 
 FAMILIES = yaml.safe_load(Path(__file__).with_name("activations_models.yaml").read_text("utf-8"))

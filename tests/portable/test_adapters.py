@@ -18,7 +18,7 @@ from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import derive_named_seed
 from portable.model.parameters import get_stored_tensors, materialize
-from portable.private.of_peft import peft
+from portable.private.peft_internals import peft
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
 

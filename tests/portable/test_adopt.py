@@ -32,8 +32,8 @@ from portable.model.build import build_model, load_model_config
 from portable.model.labels import find_known_classes
 from portable.model.special_tokens import SpecialTokens
 from portable.run.batches import build_train_loader
+from portable.run.checkpointing import write_model_files
 from portable.run.rank import run_rank
-from portable.run.save import write_model_files
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_data_tokenizer import word_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
-from portable.config.derived import BY_TRAINING
+from portable.config.derived_defaults import BY_TRAINING
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from portable.reporting.html_report import write_report

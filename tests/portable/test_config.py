@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from portable.checks import check, find_problems
 from portable.command_line import TrainOptions, parse_args
 from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config
-from portable.config.numbers import Reason
-from portable.config.same_run import ADJUSTABLE
+from portable.config.changed_settings import ADJUSTABLE
+from portable.config.number_types import Reason
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule

@@ -25,7 +25,7 @@ from portable.data.dataset import build_data, inspect_data
 from portable.data.sources.conversations import Completion, detect_format, read_conversation
 from portable.data.sources.documents import Conversation
 from portable.data.tokens import tokenize as tokenizing
-from portable.data.tokens.parallel import map_in_order
+from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import MistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.converters.compare import tree

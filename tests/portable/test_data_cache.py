@@ -22,7 +22,7 @@ from portable.data.sources.source import DataSource, SourceShard, TokenSource
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.frame import build_special_token_frame
+from portable.data.tokens.special_tokens import build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError

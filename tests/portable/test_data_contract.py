@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from portable.data.sources import opening
-from portable.data.sources.opening import StreamedFiles
+from portable.data.sources import source_kinds
 from portable.data.sources.source import DataSource
+from portable.data.sources.source_kinds import StreamedFiles
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -107,7 +107,7 @@ def checked(found: DataSource) -> list[str]:
 
 def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The texts of each part of a stream."""
-    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     found = opened(name, folder, stream=True)
     assert isinstance(found, StreamedFiles)
     return [checked(part.open(found.settings)) for part in found.parts]

@@ -12,7 +12,7 @@ import yaml
 from portable.data.sources import rows
 from portable.data.sources.documents import Document
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.opening import StandardLibrary
+from portable.data.sources.source_kinds import StandardLibrary
 from portable.errors import UserError
 from tests.portable.data_support import settings_of, source, write_jsonl
 

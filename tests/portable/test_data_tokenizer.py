@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.tokens.frame import Frame, build_special_token_frame
+from portable.data.tokens.special_tokens import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import (
     Vocabulary,

@@ -25,7 +25,7 @@ from portable.model.document_attention import (
     explain_mixing,
 )
 from portable.model.loss import compute_token_loss
-from portable.private.of_transformers import disable_value_checks
+from portable.private.transformers_internals import disable_value_checks
 from portable.run.batches import build_eval_loader
 from tests.composite import build_composite_config
 from tests.parity import opened

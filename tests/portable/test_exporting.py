@@ -21,8 +21,8 @@ from portable.config import RunConfig
 from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.writers import conversion
-from portable.converters.writers import remote_draft as remote_output
 from portable.converters.writers import replace_folder as exchange_module
+from portable.converters.writers import store_output as remote_output
 from portable.converters.writers.replace_folder import exchange
 from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export

@@ -35,9 +35,9 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.converters.cli import main as convert
 from portable.data.sources import sharded_tokens
-from portable.data.sources.prepared import FORMAT, INDEX
+from portable.data.sources.pretokenized import FORMAT, INDEX
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import bounded_tokenizer, limited, tokenize
+from portable.data.tokens import bounded_tokenizer, limited_calls, tokenize
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
@@ -623,7 +623,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "SECONDS", 1.0)
+    monkeypatch.setattr(limited_calls, "SECONDS", 1.0)
     chat = ChatTemplate(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^data\.chat_template: ") as refused:
@@ -631,7 +631,7 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     assert "\n" not in str(refused.value)
     assert time.monotonic() - began < 30
     assert ChatTemplate(tokenizer("qwen2_5"), SAYS, NO_FRAME).encode([record({"messages": TALK})]).stopping
-    status = Path(f"/proc/{limited._workers[os.getpid()]._process.pid}/status").read_text()
+    status = Path(f"/proc/{limited_calls._workers[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
 

@@ -25,7 +25,7 @@ from portable.errors import RunError, UserError
 from portable.output import hub as hub_module
 from portable.output.export import MARKER
 from portable.output.hub import Hub
-from portable.reporting.card import CARD
+from portable.reporting.model_card import CARD
 from portable.run.rank import run_rank
 from tests import hub_datasets
 from tests.composite import build_composite

@@ -157,7 +157,7 @@ DOORS: dict[str, str] = {
     "converters/config_and_tokenizer_files.py": "an ID of the Hub; the files are copied, not interpreted",
     "converters/formats/__init__.py": "names of this package's modules",
     "converters/formats/dcp/piece_index.py": "numbers that a rank of the same launch has written",
-    "converters/lazy.py": "names of this package's modules",
+    "converters/lazy_imports.py": "names of this package's modules",
     "converters/storage/credentials.py": "names of libraries in the source",
     "converters/writers/targets.py": "names of this package's modules",
     "portable/adapters/settings.py": "check_folder; the JSON is read by this project",
@@ -166,7 +166,8 @@ DOORS: dict[str, str] = {
     "portable/config/yaml_text.py": "a loader without tags, which counts the values of aliases",
     "portable/data/sources/hub_dataset.py": "check_hub_card; saved datasets: check_folder",
     "portable/data/sources/hub_files.py": "check_folder, and the check of the card",
-    "portable/data/sources/library.py": "one .csv file that open_file has opened; its name is escaped",
+    "portable/data/sources/datasets_library.py": "one .csv file that open_file has opened; its name is "
+    "escaped",
     "portable/data/sources/parquet_rows.py": "a file that open_file has opened",
     "portable/data/sources/sharded_tokens.py": "name_inside of each file, and check_folder",
     "portable/data/sources/token_files.py": "open_file of the same path, with its size",
@@ -180,13 +181,13 @@ DOORS: dict[str, str] = {
     "portable/model/special_tokens.py": "check_settings, in model_config, which runs before",
     "portable/node_folder.py": "a file of another rank in a folder of mode 0700 that belongs to this user",
     "portable/planner/device_lookup.py": "a file of this package",
-    "portable/planner/hours.py": "names of libraries in the source",
+    "portable/planner/run_time.py": "names of libraries in the source",
     "portable/plugins.py": "an import path that the user's config names",
     "portable/private/__init__.py": "names of libraries in the source",
-    "portable/private/of_transformers.py": "check_settings, in model_config, which runs before",
+    "portable/private/transformers_internals.py": "check_settings, in model_config, which runs before",
     "portable/registry.py": "names of this package's modules",
     "portable/untrusted_settings.py": "the check itself",
-    "tpu/compile/child.py": "standard input, from the parent process",
+    "tpu/compile/child_process.py": "standard input, from the parent process",
 }
 """Modules that may call them, and the check before the call."""
 

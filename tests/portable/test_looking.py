@@ -22,7 +22,7 @@ from portable.config import load_config
 from portable.converters.cli import main as convert
 from portable.model.build import build_base_model, load_model_config
 from portable.planner.cli import main as plan
-from portable.reporting.card import CARD, list_commands
+from portable.reporting.model_card import CARD, list_commands
 from tests.runs import configured, flags, tiny, write_conversations, write_labelled, write_pretrained
 from tests.tiny_models import tiny_config
 

@@ -17,7 +17,7 @@ from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
-from portable.evaluation.builtin import KNOWN, MetricSettings, build_metrics
+from portable.evaluation.builtin_metrics import KNOWN, MetricSettings, build_metrics
 from portable.evaluation.generation import compute_rouge_l
 from portable.evaluation.metrics import evaluate
 from portable.evaluation.totals import add_to_totals

@@ -22,7 +22,7 @@ from portable.config import RunConfig
 from portable.data.samples.order import locate
 from portable.errors import ReportedElsewhereError, RunError
 from portable.model import build as models
-from portable.optim.non_finite import MAX_STREAK, NEW_COUNTERS, Health, count_update
+from portable.optim.non_finite_updates import MAX_STREAK, NEW_COUNTERS, Health, count_update
 from portable.registry import create_backend
 from portable.reporting.metrics import read_events, read_metrics
 from portable.run.prepare import prepare

@@ -16,9 +16,9 @@ from portable.model.build import build_model, load_model_config
 from portable.model.flops import compute_flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
-from portable.planner.hours import compute_hours
 from portable.planner.memory_model import SOME_DISK, StrategySetting
 from portable.planner.plan import Planner
+from portable.planner.run_time import compute_hours
 from tests.promises import record
 from tests.runs import SENTENCE
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from portable.errors import UserError
 from portable.ranks import collectives
 from portable.ranks.collectives import reduce_any, sum_over_ranks
-from portable.ranks.meeting import agree_on_attempt
 from portable.ranks.oom_kills import has_new_kill, read_oom_kills
-from portable.ranks.open_files import prepare_open_files
+from portable.ranks.open_file_limit import prepare_open_files
+from portable.ranks.rendezvous import agree_on_attempt
 from portable.ranks.slurm import parse_first_host, read_rank_variables
 from portable.temporary_folder import create_scratch_folder
 from tests.ranks import RankPool

@@ -21,7 +21,7 @@ from portable.errors import UserError
 from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
 from portable.model.flops import compute_flops_per_token
-from portable.model.groups import assign_groups, find_decaying_names
+from portable.model.parameter_groups import assign_groups, find_decaying_names
 from portable.optim.schedule import (
     Constant,
     Cosine,

@@ -27,11 +27,11 @@ from portable.config.sections import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
-from portable.data.sources import file_parts, opening
+from portable.data.sources import file_parts, source_kinds
 from portable.data.sources.file_parts import FilePart
-from portable.data.sources.opening import StreamedFiles
-from portable.data.sources.prepared import INDEX
+from portable.data.sources.pretokenized import INDEX
 from portable.data.sources.records import Fields
+from portable.data.sources.source_kinds import StreamedFiles
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import RunError, UserError
@@ -180,7 +180,7 @@ def test_bad_records_are_skipped_and_told(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In a stream and in a file: the first five with their place, then the number; or the run ends."""
-    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     texts = [b"{broken", b'{"text": 5}', b"\xff\xfe", b"[]", b'{"txt": "x"}', b"{", b"nul"]
     bad = dict(zip((3, 9, 11, 20, 25, 30, 31), texts, strict=True))
     lines = [bad.get(n, b'{"text": "good %d words of a record"}' % n) for n in range(60)]
@@ -366,7 +366,7 @@ def texts_of(files: StreamedFiles) -> list[str]:
 def test_a_part_of_an_object_costs_its_own_bytes(
     name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "PART_BYTES", 100_000)
+    monkeypatch.setattr(source_kinds, "PART_BYTES", 100_000)
     monkeypatch.setattr(file_parts, "_BUFFER", 10_000)
     texts = [random.Random(number).randbytes(150).hex() for number in range(3000)]
     path = tmp_path / name

@@ -22,7 +22,7 @@ from portable.planner.cli import main as plan
 from portable.registry import load_backend_package, resolve_backend
 from portable.reporting.metrics import read_metrics
 from portable.tpu import device_specs
-from portable.tpu.torchtpu.of_torch_tpu import PACKAGE
+from portable.tpu.torchtpu.torch_tpu_internals import PACKAGE
 from tests.parity import take_steps
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured

@@ -19,8 +19,8 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import format_bytes
 from portable.planner.cli import main
-from portable.planner.compiled import add_remedy, compare
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph, LargeValue
+from portable.planner.compiler_report import add_remedy, compare
 from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import DeviceBytes, Option
 from portable.tpu.compile import compiler, trace
@@ -440,7 +440,7 @@ def test_a_compiler_that_dies(
 ASKS = """
 import os
 from pathlib import Path
-from portable.tpu.compile.child import ask
+from portable.tpu.compile.child_process import ask
 code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
 ask(code, Path({answer!r}), request=None, environment=os.environ, failure=lambda *ended: "")
 """

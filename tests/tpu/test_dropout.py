@@ -47,8 +47,8 @@ def dropped() -> list[torch.Tensor]:
     from portable.tpu.xla import runtime
     from portable.tpu.xla.dropout import draw_by_position
     from portable.tpu.xla.layout import MeshLayout
-    from portable.tpu.xla.of_torch_xla import xla
     from portable.tpu.xla.runtime import xr
+    from portable.tpu.xla.torch_xla_internals import xla
 
     runtime.start()
     draw_by_position()

@@ -39,7 +39,7 @@ def kept(config: RunConfig) -> tuple[int, int]:
 
 
 def on_first_device(tensors: Any) -> int:
-    from portable.tpu.xla.of_torch_xla import xla
+    from portable.tpu.xla.torch_xla_internals import xla
 
     held = 0
     for tensor in tensors:

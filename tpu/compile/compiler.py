@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_bytes
-from portable.planner.compiled import GRAPH
 from portable.planner.compiled_graph import Compiled
+from portable.planner.compiler_report import GRAPH
 from portable.temporary_folder import create_scratch_folder
 from portable.terminal import shows_run_bars
-from portable.tpu.compile.child import ask
+from portable.tpu.compile.child_process import ask
 from portable.tpu.compile.hlo import shorten_path
 from portable.tpu.compile.slices import TpuSlice, find_slice
 from portable.tpu.compile.trace import trace_graphs

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.checks import check
-from portable.tpu.compile.child import ask, explain_exit
+from portable.tpu.compile.child_process import ask, explain_exit
 
 if TYPE_CHECKING:
     from pathlib import Path

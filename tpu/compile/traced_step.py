@@ -11,7 +11,7 @@ from portable.batch_plan import build_batch_plan
 from portable.errors import UserError
 from portable.model.training_loss import STATISTICS, Outputs, TrainingLoss, build_training_loss
 from portable.planner.activations import build_fake_batch
-from portable.planner.passes import Request
+from portable.planner.pass_cost import Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

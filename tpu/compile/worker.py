@@ -1,8 +1,8 @@
 """The process that compiles.
 
 libtpu may end its process, takes gigabytes, and reads its flags once: so a run's graphs are compiled in a
-process of their own (:mod:`portable.tpu.compile.child`). It prints the name of each graph as it begins with
-it.
+process of their own (:mod:`portable.tpu.compile.child_process`). It prints the name of each graph as it
+begins with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled_graph import CompiledGraph
-from portable.tpu.compile.child import read_request, write_answer, write_answer_and_exit
+from portable.tpu.compile.child_process import read_request, write_answer, write_answer_and_exit
 from portable.tpu.compile.hlo import HloModule
 from portable.tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
 from portable.tpu.compile.messages import messages

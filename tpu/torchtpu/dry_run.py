@@ -1,9 +1,9 @@
 """A training step of backend ``tpu`` without a TPU: the engine of a run, on chips that compute nothing.
 
 ``portable-plan --backend tpu --compile`` starts it in a process of its own, which stands for the first rank.
-The other ranks exist as answers of a store (:func:`portable.tpu.torchtpu.of_torch_tpu.start_alone`). Each
-program of a few steps, collectives included, goes to libtpu's compiler; :mod:`portable.tpu.torchtpu.dry_chip`
-counts what they leave in a chip's memory.
+The other ranks exist as answers of a store (:func:`portable.tpu.torchtpu.torch_tpu_internals.start_alone`).
+Each program of a few steps, collectives included, goes to libtpu's compiler;
+:mod:`portable.tpu.torchtpu.dry_chip` counts what they leave in a chip's memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require, to_one_line
 from portable.loop import train_step
 from portable.model.parameters import get_state_tensors
-from portable.model.tensors import ComputedTensor
+from portable.model.weight_sources import ComputedTensor
 from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph
 from portable.temporary_folder import create_scratch_folder
-from portable.tpu.compile.child import ask, explain_exit, read_request, write_answer_and_exit
+from portable.tpu.compile.child_process import ask, explain_exit, read_request, write_answer_and_exit
 from portable.tpu.compile.compiler import NO_VALUES, find_library, summarize_answers
 from portable.tpu.compile.libtpu import CompileError, Libtpu
 from portable.tpu.compile.slices import TpuSlice, find_slice
 from portable.tpu.compile.traced_step import build_traced_step
-from portable.tpu.torchtpu import of_torch_tpu
+from portable.tpu.torchtpu import torch_tpu_internals
 from portable.tpu.torchtpu.dry_chip import DryChip
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class DryDevice(TorchDevice):
     name = "tpu"
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
-        of_torch_tpu.load()
-        of_torch_tpu.wait_without_lock()
+        torch_tpu_internals.load()
+        torch_tpu_internals.wait_without_lock()
         return torch.device("tpu", 0)
 
 
@@ -134,7 +134,7 @@ def run_step(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGr
     start = time.monotonic()
     backend = TorchBackend(DryDevice())
     if backend.world_size > 1:
-        of_torch_tpu.start_alone(topology)
+        torch_tpu_internals.start_alone(topology)
     config, model, plan, batch = build_traced_step(config, backend, parts=config.context_parallel_size)
     engine = backend.prepare(model, config)
     zero = torch.zeros(())

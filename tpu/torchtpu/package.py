@@ -11,8 +11,8 @@ from portable.errors import require
 from portable.registry import World
 from portable.temporary_folder import create_scratch_folder
 from portable.tpu import device_specs
-from portable.tpu.compile.child import ask, explain_exit
-from portable.tpu.torchtpu import of_torch_tpu
+from portable.tpu.compile.child_process import ask, explain_exit
+from portable.tpu.torchtpu import torch_tpu_internals
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class TorchTpuPackage(TorchPackage):
     def check_ranks(self, ranks: int) -> None:
         chips = device_specs.count_chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
-        of_torch_tpu.PACKAGE.check_installed("backend: tpu", "torchtpu")
+        torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
         )
@@ -66,7 +66,8 @@ class TorchTpuPackage(TorchPackage):
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
         with create_scratch_folder("portable-launch") as folder:
             answer = ask(
-                "from portable.tpu.torchtpu.of_torch_tpu import write_launch_environment as main; main()",
+                "from portable.tpu.torchtpu.torch_tpu_internals import write_launch_environment as main; "
+                "main()",
                 folder / "answer.json",
                 request=ranks,
                 environment=os.environ,
@@ -86,7 +87,7 @@ class TorchTpuPackage(TorchPackage):
         )
         import torch
 
-        of_torch_tpu.load()
+        torch_tpu_internals.load()
         return torch.device("tpu", 0)  # a rank sees its own chip alone
 
     def get_peak_flops(self, device: torch.device, precision: str) -> float | None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.private.of_torch import tree_flatten, tree_unflatten
-from portable.tpu.xla.of_torch_xla import xla
+from portable.private.torch_internals import tree_flatten, tree_unflatten
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

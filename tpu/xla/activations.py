@@ -13,7 +13,7 @@ import torch
 
 from portable.model.layers import find_transformer_layers
 from portable.tpu.xla.layout import constrain
-from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

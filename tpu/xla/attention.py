@@ -19,18 +19,18 @@ import torch
 from torch.nn import functional
 
 from portable.errors import require
+from portable.model.context_parallel_support import repeat_heads
 from portable.model.document_attention import (
     BOTH_DIRECTIONS,
     KEEP_DOCUMENTS_APART,
     READ_THEIR_MASK,
     WithinDocuments,
 )
-from portable.model.shareable import repeat_heads
-from portable.private import of_torch
-from portable.private.of_transformers import get_attention_kernel, get_mask_functions, share_key_heads
+from portable.private import torch_internals
+from portable.private.transformers_internals import get_attention_kernel, get_mask_functions, share_key_heads
 from portable.tpu.xla.layout import constrain
-from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.scan import Scan
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -76,7 +76,7 @@ def attend_by_rows(model: Any, rows: int | None, layout: MeshLayout, *, pads_las
 
 @cache  # once per process
 def _replace() -> None:
-    of_torch.replace_attention(lambda whole: _wrap_over_heads(_wrap_by_rows(whole)))
+    torch_internals.replace_attention(lambda whole: _wrap_over_heads(_wrap_by_rows(whole)))
     share_key_heads()
     functions = get_mask_functions()
     functions["sdpa"] = _wrap_mask_as_spans(functions["sdpa"])
@@ -226,7 +226,7 @@ def _attend_with_bias(
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
     xla.barrier_([scores])
-    shares: Tensor = of_torch.get_aten_operation("safe_softmax")(scores, -1)
+    shares: Tensor = torch_internals.get_aten_operation("safe_softmax")(scores, -1)
     return functional.dropout(shares, dropout) @ value
 
 

@@ -23,8 +23,8 @@ from portable.tpu.xla.engine import XlaEngine
 from portable.tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
 from portable.tpu.xla.graphs import Graphs
 from portable.tpu.xla.layout import MeshLayout
-from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.runtime import torch_xla, xr
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -49,12 +49,12 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the optimizer, whose code this loads if it is custom, and of the precision."""
     key, optimizer = "train.optimizer", config.train.optimizer
     if names_code(optimizer):
-        from portable.optim import user_optimizer  # which imports torch
+        from portable.optim import custom_optimizer  # which imports torch
 
-        if not user_optimizer.has_neutral_initial_state(config.train):
+        if not custom_optimizer.has_neutral_initial_state(config.train):
             reason = "creates state from the first gradient; on XLA, initialize it with zeros"
             yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
-        if config.xla.scan_layers and not user_optimizer.is_elementwise(config.train):
+        if config.xla.scan_layers and not custom_optimizer.is_elementwise(config.train):
             reason = (
                 "is not elementwise, and xla.scan_layers stacks the parameters of layers; set it to false"
             )

@@ -18,23 +18,23 @@ from portable.evaluation.totals import add_to_totals, build_zero_totals
 from portable.model.auxiliary_losses import has_router_loss
 from portable.model.layers import find_transformer_layers
 from portable.model.loss import divide_by_global_weight, forward_loss
-from portable.optim.average import exchange
-from portable.optim.non_finite import NEW_COUNTERS, Health, count_update, get_allowed_streak
-from portable.private.of_transformers import disable_value_checks
+from portable.optim.non_finite_updates import NEW_COUNTERS, Health, count_update, get_allowed_streak
+from portable.optim.weight_average import exchange
+from portable.private.transformers_internals import disable_value_checks
 from portable.tpu.xla.activation_checkpointing import recompute
 from portable.tpu.xla.activations import constrain_activations, shard_along_batch
 from portable.tpu.xla.attention import attend_by_rows
-from portable.tpu.xla.calling import Caller
 from portable.tpu.xla.checks import GATHERED_ONCE
-from portable.tpu.xla.gather import gather_matrices
+from portable.tpu.xla.custom_optimizer import build_xla_optimizer
+from portable.tpu.xla.functional_call import Caller
 from portable.tpu.xla.generation import sample_tokens
-from portable.tpu.xla.head import shard_gradient
 from portable.tpu.xla.layout import constrain, copy_tensor
-from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.lm_head import shard_gradient
+from portable.tpu.xla.parameter_gathering import gather_matrices
 from portable.tpu.xla.parameters import Parameters
 from portable.tpu.xla.saving import StagedPlanner, stage_state
 from portable.tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
-from portable.tpu.xla.user_optimizer import build_xla_optimizer
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.converters import Checkpoint
     from portable.model.loss import MetricAccumulator, StepSums
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
     from portable.tpu.xla.graphs import Graphs
     from portable.tpu.xla.layout import MeshLayout, Spec
 

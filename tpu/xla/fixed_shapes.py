@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import library
 
-from portable.private import of_transformers
+from portable.private import transformers_internals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Te
     for module in experts:
         module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
-        of_transformers.compute_experts_by(model, EVERY_EXPERT, compute_every_expert)
+        transformers_internals.compute_experts_by(model, EVERY_EXPERT, compute_every_expert)
 
 
 EVERY_EXPERT = "every_expert"
@@ -53,7 +53,7 @@ def compute_every_expert(
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     # Else the products take the sharding of the weights, and all tokens are sent to every device.
     inner = experts.along_tokens(_compute_products(experts, name, hidden.unsqueeze(0)))
-    inner = of_transformers.apply_gate(experts, inner) if experts.has_gate else experts.act_fn(inner)
+    inner = transformers_internals.apply_gate(experts, inner) if experts.has_gate else experts.act_fn(inner)
     outer = experts.along_tokens(_compute_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.checks import check
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, StrategySetting, Traffic
 from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
-from portable.planner.passes import Compiler
+from portable.planner.pass_cost import Compiler
 from portable.tpu.xla.checks import GATHERED_ONCE
 from portable.tpu.xla.sharding import HYBRID, LANES, ShardingRules, is_head_gradient_transposed
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.inventory import Inventory
-    from portable.planner.passes import Result
+    from portable.planner.parameter_inventory import Inventory
+    from portable.planner.pass_cost import Result
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
@@ -89,7 +89,7 @@ _MOVES = {
 
 
 def classify_result(operation: str, *, elementwise: bool) -> Result:
-    """What a TPU's compiler does with a result; see :data:`portable.planner.passes.Result`."""
+    """What a TPU's compiler does with a result; see :data:`portable.planner.pass_cost.Result`."""
     if operation in _PRODUCTS:
         return "product"
     if operation in _ROWS:

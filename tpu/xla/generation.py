@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from portable.tpu.xla.of_torch_xla import xla
 from portable.tpu.xla.runtime import torch_xla, xla_metrics
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

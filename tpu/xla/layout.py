@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from portable.errors import UserError, require
-from portable.model.tensors import to_torch
-from portable.tpu.xla.of_torch_xla import xla
+from portable.model.weight_sources import to_torch
 from portable.tpu.xla.runtime import torch_xla, xr, xs
 from portable.tpu.xla.sharding import HYBRID, ShardingRules
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import RunConfig
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 

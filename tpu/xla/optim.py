@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from portable.converters import Tensor as StoredTensor
-from portable.model.groups import assign_groups
+from portable.model.parameter_groups import assign_groups
 from portable.optim import adafactor
-from portable.optim.average import AVERAGE
 from portable.optim.muon import blend_momentum, compute_rate_factor, orthogonalize
 from portable.optim.optimizers import build_muon, build_parameter_groups, compute_group_rate
 from portable.optim.stored_state import check_entry
+from portable.optim.weight_average import AVERAGE
 from portable.tpu.xla.layout import Spec, copy_with_sharding
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from torch import nn
 from portable.errors import require
 from portable.model.parameters import get_state_tensors, get_stored_tensors, replace_tensors
 from portable.tpu.xla.layout import LocalShard
-from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
     from portable.tpu.xla.layout import MeshLayout, Spec
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import UserError, to_one_line
 from portable.tpu import device_specs as devices
 from portable.tpu.libtpu_flags import OURS, VARIABLE, add_missing_flags
-from portable.tpu.xla.of_torch_xla import xla
+from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from pathlib import Path

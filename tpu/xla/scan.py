@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from portable.private.of_torch import get_root_and_replay, get_version
+from portable.private.torch_internals import get_root_and_replay, get_version
 from portable.tpu.xla.layout import constrain, copy_tensor
-from portable.tpu.xla.of_torch_xla import lowering_context, xla
 from portable.tpu.xla.runtime import xb
+from portable.tpu.xla.torch_xla_internals import lowering_context, xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -17,9 +17,9 @@ from torch import nn
 from portable.errors import UserError, require, to_one_line
 from portable.model.layers import find_transformer_layers, group_layers_by_kind, run_trial_forward
 from portable.model.parameters import find_tied_names
-from portable.model.tensors import to_numpy
-from portable.private.of_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
-from portable.tpu.xla.calling import Caller
+from portable.model.weight_sources import to_numpy
+from portable.private.torch_internals import tree_flatten, tree_flatten_with_path, tree_unflatten
+from portable.tpu.xla.functional_call import Caller
 from portable.tpu.xla.scan import Scan
 
 if TYPE_CHECKING:

@@ -20,20 +20,20 @@ import torch
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.source import CLASSIFICATION
 from portable.errors import UserError, to_one_line
-from portable.evaluation.builtin import MetricSettings, build_metrics
+from portable.evaluation.builtin_metrics import MetricSettings, build_metrics
 from portable.loop import train_step
 from portable.model import build as models
 from portable.model.labels import get_problem_type
 from portable.model.loss import StepSums
 from portable.model.parameters import get_state_tensors
 from portable.terminal import tell
-from portable.tpu.compile.child import read_request, write_answer_and_exit
+from portable.tpu.compile.child_process import read_request, write_answer_and_exit
 from portable.tpu.compile.messages import encode_buffer_donors
 from portable.tpu.compile.traced_step import build_traced_step
 from portable.tpu.xla.backend import XlaBackend
 from portable.tpu.xla.graphs import Graphs
 from portable.tpu.xla.layout import MeshLayout
-from portable.tpu.xla.of_torch_xla import lowering_context, xla
+from portable.tpu.xla.torch_xla_internals import lowering_context, xla
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,11 +31,11 @@ from isal import isal_zlib
 from portable.converters.containers.torchzip import TorchZip
 from portable.converters.errors import CheckpointError
 from portable.converters.manifest import MANIFEST, is_named
-from portable.converters.storage.bytes import read_table
+from portable.converters.storage.byte_sources import read_table
 from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder_operations import names_in
 from portable.converters.storage.output_file import write_file
 from portable.converters.storage.path_or_url import place
-from portable.converters.storage.places import names_in
 from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from portable.converters.containers.pickle_reader import (
     unpickle,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
-from portable.converters.containers.untrusted import (
+from portable.converters.containers.untrusted_values import (
     require_attributes,
     require_list,
     require_mapping,

@@ -30,9 +30,9 @@ from portable.converters.formats.dcp.metadata import (
 )
 from portable.converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
 from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import names_in
+from portable.converters.storage.folder_operations import names_in
 from portable.converters.storage.safe_open import child, mentions
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View

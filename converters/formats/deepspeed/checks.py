@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
-from portable.converters.numeric import np
-from portable.converters.storage.bytes import FileSpan, Slice
+from portable.converters.lazy_numpy import np
+from portable.converters.storage.byte_sources import FileSpan, Slice
 from portable.converters.tensors.casting import round_to_dtype
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from portable.converters.formats.deepspeed.flat_layout import EqualSlices, Flat, FlatPiece, ParameterShare
-    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.byte_sources import Source
     from portable.converters.tensors.tensor import Array, Tensor
 
 # Elements at the start, in the middle and at the end of each tensor, about.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_COUNT
-from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.storage.byte_sources import Joined, Slice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.converters.containers.torchzip import StoredTensor
-    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.byte_sources import Source
     from portable.converters.storage.folder import Folder
 
 Shapes = dict[str, tuple[int, ...]]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Scalar
     from portable.converters.containers.torchzip import StoredTensor
     from portable.converters.formats.deepspeed.rank_files import ModelFile
-    from portable.converters.formats.deepspeed.run import SavedRun
+    from portable.converters.formats.deepspeed.zero_run import SavedRun
     from portable.converters.storage.folder import Folder
 
 _LAYER_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")

@@ -19,7 +19,7 @@ from portable.converters.formats.deepspeed.flat_layout import (
 )
 from portable.converters.formats.deepspeed.rank_files import OptimFile, check_same, require_flat
 from portable.converters.formats.torch_save.optimizer import as_tensor
-from portable.converters.storage.places import map_ahead
+from portable.converters.storage.folder_operations import map_ahead
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:

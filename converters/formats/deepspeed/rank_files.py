@@ -20,7 +20,7 @@ from portable.converters.containers.pickle_reader import (
     to_json_value,
 )
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.containers.untrusted import (
+from portable.converters.containers.untrusted_values import (
     require_list,
     require_mapping,
     require_names,
@@ -31,7 +31,7 @@ from portable.converters.formats.deepspeed.flat_layout import WholeParameters, j
 from portable.converters.formats.torch_save.optimizer import as_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.names.canonical import strip_prefixes
-from portable.converters.storage.places import map_ahead, names_in
+from portable.converters.storage.folder_operations import map_ahead, names_in
 from portable.converters.storage.safe_open import child, read_small
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from portable.converters.formats.deepspeed.rank_files import (
     read_model,
     read_tag,
 )
-from portable.converters.formats.deepspeed.run import SavedRun, check_same_run
 from portable.converters.formats.deepspeed.tensor_parallel import (
     INFO,
     AutoTpLayout,
@@ -31,8 +30,9 @@ from portable.converters.formats.deepspeed.tensor_parallel import (
     merge_weights,
 )
 from portable.converters.formats.deepspeed.unsharded import open_unsharded
+from portable.converters.formats.deepspeed.zero_run import SavedRun, check_same_run
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import folders_inside
+from portable.converters.storage.folder_operations import folders_inside
 from portable.converters.storage.safe_open import child
 
 if TYPE_CHECKING:

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.containers.pickle_reader import to_json_value
-from portable.converters.containers.untrusted import get_list, get_mapping
+from portable.converters.containers.untrusted_values import get_list, get_mapping
 from portable.converters.errors import CheckpointError, prefix_errors
 from portable.converters.formats.deepspeed.checks import check_copies
 from portable.converters.formats.deepspeed.rank_files import Weights, check_same
 from portable.converters.limits import MAX_SETTINGS
-from portable.converters.tensors.rearranged import concat_tensors, place_region
 from portable.converters.tensors.tensor import Tensor, compute_row_major_strides, is_shape
+from portable.converters.tensors.tensor_ops import concat_tensors, place_region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.converters.checkpoint import Scalar
-    from portable.converters.formats.deepspeed.run import SavedRun
+    from portable.converters.formats.deepspeed.zero_run import SavedRun
     from portable.converters.tensors.tensor import Box
 
 INFO = "universal_checkpoint_info"

@@ -39,7 +39,7 @@ from portable.converters.formats.deepspeed.rank_files import (
 from portable.converters.formats.torch_save.optimizer import as_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import map_ahead
+from portable.converters.storage.folder_operations import map_ahead
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from portable.converters.formats.torch_save.optimizer import as_tensor, is_optim
 from portable.converters.limits import MAX_FLAT_WORK
 from portable.converters.names.index_keys import check_listed, fit_in_order
 from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.storage.byte_sources import Joined, Slice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.checkpoint import ParamGroups, Scalar
-    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.byte_sources import Source
 
 
 class RankCopies:

@@ -25,10 +25,10 @@ from portable.converters.formats.fsdp_ranks.sharded import Sharded, load, locate
 from portable.converters.formats.torch_save.optimizer import Leaf, read_optimizer
 from portable.converters.formats.torch_save.reader import drop_aliases, find_aliases, split_tensors
 from portable.converters.names.canonical import refuse_flat_parameters, strip_prefixes
-from portable.converters.storage.bytes import Memory
+from portable.converters.storage.byte_sources import Memory
 from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder_operations import folders_inside, map_ahead, names_in
 from portable.converters.storage.path_or_url import make_absolute
-from portable.converters.storage.places import folders_inside, map_ahead, names_in
 from portable.converters.storage.safe_open import child
 from portable.converters.tensors.tensor import Box, Tensor
 

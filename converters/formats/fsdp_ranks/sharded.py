@@ -19,7 +19,7 @@ from portable.converters.containers.pickle_reader import (
     list_inert_members,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
-from portable.converters.containers.untrusted import get_attributes
+from portable.converters.containers.untrusted_values import get_attributes
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.torch_save.optimizer import Leaf, as_tensor
 from portable.converters.limits import MAX_COUNT
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.containers.pickle_reader import Standin
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
     from portable.converters.tensors.tensor import Tensor
 
 Dims = tuple[int, ...]

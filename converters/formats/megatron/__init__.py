@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from portable.converters.storage.places import names_in
+from portable.converters.storage.folder_operations import names_in
 
 if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place

@@ -42,7 +42,7 @@ def _find_folder(path: Place) -> Place | None:
 def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     from portable.converters.formats.megatron.names import get_args, read_shape, to_local_key, to_transformers
     from portable.converters.formats.megatron.reader import PREFIXES, STANDINS
-    from portable.converters.tensors.rearranged import select_index
+    from portable.converters.tensors.tensor_ops import select_index
 
     location = str(path)
     common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)

@@ -20,13 +20,13 @@ from portable.converters.errors import CheckpointError
 from portable.converters.formats.megatron.settings import check_args
 from portable.converters.limits import MAX_LAYERS
 from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors.rearranged import (
+from portable.converters.tensors.tensor import Tensor
+from portable.converters.tensors.tensor_ops import (
     concat_tensors,
     place_region,
     slice_tensor,
     transpose_matrix,
 )
-from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -28,8 +28,8 @@ from portable.converters.formats.megatron.names import (
 )
 from portable.converters.formats.torch_save.optimizer import as_tensor
 from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.places import map_ahead
-from portable.converters.tensors.rearranged import concat_tensors, slice_tensor
+from portable.converters.storage.folder_operations import map_ahead
+from portable.converters.tensors.tensor_ops import concat_tensors, slice_tensor
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Aliases, OptimizerState

@@ -13,13 +13,13 @@ from portable.converters.containers.pickle_reader import format_value
 from portable.converters.containers.zarr import V2, V3
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
-from portable.converters.storage.bytes import read_table
+from portable.converters.storage.byte_sources import read_table
 from portable.converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.bytes import Source
+    from portable.converters.storage.byte_sources import Source
     from portable.converters.storage.folder import Folder
     from portable.converters.storage.path_or_url import Place
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_value
 from portable.converters.errors import CheckpointError
+from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_COUNT
 from portable.converters.names.canonical import strip_prefixes
 from portable.converters.names.model_config import read_llama_sizes
-from portable.converters.numeric import np
-from portable.converters.tensors.computed import Affine, apply_edits
-from portable.converters.tensors.rearranged import permute_dims, reshape_tensor, select_index, slice_tensor
+from portable.converters.tensors.edited_rows import Affine, apply_edits
+from portable.converters.tensors.tensor_ops import permute_dims, reshape_tensor, select_index, slice_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

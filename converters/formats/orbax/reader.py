@@ -23,19 +23,19 @@ from portable.converters.errors import CheckpointError, OptimizerStateError, pre
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
 from portable.converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
+from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from portable.converters.names.canonical import is_number
-from portable.converters.numeric import np
 from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder_operations import names_in
 from portable.converters.storage.path_or_url import make_absolute
-from portable.converters.storage.places import names_in
 from portable.converters.storage.safe_open import child, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.checkpoint import Aliases, Scalar
-    from portable.converters.storage import bytes as stored_bytes
+    from portable.converters.storage import byte_sources as stored_bytes
     from portable.converters.storage.path_or_url import Place
     from portable.converters.tensors.tensor import Tensor
 

@@ -31,13 +31,13 @@ from portable.converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX
 from portable.converters.names.canonical import find_model_container, strip_prefixes
 from portable.converters.names.tied_weights import pick_owner
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import files_in, names_in
+from portable.converters.storage.folder_operations import files_in, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from portable.converters.names.canonical import Path as KeyPath
-    from portable.converters.storage.bytes import SourceFile
+    from portable.converters.storage.byte_sources import SourceFile
     from portable.converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

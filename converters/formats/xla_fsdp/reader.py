@@ -26,7 +26,7 @@ from portable.converters.formats.xla_fsdp.optimizer import read_optimizer
 from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join, read_layouts
 from portable.converters.names.canonical import strip_prefixes
 from portable.converters.storage.folder import Folder
-from portable.converters.storage.places import map_ahead, names_in
+from portable.converters.storage.folder_operations import map_ahead, names_in
 from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:

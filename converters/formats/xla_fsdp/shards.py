@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.pickle_reader import format_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.containers.untrusted import require_mapping, require_shape
+from portable.converters.containers.untrusted_values import require_mapping, require_shape
 from portable.converters.errors import CheckpointError, prefix_errors
 from portable.converters.names.canonical import strip_wrappers
-from portable.converters.storage.bytes import Joined, Slice
+from portable.converters.storage.byte_sources import Joined, Slice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor
 

@@ -25,7 +25,7 @@ from portable.converters.interrupts import ignore_interrupts
 from portable.data.samples.base import Samples, count_text_tokens
 from portable.data.samples.order import compute_rank_start, count_accumulation_steps
 from portable.errors import RunError, UserError
-from portable.private import of_torch
+from portable.private import torch_internals
 
 _PRELOAD = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # prefetched micro-batches
@@ -286,12 +286,12 @@ def _iter_or_raise(
         except RuntimeError as error:
             if (worker_error := parse_worker_error(error)) is None:
                 raise
-            of_torch.abandon_workers(batches)
+            torch_internals.abandon_workers(batches)
             raise worker_error from error
         except (EOFError, ConnectionError) as error:  # its memory was being handed over
             if str(error).startswith("Caught "):  # in the worker
                 raise
-            of_torch.abandon_workers(batches)
+            torch_internals.abandon_workers(batches)
             raise _build_killed_error() from error
         if batch is None:
             return
@@ -334,7 +334,7 @@ class _SemaphoreNames:
     def make_queue(self) -> Any:
         """Make a queue and record it."""
         prefix = f"/{self._prefix}{os.getpid()}" if self._prefix else "/mp"
-        with of_torch.prefix_semaphores(prefix):
+        with torch_internals.prefix_semaphores(prefix):
             self._queues.append(self._make())
         return self._queues[-1]
 
@@ -353,7 +353,7 @@ class _SemaphoreNames:
 
     def unlink(self) -> None:
         """Remove the names. The semaphores remain usable."""
-        of_torch.unlink_semaphores(self._queues)
+        torch_internals.unlink_semaphores(self._queues)
 
 
 class _Flag:

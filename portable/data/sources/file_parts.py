@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.documents import compute_digest
 from portable.data.sources.parquet_rows import iter_rows, open_parquet
-from portable.data.sources.reading import convert_read_errors
+from portable.data.sources.read_errors import convert_read_errors
 from portable.data.sources.rows import parse_json_row
 from portable.data.sources.source import DataSource, SourceSettings
 from portable.paths import open_file
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from portable.converters.storage.listed import Object
+    from portable.converters.storage.listed_file import Object
     from portable.converters.storage.object_store import RemotePath
     from portable.converters.storage.path_or_url import Place
 

@@ -18,7 +18,7 @@ from portable.data.sources.documents import Document, build_changed_error, compu
 from portable.data.sources.file_parts import PARTS
 from portable.data.sources.hub_files import find_folder_files
 from portable.data.sources.listing import list_local_files, list_remote_files
-from portable.data.sources.reading import build_unreadable_error, convert_read_errors
+from portable.data.sources.read_errors import build_unreadable_error, convert_read_errors
 from portable.data.sources.records import read_record
 from portable.data.sources.rows import iter_records, iter_texts
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from portable.config.sections import DataConfig
-    from portable.converters.storage.listed import Object
+    from portable.converters.storage.listed_file import Object
     from portable.converters.storage.path_or_url import Place
 
 _DIGEST = "digest"

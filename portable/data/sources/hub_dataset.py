@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from portable.data.sources.datasets_library import build_load_error, import_datasets
 from portable.data.sources.documents import compute_digest
 from portable.data.sources.files import Files
 from portable.data.sources.hub_files import check_hub_card, find_hub_files
-from portable.data.sources.library import build_load_error, import_datasets
 from portable.data.sources.parquet_rows import drop_nulls
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard
 from portable.node_folder import compute_once
-from portable.private.of_datasets import get_fingerprint
+from portable.private.datasets_internals import get_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config.yaml_text import parse
-from portable.converters.storage.listed import Object
+from portable.converters.storage.listed_file import Object
 from portable.converters.storage.safe_open import read_small_text
 from portable.data.sources.compression import FORMATS, get_format
+from portable.data.sources.datasets_library import build_load_error, import_datasets
 from portable.data.sources.documents import format_names
-from portable.data.sources.library import build_load_error, import_datasets
 from portable.data.sources.listing import list_local_files
 from portable.errors import UserError, to_one_line
 from portable.node_folder import compute_once

@@ -14,7 +14,7 @@ from portable.errors import MissingDataError, UserError, to_one_line
 from portable.paths import check_link, convert_storage_errors, iter_regular_files, place_of
 
 if TYPE_CHECKING:
-    from portable.converters.storage.listed import Object
+    from portable.converters.storage.listed_file import Object
     from portable.converters.storage.path_or_url import Place
 
 

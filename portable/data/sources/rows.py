@@ -9,10 +9,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import get_format, open_decompressed
+from portable.data.sources.datasets_library import iter_csv_rows
 from portable.data.sources.documents import PIECE_CHARS, Document
-from portable.data.sources.library import iter_csv_rows
 from portable.data.sources.parquet_rows import iter_rows, open_parquet
-from portable.data.sources.reading import convert_read_errors
+from portable.data.sources.read_errors import convert_read_errors
 from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.compression import check_expanded
+from portable.data.sources.datasets_library import import_datasets
 from portable.data.sources.documents import compute_digest, format_names
 from portable.data.sources.files import compute_file_digest
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.library import import_datasets
 from portable.data.sources.listing import find_folder
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenSource
 from portable.data.sources.token_files import check_vocabulary

@@ -27,7 +27,7 @@ from portable.data.sources.documents import (
     RecordError,
     build_changed_error,
 )
-from portable.data.sources.reading import convert_read_errors
+from portable.data.sources.read_errors import convert_read_errors
 from portable.data.sources.records import (
     BadRecords,
     CollectedErrors,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.sources.files import compute_file_digest
-from portable.data.sources.reading import build_unreadable_error
+from portable.data.sources.read_errors import build_unreadable_error
 from portable.data.sources.source import SourceSettings, SourceShard, TokenSource
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file

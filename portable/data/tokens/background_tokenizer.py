@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from portable.data.tokens.parallel import Worker
+from portable.data.tokens.parallel_map import Worker
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:

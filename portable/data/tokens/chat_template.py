@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.data.sources.documents import RecordError, format_names
-from portable.data.tokens import bounded_tokenizer, limited
+from portable.data.tokens import bounded_tokenizer, limited_calls
 from portable.data.tokens.rendering import (
     DAY,
     Draft,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.data.sources.documents import Conversation, Document
-    from portable.data.tokens.frame import Frame
+    from portable.data.tokens.special_tokens import Frame
 
 BUILT_IN = {"chatml": CHATML}
 VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches
@@ -195,7 +195,7 @@ class ChatTemplate:
         Raises:
             RecordError: naming the record, if its template fails or its mask cannot be determined.
         """
-        drafts: list[list[Draft] | RecordError] = limited.call(
+        drafts: list[list[Draft] | RecordError] = limited_calls.call(
             partial(self._renderer.render_documents, collect=collect), documents
         )
         rendered = [
@@ -247,7 +247,7 @@ class ChatTemplate:
         except UnstableError:
             if document.conversation is None or not drafts[0].turns:
                 raise
-        drafts = limited.call(self._renderer.render_turns, document.conversation, drafts[0].turns)
+        drafts = limited_calls.call(self._renderer.render_turns, document.conversation, drafts[0].turns)
         encodings = self._encode_texts([draft.text for draft in drafts])
         masks = self._build_masks(drafts, encodings, encoded)
         encoded.counts.update(apart=1, turns=len(drafts))

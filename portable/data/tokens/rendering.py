@@ -1,7 +1,7 @@
 """Conversations as the text that a template writes, with what is known of where each answer is.
 
 A template is foreign code, in Jinja's sandbox. What is here runs within limits of time and memory: see
-:mod:`portable.data.tokens.limited`.
+:mod:`portable.data.tokens.limited_calls`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from portable.data.sources.documents import (
     replace_surrogates,
 )
 from portable.errors import UserError, to_one_line
-from portable.private import of_transformers
+from portable.private import transformers_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -338,7 +338,7 @@ class TemplateRenderer:
         if not messages:
             return "", []
         with _convert_template_errors(conversation):
-            text, spans = of_transformers.render_with_marks(
+            text, spans = transformers_internals.render_with_marks(
                 compiled_template=_compile_template(self._select_template(conversation)),
                 messages=list(messages),
                 add_generation_prompt=False,
@@ -440,7 +440,7 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
 
 def _compile_template(text: str) -> Any:
     try:
-        return of_transformers.compile_template(text)
+        return transformers_internals.compile_template(text)
     except UserError:
         raise
     except Exception as error:

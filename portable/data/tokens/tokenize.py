@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from portable.converters.writers.parallel import count_cores
+from portable.converters.writers.parallel_jobs import count_cores
 from portable.data.sources.documents import PIECE_CHARS, Document, compute_digest
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
-from portable.data.tokens import parallel
+from portable.data.tokens import parallel_map
 from portable.data.tokens.bounded_tokenizer import encode, encode_targets
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, open_writer
-from portable.data.tokens.parallel import map_in_order
+from portable.data.tokens.parallel_map import map_in_order
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     compute_tokenizer_digest,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.tokens.chat_template import ChatTemplate
-    from portable.data.tokens.frame import Frame
+    from portable.data.tokens.special_tokens import Frame
 
 TOKENS = "tokens"
 """The folder of a cache with the token caches."""
@@ -260,7 +260,7 @@ class _TokenizeProgress:
 
 def _count_processes() -> int:
     """Return the number of processes that encode texts; 1 in a process that others have started."""
-    return 1 if parallel.serves else min(count_cores(), _MOST_PROCESSES)
+    return 1 if parallel_map.serves else min(count_cores(), _MOST_PROCESSES)
 
 
 def _write_conversations(

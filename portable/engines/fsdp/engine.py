@@ -12,19 +12,19 @@ from torch.distributed.tensor import DTensor
 from portable import plugins
 from portable.checkpoint.match_to_model import match_stored_state
 from portable.engines.compiling import CAPTURING, CapturedMemory
+from portable.engines.engine_interface import COMPUTE_DTYPES
 from portable.engines.fsdp import optimizer_state
 from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import is_replicated, shard
 from portable.engines.generation import continue_text
-from portable.engines.machine import COMPUTE_DTYPES
 from portable.engines.transforms import apply_transforms, build_objective
 from portable.evaluation.totals import add_to_totals
-from portable.model.groups import assign_groups
 from portable.model.layers import trains_all_parameters
 from portable.model.loss import divide_by_global_weight, forward_loss
+from portable.model.parameter_groups import assign_groups
 from portable.model.parameters import find_embedding_weights, get_state_tensors, get_stored_tensors
-from portable.optim.average import exchange
-from portable.optim.non_finite import (
+from portable.optim.local_shards import to_local
+from portable.optim.non_finite_updates import (
     NEW_COUNTERS,
     Health,
     count_update,
@@ -32,9 +32,9 @@ from portable.optim.non_finite import (
     get_allowed_streak,
 )
 from portable.optim.optimizers import build_optimizer, set_rates
-from portable.optim.sharded import to_local
-from portable.private import of_torch
-from portable.private.of_transformers import disable_value_checks
+from portable.optim.weight_average import exchange
+from portable.private import torch_internals
+from portable.private.transformers_internals import disable_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.converters import Checkpoint
+    from portable.engines.engine_interface import Machine, MeasuredEngine
     from portable.engines.fsdp.device_loss_scale import DeviceLossScale
     from portable.engines.fsdp.offload import HostCopies
     from portable.engines.fsdp.sharding import ShardedModel
-    from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import MetricAccumulator, StepSums
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
     from portable.optim.optimizers import EngineOptimizer
 
 
@@ -158,7 +158,7 @@ class TorchEngine:
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         if self._scaler is not None and gradients:
             shards = [to_local(gradient) for gradient in gradients]
-            of_torch.scale_(shards, self._scaler.scale.reciprocal().to(shards[0].device))
+            torch_internals.scale_(shards, self._scaler.scale.reciprocal().to(shards[0].device))
         self._sharded.average_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):

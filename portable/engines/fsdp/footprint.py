@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.engines.volumes import compute_internode_bytes, count_elements
+from portable.engines.communication_volume import compute_internode_bytes, count_elements
 from portable.errors import UserError
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_cost
 from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.planner.inventory import Inventory
+    from portable.planner.parameter_inventory import Inventory
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")

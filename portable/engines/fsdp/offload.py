@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from portable.optim.sharded import to_local
-from portable.private import of_torch
+from portable.optim.local_shards import to_local
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,4 +72,4 @@ def _allocate_host_tensor(tensor: Tensor) -> Tensor:
     """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
     part = to_local(tensor.detach())
     memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type != "cpu")
-    return of_torch.shard_like(tensor, memory) if isinstance(tensor, DTensor) else memory
+    return torch_internals.shard_like(tensor, memory) if isinstance(tensor, DTensor) else memory

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from portable.converters import Tensor as StoredTensor
-from portable.model.tensors import fill
-from portable.optim.average import AVERAGE
+from portable.model.weight_sources import fill
+from portable.optim.custom_optimizer import UserOptimizer
 from portable.optim.stored_state import cast_number, check_entry, to_plain_group
-from portable.optim.user_optimizer import UserOptimizer
-from portable.private import of_torch
+from portable.optim.weight_average import AVERAGE
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from portable.checkpoint.match_to_model import StoredState
     from portable.converters.checkpoint import OptimizerState
-    from portable.model.tensors import ReadableTensor
+    from portable.model.weight_sources import ReadableTensor
 
 
 def restore(
@@ -85,4 +85,4 @@ def fill_shard(target: Tensor, source: ReadableTensor) -> None:
     if not isinstance(target, DTensor):
         fill(target, source)
     elif (shard := target.to_local()).numel():
-        fill(shard, source, of_torch.compute_local_slices(target))
+        fill(shard, source, torch_internals.compute_local_slices(target))

@@ -26,8 +26,8 @@ from portable.converters.writers.dcp_tables import (
     iter_metadata,
     write_tables_index,
 )
+from portable.engines.background_saving import WriteHandle, copy_to_host
 from portable.engines.fsdp.shard_writer import WriterProcess, write_shards, write_synced
-from portable.engines.staging import WriteHandle, copy_to_host
 from portable.errors import to_one_line
 from portable.ranks.collectives import get_background_group
 from portable.terminal import silence_checkpoint_warnings

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from portable.converters import read_item_checksums
 from portable.converters.writers.dcp_tables import WrittenPiece, build_table
 from portable.errors import to_one_line
-from portable.private import of_torch
+from portable.private import torch_internals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -62,7 +62,9 @@ def write_shards(
     Returns:
         The table.
     """
-    plan = SavePlan([item for item, _ in items], storage_data=of_torch.build_storage_prefix(f"__{rank}_"))
+    plan = SavePlan(
+        [item for item, _ in items], storage_data=torch_internals.build_storage_prefix(f"__{rank}_")
+    )
     results = FileSystemWriter(folder, sync_files=True).write_data(plan, planner).wait()
     stored = [result.storage_data for result in results]
     checksums = read_item_checksums(

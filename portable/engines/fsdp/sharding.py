@@ -20,9 +20,9 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
 from portable.engines.fsdp.units import find_fsdp_units, find_unused_layers, order_prefetches
-from portable.engines.machine import COMPUTE_DTYPES, get_dist_backend
 from portable.errors import UserError
 from portable.model.parameters import materialize, replace_tensors
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from portable.config import RunConfig
-    from portable.engines.machine import Machine
+    from portable.engines.engine_interface import Machine
 
 
 @dataclass

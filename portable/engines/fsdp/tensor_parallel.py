@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from portable.model.parameters import replace_tensors
-from portable.model.shared_layers import USED_IN_PART, find_parallel_styles
-from portable.private.of_transformers import split_by_plan
+from portable.model.tensor_parallel_plan import USED_IN_PART, find_parallel_styles
+from portable.private.transformers_internals import split_by_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

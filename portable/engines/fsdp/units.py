@@ -10,7 +10,7 @@ from torch import nn
 
 from portable.errors import UserError
 from portable.model.layers import find_layers_without_hooks, find_transformer_layers
-from portable.model.reach import get_unreached_names
+from portable.model.unused_parameters import get_unreached_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

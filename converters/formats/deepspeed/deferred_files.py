@@ -1,0 +1,164 @@
+"""Rank files that are opened only when their values are read.
+
+The files of all ranks of a run have the same structure. A rank that resumes reads its own two files, which
+contain the names, dtypes and shapes of the other files as well. Whether another file really has the same
+structure is checked when it is opened, which does not happen if the world is unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from portable.converters.containers.torchzip import StoredTensor
+from portable.converters.errors import CheckpointError
+from portable.converters.formats.deepspeed.rank_files import (
+    ModelFile,
+    OptimFile,
+    check_same,
+    read_model,
+    read_optim,
+)
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import View, compute_row_major_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.storage.folder import Folder
+
+F = TypeVar("F", ModelFile, OptimFile)
+Key = tuple[Any, ...]
+"""Keys and indices that lead to a value in nested dicts and lists."""
+
+
+class DeferredTensor(StoredTensor):
+    """Contiguous tensor of a file that is not open yet.
+
+    Args:
+        like: Tensor of another rank with the same dtype.
+        shape: Shape of the tensor.
+        load: Function that opens the file and returns the tensor.
+    """
+
+    __slots__ = ("_source",)
+
+    def __init__(self, like: StoredTensor, shape: tuple[int, ...], load: Callable[[], StoredTensor]) -> None:
+        self.storage, self.offset, self.dtype = like.storage, like.offset, like.dtype
+        self.shape = shape
+        self.strides = compute_row_major_strides(shape, 1)
+        self._source = _DeferredSource(self, load)
+
+    def to_view(self) -> View:
+        """Return the tensor as a view in bytes."""
+        return View(self._source, 0, compute_row_major_strides(self.shape, get_itemsize(self.dtype)))
+
+
+class _DeferredSource:
+    def __init__(self, expected: DeferredTensor, load: Callable[[], StoredTensor]) -> None:
+        self.nbytes = prod(expected.shape) * get_itemsize(expected.dtype)
+        self._type = expected.dtype, expected.shape
+        self._load = load
+
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        tensor = self._load()
+        if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
+            dtype, shape = self._type
+            raise CheckpointError(
+                f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
+            )
+        view = tensor.to_view()
+        view.source.read_into(buffer, view.offset + offset, touched)
+
+
+class _RankFile(Generic[F]):
+    """A file that is read once, when its first tensor is needed."""
+
+    def __init__(self, read: Callable[[], F], own: F) -> None:
+        self._read: Callable[[], F] = read
+        self._own: F = own
+        self._lock = Lock()
+        self._content: Any = None
+
+    def get_tensor(self, path: Key) -> StoredTensor:
+        """Return the tensor at a path; CheckpointError if the file is not like this rank's file."""
+        with self._lock:
+            if self._content is None:
+                file = self._read()
+                for record, value in file.get_shared_records().items():
+                    check_same(file.where, record, value, self._own.get_shared_records()[record])
+                self._content = file.state if isinstance(file, OptimFile) else file.fragments
+        value = self._content
+        for key in path:
+            try:
+                value = value[key]
+            except (LookupError, TypeError):
+                raise CheckpointError(f"{self._own.where}: another rank's file lacks {key!r}") from None
+        if not isinstance(value, StoredTensor):
+            raise CheckpointError(f"{self._own.where}: {path[-1]!r} is not a tensor in another rank's file")
+        return value
+
+
+def defer_optim(
+    folder: Folder, name: str, own: OptimFile, lengths: Sequence[tuple[int, int, int]] | None
+) -> OptimFile:
+    """Describe another rank's file of optimizer states by this rank's file.
+
+    Args:
+        folder: Folder of the files.
+        name: Name of the other file.
+        own: This rank's file.
+        lengths: For each group of stages 1 and 2, the elements of the slice that belong to parameters, on
+            this rank and on the other rank, and the size of the slice. None in stage 3, because
+            the slices of all ranks have the same sizes.
+
+    Returns:
+        The file, whose tensors are opened when they are read.
+    """
+    file = _RankFile(partial(read_optim, folder, name), own)
+
+    def defer(value: Any, path: Key) -> Any:
+        if isinstance(value, dict):
+            return {key: defer(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(defer(item, (*path, index)) for index, item in enumerate(value))
+        # A number, also one in a tensor, is the same on all ranks.
+        if not isinstance(value, StoredTensor) or not value.shape:
+            return value
+        shape = value.shape
+        if lengths is not None:
+            group = next((key for key in path[1:] if type(key) is int and key < len(lengths)), 0)
+            used, other_used, size = lengths[group]
+            shape = (other_used,) if shape == (used,) and used < size else shape
+            shape = (other_used,) if path[0] == MASTERS else shape
+        return DeferredTensor(value, shape, partial(file.get_tensor, path))
+
+    state = {key: defer(value, (key,)) for key, value in own.state.items()}
+    if lengths is not None:
+        state["group_paddings"] = [size - other_used for _, other_used, size in lengths]
+        state.pop("param_slice_mappings", None)
+    return replace(own, where=str(folder.path / name), state=state)
+
+
+MASTERS = "single_partition_of_fp32_groups"
+"""Key of the fp32 masters of stages 1 and 2, which are stored without padding."""
+
+
+def defer_model(folder: Folder, name: str, own: ModelFile) -> ModelFile:
+    """Describe another rank's file of model states by this rank's file.
+
+    Returns:
+        The file with nothing but its fragments, which are opened when they are read.
+    """
+    file = _RankFile(partial(read_model, folder, name), own)
+    fragments: dict[str, StoredTensor] = {
+        key: DeferredTensor(value, value.shape, partial(file.get_tensor, (key,)))
+        for key, value in own.fragments.items()
+    }
+    return replace(
+        own, where=str(folder.path / name), module={}, content={}, groups=None, fragments=fragments
+    )

@@ -1,0 +1,501 @@
+"""Conversion of tensors between published files and the names that transformers uses in memory.
+
+Both directions follow `portable.converters.names.name_rules`. Tensors are rearranged lazily: most operations
+of the rules slice or stack rows, so the result consists of spans of the original files.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.limits import MAX_EXPERTS
+from portable.converters.names.name_rules import (
+    Direction,
+    Renaming,
+    add_legacy_rules,
+    reverse_rules,
+    sort_naturally,
+)
+from portable.converters.tensors.arrangements import (
+    Arrangement,
+    arrange_source,
+    concat_arrangements,
+    create_zeros,
+    interleave_groups,
+    select,
+    select_slice,
+    split,
+    split_into_chunks,
+    stack,
+    swap_dims,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from portable.converters.names.name_rules import NameRules, Operation
+    from portable.converters.tensors.tensor import Shape
+
+Arrays = dict[str, list[Arrangement]]
+_KEEP_NAMES = "use the --names option that keeps the names of the source"
+
+
+@dataclass(frozen=True)
+class _OperationContext:
+    """Everything on which an operation depends, except its tensors and arguments.
+
+    Attributes:
+        direction: Direction of the rule that is applied.
+        name: Name of the result, with the first target pattern expanded.
+        config: The model's `config.json`.
+        get_shape: Function that returns the shape of a parameter in memory, or in the files if
+            `NameRules.file_shapes` contains it. Returns None if the shape is unknown.
+    """
+
+    direction: Direction
+    name: str
+    config: Mapping[str, Any]
+    get_shape: Callable[[str], Shape | None]
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """Config of the text model."""
+        text_config = self.config.get("text_config")
+        return text_config if isinstance(text_config, dict) else self.config
+
+
+def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str, Arrangement]:
+    """Arrange the tensors of a model in memory as its published files contain them.
+
+    Args:
+        shapes: Shape of each tensor, keyed by the name in memory.
+        rules: Rules of the model.
+
+    Returns:
+        The arrangement of each published tensor, keyed by the published name.
+
+    Raises:
+        CheckpointError: If a tensor cannot be rearranged.
+    """
+    renaming = Renaming(reverse_rules(rules), write=True)
+    groups: dict[str, _TensorGroup] = {}
+    for name in sort_naturally(shapes):
+        key, converter = renaming.convert(name)
+        if converter is None:
+            key = renaming.rename(name)
+        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+    arrangements: dict[str, Arrangement] = {}
+
+    def get_shape(name: str) -> Shape | None:
+        file_shape = rules.file_shapes.get(renaming.rename(name)) if rules.file_shapes else None
+        return shapes.get(name) if file_shape is None else file_shape
+
+    for key, group in groups.items():
+        if group.converter is None:
+            arrangements[key] = group.get_single()
+            continue
+        direction = renaming.get_direction(group.converter[0])
+        context = _OperationContext(direction, key, rules.config, get_shape)
+        converted = group.convert(context)
+        arrangements |= {renaming.rename(name): values for name, values in converted.items()}
+    return arrangements
+
+
+def arrange_for_memory(
+    shapes: Mapping[str, Shape],
+    rules: NameRules,
+    live: Mapping[str, Shape] | None = None,
+    errors: dict[str, str] | None = None,
+    adapted: Mapping[str, Shape] | None = None,
+) -> dict[str, Arrangement]:
+    """Arrange the tensors of published files as transformers loads them into memory.
+
+    Args:
+        shapes: Shape of each tensor, keyed by the published name.
+        rules: Rules of the model.
+        live: Shapes of the model's tensors in memory, if they are known. They determine whether names begin
+            with the base model's module.
+        errors: Dict that receives an error message for each tensor that cannot be rearranged.
+        adapted: Shapes of the parameters that an adapter changes, keyed by the name in memory. They are used
+            if `live` is None.
+
+    Returns:
+        The arrangement of each tensor, keyed by the name in memory.
+
+    Raises:
+        CheckpointError: If a tensor cannot be rearranged, and `errors` is None.
+    """
+    all_rules = add_legacy_rules(rules) if not rules.recorded else rules
+    renaming = Renaming(all_rules.rules, write=False)
+    groups: dict[str, _TensorGroup] = {}
+    for name in sort_naturally(shapes):
+        key, converter = renaming.convert(renaming.rename(name))
+        if live is not None:
+            key = _match_base_prefix(key, rules.base, live)
+            if key not in live and name in live:
+                key, converter = name, None
+        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+    arrangements: dict[str, Arrangement] = {}
+
+    def get_shape(name: str) -> Shape | None:
+        if live is not None:
+            return live.get(name)
+        return (adapted or {}).get(name, (adapted or {}).get(f"{rules.base}.{name}"))
+
+    for key, group in groups.items():
+        try:
+            if group.converter is None:
+                arrangements[key] = group.get_single()
+                continue
+            direction = renaming.get_direction(group.converter[0])
+            arrangements |= group.convert(_OperationContext(direction, key, rules.config, get_shape))
+        except CheckpointError as error:
+            if errors is None:
+                raise
+            errors[key] = str(error)
+    return arrangements
+
+
+def find_unclaimed_names(names: Collection[str], rules: NameRules, live: Collection[str]) -> list[str]:
+    """Find published tensors that do not correspond to a tensor of the model in memory.
+
+    Args:
+        names: Names of all tensors in the files.
+        rules: Rules of the model.
+        live: Names of the model's tensors in memory, including tied tensors.
+
+    Returns:
+        The published names, in natural order.
+    """
+    all_rules = add_legacy_rules(rules) if not rules.recorded else rules
+    renaming = Renaming(all_rules.rules, write=False)
+    unclaimed = []
+    for name in sort_naturally(names):
+        key, _ = renaming.convert(renaming.rename(name))
+        if _match_base_prefix(key, rules.base, live) not in live and name not in live:
+            unclaimed.append(name)
+    return unclaimed
+
+
+def _match_base_prefix(key: str, base: str, live: Collection[str]) -> str:
+    """Add or remove the base model's module at the beginning of a name if this gives a name of the model."""
+    if not base:
+        return key
+    if key.startswith(base) and key[len(base) + 1 :] in live:
+        return key[len(base) + 1 :]
+    return f"{base}.{key}" if f"{base}.{key}" in live else key
+
+
+def are_live(names: Collection[str], rules: NameRules) -> bool:
+    """Return whether tensors have names that transformers uses in memory and not in published files.
+
+    A name in memory changes if it is converted to a published name, and converting the result back restores
+    the name. A published name behaves the same way in the opposite direction. Names that fulfill both or
+    neither condition are ignored.
+
+    Args:
+        names: Names of all tensors.
+        rules: Rules of the model.
+
+    Returns:
+        True if there are more names in memory than published names.
+    """
+    write_renaming = Renaming(reverse_rules(rules), write=True)
+    read_renaming = Renaming(add_legacy_rules(rules).rules, write=False)
+
+    def write(name: str) -> tuple[str, bool]:
+        changed, converter = write_renaming.convert(name)
+        changed = write_renaming.rename(changed.replace("*.", "0."))
+        return changed, converter is not None or changed != name
+
+    def read(name: str) -> tuple[str, bool]:
+        changed, converter = read_renaming.convert(read_renaming.rename(name))
+        return changed, converter is not None or changed != name
+
+    def is_restored(
+        name: str, first: Callable[[str], tuple[str, bool]], second: Callable[[str], Any]
+    ) -> bool:
+        changed, differs = first(name)
+        return differs and _mask_numbers(second(changed)[0]) == _mask_numbers(name)
+
+    live = published = 0
+    # Examine one layer and one expert, because a large mixture of experts has more than 100,000 names.
+    for name in {_mask_numbers(name): name for name in sort_naturally(names)}.values():
+        is_live, is_published = is_restored(name, write, read), is_restored(name, read, write)
+        live += is_live and not is_published
+        published += is_published and not is_live
+    return live > published
+
+
+def _mask_numbers(name: str) -> str:
+    """Replace all numbers by 0, because the conversion of a stack names only expert 0."""
+    return re.sub(r"\d+", "0", name)
+
+
+class _TensorGroup:
+    """Tensors that one rule converts together.
+
+    Args:
+        converter: Index of the rule and source pattern, or None if the tensor is only renamed.
+    """
+
+    def __init__(self, converter: tuple[int, str] | None) -> None:
+        self.converter = converter
+        self.arrays: Arrays = {}
+
+    def add(self, name: str, converter: tuple[int, str] | None, shape: Shape) -> None:
+        """Add a tensor under the source pattern that its name matches."""
+        pattern = "" if converter is None else converter[1]
+        self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
+
+    def get_single(self) -> Arrangement:
+        """Return the only tensor of the group.
+
+        Raises:
+            CheckpointError: If there are several tensors.
+        """
+        arrays = [values for matches in self.arrays.values() for values in matches]
+        if len(arrays) > 1:
+            first, second = (values.list_sources()[0] for values in arrays[:2])
+            raise CheckpointError(f"{first!r} and {second!r} would get the same name; {_KEEP_NAMES}")
+        return arrays[0]
+
+    def convert(self, context: _OperationContext) -> dict[str, Arrangement]:
+        """Apply the operations of the rule.
+
+        Returns:
+            The arrangement of each result, keyed by name.
+
+        Raises:
+            CheckpointError: If the tensors cannot be rearranged.
+        """
+        arrays = dict(self.arrays)
+        with prefix_errors(context.name):
+            for operation in context.direction.operations:
+                function = _OPERATIONS.get(operation[0])
+                if function is None:
+                    raise CheckpointError(
+                        f"requires the transformers operation {operation[0]}, which is not supported; "
+                        f"{_KEEP_NAMES}"
+                    )
+                arrays = function(arrays, operation, context)
+        full_name = context.name.replace("*.", "0.")
+        target = next((key for key in arrays if key in full_name), None)
+        if target is None:
+            return {key: values[0] for key, values in arrays.items()}
+        prefix, _, suffix = full_name.partition(target)
+        return {prefix + key + suffix: values[0] for key, values in arrays.items()}
+
+
+def _get_single(arrays: Arrays) -> Arrangement:
+    if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
+        raise CheckpointError("consists of several tensors, but the rule expects one")
+    return next(iter(arrays.values()))[0]
+
+
+def _stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    (dim,) = operation[1:]
+    if len(arrays) == 1:
+        return {context.direction.targets[0]: [stack(next(iter(arrays.values())), dim)]}
+    return {pattern: [stack(values, dim)] for pattern, values in arrays.items()}
+
+
+def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    (dim,) = operation[1:]
+    experts: Arrays = {}
+    for pattern, (values, *_) in arrays.items():
+        name = context.direction.targets[0] if len(arrays) == 1 else pattern
+        if values.shape[dim] > MAX_EXPERTS:
+            raise CheckpointError(
+                f"is a stack of {values.shape[dim]:,} experts, but at most {MAX_EXPERTS:,} are supported; "
+                f"{_KEEP_NAMES}"
+            )
+        for i in range(values.shape[dim]):
+            experts[name.replace("*", str(i))] = [select(values, dim, i)]
+    return experts
+
+
+def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    dim = operation[1]
+    parts = [values for pattern in context.direction.sources for values in arrays.get(pattern, ())]
+    # Use the order of the arrays if earlier operations have replaced the patterns by other names.
+    parts = parts or [values for matches in arrays.values() for values in matches]
+    return {context.direction.targets[0]: [concat_arrangements(parts, dim)]}
+
+
+def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    dim, attribute = operation[1:]
+    values = _get_single(arrays)
+    targets = list(context.direction.targets)
+    if attribute is not None:
+        count = context.text_config.get(attribute)
+        if type(count) is not int or not 0 < count <= values.shape[dim]:
+            raise CheckpointError(
+                f"cannot be split, because config.json has no valid {attribute}; add {attribute} to "
+                "config.json"
+            )
+        targets = [targets[0].replace("*", str(i)) for i in range(count)]
+    return {
+        name: [part]
+        for name, part in zip(targets, split_into_chunks(values, dim, len(targets)), strict=False)
+    }
+
+
+def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    (dim,) = operation[1:]
+    targets = context.direction.targets
+    values = _get_single(arrays)
+    shapes = [context.get_shape(context.name.replace(targets[0], target)) for target in targets]
+    if shapes.count(None) > 1:
+        raise CheckpointError(
+            f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
+        )
+    rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
+    parts = split(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
+    return {name: [part] for name, part in zip(targets, parts, strict=True)}
+
+
+def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    first, second, check = operation[1:]
+    values = _get_single(arrays)
+    pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
+    if check:
+        shape = context.get_shape(context.name)
+        if shape is None:
+            raise CheckpointError(
+                f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
+            )
+        # Compare only these dimensions, because a base may have another number of experts.
+        if len(shape) == len(values.shape) and (shape[first], shape[second]) == (
+            values.shape[first],
+            values.shape[second],
+        ):
+            return {pattern: [values]}
+    return {pattern: [swap_dims(values, first, second)]}
+
+
+def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    dim, inverse = operation[1:]
+    values = _get_single(arrays)
+    groups = 2 if inverse else values.shape[dim] // 2
+    return {context.direction.targets[0]: [interleave_groups(values, dim, groups)]}
+
+
+def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    config_key, names, inverse = operation[1:]
+    config: Any = context.config if config_key is None else context.config.get(config_key, context.config)
+    heads = config.get("num_attention_heads", 1) if isinstance(config, dict) else 1
+    is_single = len(context.direction.targets) == 1 and len(context.direction.sources) == 1
+    permuted: Arrays = {}
+    for pattern, (values, *_) in arrays.items():
+        if names is None or any(name in pattern for name in names):
+            rows = values.shape[0]
+            if type(heads) is not int or heads < 1 or rows % heads or (rows // heads) % 2:
+                raise CheckpointError(f"cannot divide {rows} rows into pairs for {heads} attention heads")
+            size = rows // heads
+            groups = 2 if inverse else size // 2
+            values = concat_arrangements(
+                [
+                    interleave_groups(select_slice(values, 0, head * size, size), 0, groups)
+                    for head in range(heads)
+                ],
+                0,
+            )
+        permuted[context.direction.targets[0] if is_single else pattern] = [values]
+    return permuted
+
+
+def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Stack text experts and image experts separately, and concatenate their projections."""
+    stack_dim, cat_dim = operation[1:]
+    targets = context.direction.targets
+    stacks: dict[str, list[Arrangement]] = {target: [] for target in targets}
+    for pattern in context.direction.sources:
+        experts = arrays[pattern]
+        size = -(-len(experts) // len(targets))
+        for i, target in enumerate(targets):
+            stacks[target].append(stack(experts[i * size : (i + 1) * size], stack_dim))
+    return {target: [concat_arrangements(parts, cat_dim)] for target, parts in stacks.items()}
+
+
+def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Undo `_fuse_experts`."""
+    stack_dim, cat_dim = operation[1:]
+    targets = context.direction.targets
+    parts = [
+        split_into_chunks(arrays[pattern][0], cat_dim, len(targets)) for pattern in context.direction.sources
+    ]
+    separated: Arrays = {}
+    for i, target in enumerate(targets):
+        experts = [
+            select(part[i], stack_dim, expert) for part in parts for expert in range(part[i].shape[stack_dim])
+        ]
+        separated |= {target.replace("*", str(n)): [expert] for n, expert in enumerate(experts)}
+    return separated
+
+
+def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Merge the queries of each layer that the model runs in a loop, or separate them again."""
+    (inverse,) = operation[1:]
+    first, second = (*context.direction.targets, *context.direction.sources)[:2]
+    if inverse:
+        values = _get_single(arrays)
+
+        def gather_rows(order: tuple[int, int]) -> Arrangement:
+            layers = [select(values, 0, i) for i in range(values.shape[0])]
+            return concat_arrangements([select_slice(layer, 0, n, 1) for layer in layers for n in order], 0)
+
+        return {first: [gather_rows((0, 3))], second: [gather_rows((1, 2))]}
+    queries, others = (arrays[pattern][0] for pattern in context.direction.sources)
+    layers = [
+        concat_arrangements(
+            [
+                select_slice(queries, 0, 2 * i, 1),
+                select_slice(others, 0, 2 * i, 2),
+                select_slice(queries, 0, 2 * i + 1, 1),
+            ],
+            0,
+        )
+        for i in range(queries.shape[0] // 2)
+    ]
+    return {context.direction.targets[0]: [stack(layers, 0)]}
+
+
+def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Remove the padding rows of the output head, or restore them as zeros."""
+    (inverse,) = operation[1:]
+    values = _get_single(arrays)
+    key = "vocab_size" if inverse else "unpadded_vocab_size"
+    rows = context.text_config.get(key)
+    if type(rows) is not int or rows < 0:
+        raise CheckpointError(f"config.json has no valid {key}; add {key} to config.json")
+    if inverse and rows > values.shape[0]:
+        values = concat_arrangements([values, create_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
+    elif not inverse:
+        values = select_slice(values, 0, 0, min(rows, values.shape[0]))
+    return {context.direction.targets[0]: [values]}
+
+
+def _pass_float_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+    """Return experts unchanged, raising an error if they are quantized and therefore have scales."""
+    return {context.direction.targets[0]: [_get_single(arrays)]}
+
+
+_OPERATIONS: dict[str, Callable[[Arrays, Operation, _OperationContext], Arrays]] = {
+    "stack": _stack,
+    "unstack": _split_stack,
+    "cat": _concat_parts,
+    "chunk": _split_chunks,
+    "split": _split,
+    "transpose": _transpose_weights,
+    "interleave": _interleave_rows,
+    "rope": _permute_rope,
+    "fuse_experts": _fuse_experts,
+    "part_experts": _unfuse_experts,
+    "merge_queries": _merge_queries,
+    "unpad": _remove_padding,
+    "plain_experts": _pass_float_experts,
+}

@@ -1,0 +1,396 @@
+"""Tensors assembled from regions of other tensors, described before any data is read.
+
+An `Arrangement` consists of a shape and the tiles that fill it. Each tile is a region of a source tensor,
+possibly with a different order of dimensions or with a step between its elements. Stacking, slicing,
+concatenating, and transposing only change the tiles, so the result can still be streamed from file spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from portable.converters.errors import CheckpointError
+from portable.converters.storage.byte_sources import Memory
+from portable.converters.tensors.dtypes import get_itemsize
+from portable.converters.tensors.tensor import Box, Tensor, View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from portable.converters.tensors.tensor import Shape
+
+ZEROS = ""
+"""Source of a tile that is filled with zeros."""
+_MAX_TILES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A region of a source tensor and its position in the result.
+
+    Attributes:
+        at: Index of the tile's first element in the result, per dimension.
+        sizes: Number of elements along each dimension of the result.
+        source: Name of the source tensor, or `ZEROS`.
+        lows: Index of the tile's first element in the source, per dimension.
+        dims: Source dimension for each dimension of the result, or -1 if there is none.
+        steps: Distance between consecutive elements in the source, for each dimension of the result.
+    """
+
+    at: Shape
+    sizes: Shape
+    source: str
+    lows: Shape
+    dims: Shape
+    steps: Shape
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The shape of a tensor and the tiles that fill it.
+
+    Attributes:
+        shape: Shape of the result.
+        tiles: Tiles that cover the shape exactly once.
+    """
+
+    shape: Shape
+    tiles: tuple[Tile, ...]
+
+    def find_identical_source(self, get_shape: Callable[[str], Shape]) -> str | None:
+        """Find the source tensor that is identical to the result.
+
+        Args:
+            get_shape: Function that returns the shape of a source tensor.
+
+        Returns:
+            Name of the source tensor, or None if the result differs from its sources.
+        """
+        if len(self.tiles) != 1 or self.tiles[0].source == ZEROS:
+            return None
+        tile = self.tiles[0]
+        is_complete = tile.sizes == self.shape == get_shape(tile.source)
+        in_order = tile.dims == (*range(len(self.shape)),) and set(tile.steps) <= {1}
+        return tile.source if is_complete and in_order else None
+
+    def list_sources(self) -> list[str]:
+        """Return the name of each source tensor once, in the order of the tiles."""
+        return [name for name in dict.fromkeys(tile.source for tile in self.tiles) if name != ZEROS]
+
+
+def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
+    """Return the arrangement of an unchanged source tensor.
+
+    Args:
+        name: Name of the source tensor.
+        shape: Shape of the source tensor.
+
+    Returns:
+        An arrangement with a single tile.
+    """
+    shape = tuple(shape)
+    ndim = len(shape)
+    tile = Tile((0,) * ndim, shape, name, (0,) * ndim, tuple(range(ndim)), (1,) * ndim)
+    return Arrangement(shape, (tile,))
+
+
+def create_zeros(shape: Sequence[int]) -> Arrangement:
+    """Create an arrangement that is filled with zeros."""
+    shape = tuple(shape)
+    ndim = len(shape)
+    return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
+
+
+def select_slice(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
+    """Slice an arrangement along one dimension.
+
+    Args:
+        values: Arrangement to slice.
+        dim: Dimension to slice.
+        low: Index of the first element.
+        count: Number of elements.
+        step: Distance between two elements.
+
+    Returns:
+        An arrangement with `count` elements along `dim`.
+
+    Raises:
+        CheckpointError: If the slice exceeds the shape.
+    """
+    dim %= len(values.shape)
+    if low < 0 or count < 0 or (count and low + (count - 1) * step >= values.shape[dim]):
+        raise CheckpointError(
+            f"cannot slice elements {low} to {low + (count - 1) * step} of dimension {dim} of shape "
+            f"{list(values.shape)}"
+        )
+    tiles = []
+    for tile in values.tiles:
+        begin, size = tile.at[dim], tile.sizes[dim]
+        first = max(0, -((low - begin) // step))
+        last = min(count - 1, (begin + size - 1 - low) // step)
+        if first > last:
+            continue
+        lows, steps = list(tile.lows), list(tile.steps)
+        if tile.dims[dim] >= 0:
+            lows[tile.dims[dim]] += (low + first * step - begin) * steps[dim]
+            steps[dim] *= step
+        tiles.append(
+            replace(
+                tile,
+                at=_replace_size(tile.at, dim, first),
+                sizes=_replace_size(tile.sizes, dim, last - first + 1),
+                lows=tuple(lows),
+                steps=tuple(steps),
+            )
+        )
+    return Arrangement(_replace_size(values.shape, dim, count), tuple(tiles))
+
+
+def select(values: Arrangement, dim: int, index: int) -> Arrangement:
+    """Select one element along `dim` and remove this dimension, as `torch.select` does."""
+    dim %= len(values.shape)
+    element = select_slice(values, dim, index, 1)
+
+    def drop(sizes: Shape) -> Shape:
+        return sizes[:dim] + sizes[dim + 1 :]
+
+    tiles = (
+        replace(tile, at=drop(tile.at), sizes=drop(tile.sizes), dims=drop(tile.dims), steps=drop(tile.steps))
+        for tile in element.tiles
+    )
+    return Arrangement(drop(element.shape), tuple(tiles))
+
+
+def split_into_chunks(values: Arrangement, dim: int, count: int) -> list[Arrangement]:
+    """Split an arrangement into chunks along `dim`, as `torch.chunk` does.
+
+    Args:
+        values: Arrangement to split.
+        dim: Dimension to split.
+        count: Number of chunks.
+
+    Returns:
+        Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
+        chunks if the dimension is small.
+    """
+    dim %= len(values.shape)
+    length = values.shape[dim]
+    size = -(-length // count)
+    starts = range(0, length, size) if size else ()
+    return [select_slice(values, dim, low, min(size, length - low)) for low in starts]
+
+
+def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangement]:
+    """Split an arrangement along `dim` into parts of the given sizes, as `torch.split` does.
+
+    Args:
+        values: Arrangement to split.
+        dim: Dimension to split.
+        sizes: Size of each part along `dim`.
+
+    Returns:
+        The parts, in order.
+
+    Raises:
+        CheckpointError: If the sizes do not add up to the size of the dimension.
+    """
+    parts, low = [], 0
+    for size in sizes:
+        parts.append(select_slice(values, dim, low, size))
+        low += size
+    if low != values.shape[dim]:
+        raise CheckpointError(f"cannot split shape {list(values.shape)} into parts of {list(sizes)}")
+    return parts
+
+
+def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+    """Concatenate arrangements along `dim`.
+
+    Args:
+        parts: Arrangements whose shapes differ only in `dim`.
+        dim: Dimension along which to concatenate.
+
+    Returns:
+        An arrangement with the tiles of all parts.
+
+    Raises:
+        CheckpointError: If the shapes do not match, or if there are too many tiles.
+    """
+    first = parts[0]
+    dim %= len(first.shape)
+    tiles: list[Tile] = []
+    length = 0
+    for part in parts:
+        if _replace_size(part.shape, dim, 0) != _replace_size(first.shape, dim, 0):
+            raise CheckpointError(
+                f"cannot concatenate shapes {list(first.shape)} and {list(part.shape)} along dimension {dim}"
+            )
+        tiles += (replace(tile, at=_replace_size(tile.at, dim, tile.at[dim] + length)) for tile in part.tiles)
+        length += part.shape[dim]
+    _check_tile_count(len(tiles))
+    return Arrangement(_replace_size(first.shape, dim, length), tuple(tiles))
+
+
+def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+    """Stack arrangements of the same shape along a new dimension `dim`."""
+    dim %= len(parts[0].shape) + 1
+
+    def insert(sizes: Shape, value: int) -> Shape:
+        return (*sizes[:dim], value, *sizes[dim:])
+
+    return concat_arrangements(
+        [
+            Arrangement(
+                insert(part.shape, 1),
+                tuple(
+                    replace(
+                        tile,
+                        at=insert(tile.at, 0),
+                        sizes=insert(tile.sizes, 1),
+                        dims=insert(tile.dims, -1),
+                        steps=insert(tile.steps, 1),
+                    )
+                    for tile in part.tiles
+                ),
+            )
+            for part in parts
+        ],
+        dim,
+    )
+
+
+def swap_dims(values: Arrangement, first: int, second: int) -> Arrangement:
+    """Swap two dimensions."""
+    order = list(range(len(values.shape)))
+    order[first], order[second] = order[second], order[first]
+
+    def permute(sizes: Shape) -> Shape:
+        return tuple(sizes[dim] for dim in order)
+
+    tiles = (
+        replace(
+            tile,
+            at=permute(tile.at),
+            sizes=permute(tile.sizes),
+            dims=permute(tile.dims),
+            steps=permute(tile.steps),
+        )
+        for tile in values.tiles
+    )
+    return Arrangement(permute(values.shape), tuple(tiles))
+
+
+def interleave_groups(values: Arrangement, dim: int, groups: int) -> Arrangement:
+    """Interleave groups of consecutive elements along `dim`.
+
+    This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the matrix, and
+    flattening it again. For example, two groups interleave the first half with the second half.
+
+    Args:
+        values: Arrangement to reorder.
+        dim: Dimension along which to interleave.
+        groups: Number of groups.
+
+    Returns:
+        An arrangement of the same shape.
+
+    Raises:
+        CheckpointError: If the dimension is not divisible by `groups`, or if there are too many tiles.
+    """
+    length = values.shape[dim]
+    if groups < 1 or length % groups:
+        raise CheckpointError(f"cannot divide {length} elements into {groups} groups of equal size")
+    size = length // groups
+    if 1 in (size, groups):
+        return values
+    _check_tile_count(size)
+    return concat_arrangements([select_slice(values, dim, i, groups, size) for i in range(size)], dim)
+
+
+def build_arranged_tensor(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Build the tensor that an arrangement describes, without reading any data.
+
+    Args:
+        name: Name of the new tensor, used in error messages.
+        values: Arrangement of the new tensor.
+        tensors: Source tensors, keyed by name.
+
+    Returns:
+        The new tensor, or the source tensor if it is identical.
+
+    Raises:
+        CheckpointError: If the source tensors have different dtypes.
+    """
+    identical = values.find_identical_source(lambda source: tensors[source].shape)
+    if identical is not None:
+        return tensors[identical]
+    dtypes = {tensors[source].dtype for source in values.list_sources()}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(dtypes))
+        raise CheckpointError(f"{name}: consists of tensors of several dtypes ({names}); convert them to one")
+    dtype = dtypes.pop()
+    boxes: list[Box] = []
+    for tile in values.tiles:
+        if tile.source == ZEROS:
+            zero = View(Memory(bytes(get_itemsize(dtype))), 0, (0,) * len(tile.sizes))
+            boxes.append(Box(tile.at, tile.sizes, zero))
+        else:
+            boxes += _find_boxes(tile, tensors[tile.source])
+    return Tensor(name, dtype, values.shape, boxes)
+
+
+def _find_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
+    """Return the intersections of a tile with the boxes of its source tensor."""
+    extents = [1] * len(tensor.shape)
+    for dim, size, step in zip(tile.dims, tile.sizes, tile.steps, strict=True):
+        if dim >= 0:
+            extents[dim] = (size - 1) * step + 1
+    boxes = []
+    for box in tensor.find_overlapping_boxes(tile.lows, tuple(extents)):
+        is_outside = any(
+            not offset <= low < offset + size
+            for dim, (low, offset, size) in enumerate(zip(tile.lows, box.offsets, box.sizes, strict=True))
+            if dim not in tile.dims
+        )
+        if is_outside:
+            continue
+        offsets, sizes, begin = [], [], list(tile.lows)
+        for start, count, dim, step in zip(tile.at, tile.sizes, tile.dims, tile.steps, strict=True):
+            first, last = 0, count - 1
+            if dim >= 0:
+                offset, size = box.offsets[dim], box.sizes[dim]
+                first = max(0, -((tile.lows[dim] - offset) // step))
+                last = min(last, (offset + size - 1 - tile.lows[dim]) // step)
+                begin[dim] += first * step
+            offsets.append(start + first)
+            sizes.append(last - first + 1)
+        if min(sizes, default=1) < 1:
+            continue
+        index = tuple(low - offset for low, offset in zip(begin, box.offsets, strict=True))
+        available = box.available_view
+        view = _make_view(available, index, tile) if available else _make_deferred_view(box, index, tile)
+        boxes.append(Box(tuple(offsets), tuple(sizes), view))
+    return boxes
+
+
+def _make_deferred_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
+    return lambda: _make_view(box.view, index, tile)
+
+
+def _make_view(view: View, index: Shape, tile: Tile) -> View:
+    """Return the view of a tile whose first element has the given index in a box."""
+    begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+    strides = tuple(
+        view.strides[dim] * step if dim >= 0 else 0 for dim, step in zip(tile.dims, tile.steps, strict=True)
+    )
+    return View(view.source, begin, strides)
+
+
+def _replace_size(sizes: Shape, dim: int, value: int) -> Shape:
+    return (*sizes[:dim], value, *sizes[dim + 1 :])
+
+
+def _check_tile_count(count: int) -> None:
+    if count > _MAX_TILES:
+        raise CheckpointError(f"consists of {count:,} regions, but at most {_MAX_TILES:,} are supported")

@@ -1,0 +1,521 @@
+"""Quantized weights as floats, computed a few rows at a time while they are read.
+
+Codes become float32, exactly; zero points are subtracted and scales multiplied in float32; the result is
+rounded once, to the dtype that is asked for. Each function here takes the stored tensors of one weight and
+returns the lazy float tensor. Sources of the formats are named beside the functions.
+"""
+
+from __future__ import annotations
+
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+from portable.converters.errors import CheckpointError
+from portable.converters.lazy_numpy import np
+from portable.converters.tensors.computed_rows import (
+    ComputedRows,
+    build_computed_tensor,
+    read_region,
+    read_rows,
+    require_tensor,
+)
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.tensors.tensor import Array, Shape
+
+_TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"})
+_INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
+
+
+# Elements with one scale from which a table of its products pays, and that are made at once with tables; and
+# that one call looks up, long enough for threads to work side by side, and few enough for a core's cache.
+_WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
+
+
+# -- scales --------------------------------------------------------------------------------------------------
+
+
+def _as_scale(tensor: Tensor, values: Array) -> Array:
+    """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
+    require_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
+    if values.dtype == np.uint8:
+        values = values.view(to_numpy_dtype("F8_E8M0"))
+    scale = values.astype(np.float32)
+    if not np.isfinite(scale).all():
+        raise CheckpointError(f"{tensor.name}: a scale is infinite or NaN")
+    return scale
+
+
+def _multiply_by_scale(values: Array, scale: Array, width: int, scale_tensor: Tensor) -> Array:
+    """`values` times `scale`, a column of which belongs to `width` columns; in place if possible."""
+    count, columns = values.shape
+    if not scale.all() and np.any(values[np.repeat(scale == 0, width, axis=1)[:, :columns]]):
+        raise CheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
+    if columns == scale.shape[1] * width:
+        values.reshape(count, scale.shape[1], width)[...] *= scale[:, :, None]
+        return values
+    values *= np.repeat(scale, width, axis=1)[:, :columns]
+    return values
+
+
+class _ScaleGrid:
+    """Scales (or zero points) of a weight: one for it all, for each row, or for each block of it.
+
+    Args:
+        block: the sizes of a block as the format's settings give them; None to take them from the shapes.
+    """
+
+    def __init__(self, scale: Tensor, shape: Shape, block: tuple[int, int] | None = None) -> None:
+        *lead, rows, columns = shape
+        self.tensor = scale
+        grid = tuple(scale.shape)
+        if grid in ((), (1,)) and prod(lead) == 1:
+            grid = (*lead, 1, 1)
+        elif grid == (*lead, rows):
+            grid = (*grid, 1)
+        elif lead and grid == tuple(lead):
+            grid = (*grid, 1, 1)
+        self._shape = grid
+        fits = grid[:-2] == tuple(lead) and len(grid) == len(shape)
+        if fits and grid[-2:] == (1, 1):
+            self.height, self.width = rows, columns
+        elif fits and block is not None and grid[-2:] != (rows, 1):
+            self.height, self.width = block
+            fits = grid[-2:] == (-(-rows // block[0]), -(-columns // block[1]))
+        else:
+            fits = fits and not (rows % max(1, grid[-2]) or columns % max(1, grid[-1])) and 0 not in grid
+            self.height, self.width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
+        require_tensor(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+
+    def read_scale_rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """One row for each of these rows of the weight, as it is stored."""
+        low, high = first // self.height, (first + count - 1) // self.height + 1
+        if len(self.tensor.shape) < len(self._shape):  # of one element, or of one for each row or matrix
+            scale = read_region(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
+            rows: Array = scale.reshape(self._shape)[matrix][low:high]
+        else:
+            rows = read_rows(self.tensor, matrix, low, high - low, touched)
+        if self.height == 1:
+            return rows
+        picked: Array = rows[np.arange(first, first + count) // self.height - low]
+        return picked
+
+    def look_up(
+        self, table: Array, codes: Array, out: Array, matrix: Shape, first: int, touched: Touched
+    ) -> None:
+        """Bytes into floats: the 256 products of each block are made once, and its codes look them up."""
+        count = len(codes)
+        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, count, touched))
+        if not scale.all():
+            out[...] = _multiply_by_scale(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
+            return
+        columns = codes.shape[1]
+        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.width)[:columns]  # where each begins
+        tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))  # narrow: numpy adds these faster
+        places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)
+        narrow = np.empty_like(places, tables.dtype)
+        low = 0
+        while low < count:
+            high = min(count, ((first + low) // self.height + 1) * self.height - first)
+            products = (table * scale[low, :, None]).astype(out.dtype).reshape(-1)
+            while low < high:
+                some = slice(low, min(high, low + len(places)))
+                place, sums = places[: some.stop - low], narrow[: some.stop - low]
+                sums[...] = codes[some]
+                sums += tables
+                place[...] = sums
+                products.take(place, out=out[some], mode="clip")
+                low = some.stop
+
+    def apply(
+        self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
+    ) -> Array:
+        """`values`, which are rows from `first` on, multiplied."""
+        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, len(values), touched))
+        return _multiply_by_scale(values, scale if times is None else scale * times, self.width, self.tensor)
+
+
+# -- codes of one byte or less, row by row -------------------------------------------------------------------
+
+
+def _build_code_table(tensor: Tensor) -> Array:
+    """The float32 value of each byte."""
+    require_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
+    return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
+
+
+def dequantize_bytes(
+    name: str,
+    dtype: str,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    block: tuple[int, int] | None = None,
+    zero: Tensor | None = None,
+) -> Tensor:
+    """FP8 or INT8 codes times a scale of the tensor, of each row or of each block.
+
+    Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
+    """
+    table, shape = _build_code_table(weight), weight.shape
+    require_tensor(len(shape) >= 2, weight, "is no matrix")
+    grid = _ScaleGrid(scale, shape, block)
+    zeros = None if zero is None else _ScaleGrid(zero, shape, block)
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        values = table.take(read_rows(weight, matrix, first, count, touched).view(np.uint8), mode="wrap")
+        if zeros is not None:
+            below = zeros.read_scale_rows(matrix, first, count, touched).astype(np.float32)
+            values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
+        return grid.apply(values, matrix, first, touched)
+
+    def look_up(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
+        codes = read_rows(weight, matrix, first, len(out), touched).view(np.uint8)
+        grid.look_up(table, codes, out, matrix, first, touched)
+
+    if zeros is not None or grid.height * grid.width < _WORTH_A_TABLE:
+        return build_computed_tensor(name, dtype, shape, dequantize_rows)
+    return Tensor.from_source(name, dtype, shape, ComputedRows(shape, dtype, look_up, 1, _WITH_TABLES))
+
+
+_PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
+
+
+def dequantize_fp4(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    scale: Tensor,
+    *,
+    multiply: Tensor | None = None,
+    divide: Tensor | None = None,
+) -> Tensor:
+    """E2M1 codes, two in a byte with the first in its low half, times a scale for each 16 or 32 of a row.
+
+    Args:
+        multiply, divide: NVFP4's scale of the whole tensor, which scales the scales.
+
+    Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
+    """
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    require_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    grid = _ScaleGrid(scale, shape)
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = read_rows(packed, matrix, first, count, touched).view(np.uint8)
+        values = _PAIRS.take(codes, axis=0, mode="wrap").reshape(count, shape[-1])
+        factor = None
+        if multiply is not None:
+            factor = _read_scalar(multiply, touched)
+        elif divide is not None:
+            scales = _as_scale(scale, grid.read_scale_rows(matrix, first, count, touched)) / _read_scalar(
+                divide, touched
+            )
+            return _multiply_by_scale(values, scales, grid.width, scale)
+        return grid.apply(values, matrix, first, touched, factor)
+
+    return build_computed_tensor(name, dtype, shape, dequantize_rows)
+
+
+def _read_scalar(tensor: Tensor, touched: Touched) -> np.float32:
+    require_tensor(tensor.numel == 1, tensor, "is not one number")
+    value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
+    return np.float32(_as_scale(tensor, value.reshape(-1))[0])
+
+
+def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 as GPT-OSS stores it: blocks of 16 bytes of a transposed matrix, and a byte of exponent for each.
+
+    Args:
+        blocks: (..., columns of the result, rows of the result / 32, 16)
+        scales: the same without the last dimension.
+
+    Source: openai/gpt-oss torch/weights.py; transformers `convert_moe_packed_tensors`.
+    """
+    *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
+    fits = blocks.dtype == "U8" and width == 16
+    require_tensor(fits, blocks, "holds no blocks of MXFP4")
+    fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
+    require_tensor(fits, scales, f"does not belong to {blocks.name}")
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        low, high = first // 32, -(-(first + count) // 32)
+        ones = tuple(1 for _ in matrix)
+        codes = read_region(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
+        scale = read_region(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
+        exponents = _as_scale(scales, scale.reshape(columns, high - low))
+        values = _PAIRS.take(codes.reshape(columns, -1), axis=0, mode="wrap").reshape(columns, -1)
+        return _multiply_by_scale(values, exponents, 32, scales).T
+
+    return build_computed_tensor(
+        name, dtype, (*lead, 32 * groups, columns), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+    )
+
+
+# -- codes in words of 32 bits -------------------------------------------------------------------------------
+
+
+def unpack_words(words: Array, bits: int) -> Array:
+    """The codes of `bits` bits in words along the first dimension, the lowest bits first.
+
+    Args:
+        words: (words, n), of 32 bits. A code may lie across two; what is left of the last word is ignored.
+
+    Returns:
+        (words * 32 // bits, n), uint8.
+    """
+    words = words.view(np.uint32)
+    period = 32 // gcd(bits, 32)
+    wide = period * bits // 32
+    if short := -len(words) % wide:
+        words = np.pad(words, ((0, short), (0, 0)))
+    grouped = words.reshape(-1, wide, words.shape[1])
+    codes = np.empty((len(grouped), period, words.shape[1]), np.uint8)
+    for i in range(period):
+        word, shift = divmod(i * bits, 32)
+        value = grouped[:, word] >> np.uint32(shift)
+        if shift + bits > 32:
+            value = value | grouped[:, word + 1] << np.uint32(32 - shift)
+        codes[:, i] = value & np.uint32((1 << bits) - 1)
+    return codes.reshape(-1, words.shape[1])
+
+
+def dequantize_packed_rows(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    scale: Tensor,
+    shape: Shape,
+    bits: int,
+    *,
+    zero: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """compressed-tensors' `pack-quantized`: rows of signed codes in words, groups of a row with a scale each.
+
+    Args:
+        shape: (rows, columns) of the weight.
+        zero: the zero points, packed along the rows.
+        groups: the group of each column, if they are not runs of equal length.
+
+    Source: compressed-tensors `unpack_from_int32`, `dequantize`.
+    """
+    offset = np.float32(1 << (bits - 1))
+    count_rows, columns = shape
+    fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
+    require_tensor(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    grid = _ScaleGrid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
+    wide = grid._shape[-1]
+    if zero is not None:
+        fits = zero.dtype == "I32" and tuple(zero.shape) == (-(-count_rows * bits // 32), wide)
+        require_tensor(fits, zero, f"does not belong to {scale.name}")
+    if groups is not None:
+        require_tensor(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        words = read_rows(packed, (), first, count, touched)
+        codes = unpack_words(np.ascontiguousarray(words.T), bits)[:columns].T
+        values = codes.astype(np.float32) - offset
+        scales = _as_scale(scale, grid.read_scale_rows((), first, count, touched))
+        below = None
+        if zero is not None:
+            low, high = first // 32 * bits, -(-(first + count) * bits // 32)
+            zeros = unpack_words(read_region(zero, (low, 0), (high - low, wide), touched), bits)
+            below = zeros[first % 32 :][:count].astype(np.float32) - offset
+        if groups is not None:
+            index = _group_index(groups, wide, touched)
+            values -= 0 if below is None else below[:, index]
+            return _multiply_by_scale(values, scales[:, index], 1, scale)
+        if below is not None:
+            values -= np.repeat(below, grid.width, axis=1)[:, :columns]
+        return _multiply_by_scale(values, scales, grid.width, scale)
+
+    return build_computed_tensor(name, dtype, shape, dequantize_rows)
+
+
+def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
+    index = read_region(groups, (0,), groups.shape, touched)
+    require_tensor(
+        bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"
+    )
+    return index
+
+
+def dequantize_gptq(
+    name: str,
+    dtype: str,
+    parts: Mapping[str, Tensor],
+    stated: int | None = None,
+    *,
+    first_zero: int,
+) -> Tensor:
+    """GPTQ's codes in words along the input, zero points in words along the output; 2, 3, 4 or 8 bits.
+
+    Args:
+        stated: the bits that the settings name; the shapes must agree.
+        parts: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
+            (groups, outputs), `g_idx` (inputs,).
+        first_zero: what is added to a stored zero point: 1 in the first format, 0 in the second.
+
+    Source: AutoGPTQ and GPTQModel, `TorchQuantLinear`.
+    """
+    weight, zeros, scales, index = (parts[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
+    inputs = index.numel
+    (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
+    bits = weight.shape[0] * 32 // inputs if len(weight.shape) == 2 and inputs else 0
+    allowed = (2, 3, 4, 8) if stated is None else (stated,)
+    fits = bits in allowed and weight.dtype == "I32"
+    fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
+    of = " or ".join(str(count) for count in allowed)
+    require_tensor(fits, weight, f"does not hold {inputs} x {outputs} codes of {of} bits")
+    fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
+    require_tensor(fits, zeros, f"does not belong to {weight.name}")
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        group = _group_index(index, groups, touched)
+        words = read_region(weight, (0, first), (weight.shape[0], count), touched)
+        low, high = first * bits // 32, -(-(first + count) * bits // 32)
+        packed_zeros = read_region(zeros, (0, low), (groups, high - low), touched)
+        below = unpack_words(np.ascontiguousarray(packed_zeros.T), bits)[:count].T
+        below = (below + np.uint8(first_zero)) & np.uint8((1 << bits) - 1)
+        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
+        values = unpack_words(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
+        return _multiply_by_scale(values, scale[group], 1, scales).T
+
+    return build_computed_tensor(
+        name, dtype, (outputs, inputs), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+    )
+
+
+def dequantize_awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """AWQ's codes of 4 bits in words along the output, in the order of its kernel for matrix products.
+
+    Args:
+        parts: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
+
+    Source: AutoAWQ `awq/utils/packing_utils.py`.
+    """
+    weight, zeros, scales = (parts[key] for key in ("qweight", "qzeros", "scales"))
+    (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
+    inputs = weight.shape[0] if weight.shape else 0
+    fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
+    require_tensor(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
+    require_tensor(fits, zeros, f"does not belong to {weight.name}")
+
+    def read_codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
+        words = read_region(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
+        codes = np.empty((*words.shape, 8), np.uint8)
+        for i, column in enumerate(_AWQ_ORDER):
+            codes[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
+        return codes.reshape(len(words), count)
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
+        values = read_codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
+        values -= read_codes(zeros, first, count, touched).astype(np.float32)[:, None]
+        if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
+            raise CheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
+        values *= scale[:, None]
+        return values.reshape(inputs, count).T
+
+    return build_computed_tensor(
+        name, dtype, (outputs, inputs), dequantize_rows, align=8, elements=_TRANSPOSED_BLOCK
+    )
+
+
+# -- bitsandbytes --------------------------------------------------------------------------------------------
+
+
+def dequantize_bnb_4bit(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    parts: Mapping[str, Tensor],
+    shape: Shape,
+    block: int,
+    nested: tuple[int, float] | None,
+) -> Tensor:
+    """bitsandbytes' NF4 and FP4: two codes in a byte with the first in its high half, and a table of values.
+
+    The dtype of `packed` does not matter: FSDP needs one dtype for all parameters, so
+    `bnb_4bit_quant_storage` gives the bytes of the codes the dtype of the other weights.
+
+    Args:
+        parts: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
+        shape: of the weight.
+        block: elements with a common maximum.
+        nested: the block and the offset of maxima that are quantized themselves.
+
+    Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
+    """
+    total = prod(shape)
+    width = get_itemsize(packed.dtype)
+    require_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
+    count_max = -(-total // block)
+    require_tensor(
+        parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}"
+    )
+    require_tensor(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
+
+    def read_flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
+        # Stored as (n, 1).
+        ends = (1,) * (len(tensor.shape) - 1)
+        return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
+
+    def read_codes(low: int, high: int, touched: Touched) -> Array:
+        first = low // width
+        elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), touched))
+        return elements.view(np.uint8)[low - first * width : high - first * width]
+
+    def read_maxima(low: int, high: int, touched: Touched) -> Array:
+        quantized = read_flat(parts["absmax"], low, high, touched)
+        if nested is None:
+            return _as_scale(parts["absmax"], quantized)
+        require_tensor(quantized.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
+        size, offset = nested
+        table = read_flat(parts["nested_quant_map"], 0, 256, touched)
+        above = read_flat(parts["nested_absmax"], low // size, -(-high // size), touched)
+        picked = above[np.arange(low, high) // size - low // size]
+        return _as_scale(parts["nested_absmax"], table[quantized] * picked + np.float32(offset))
+
+    columns = shape[-1]
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        low, high = first * columns, (first + count) * columns
+        stored = read_codes(low // 2, -(-high // 2), touched)
+        table = read_flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
+        codes = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
+        values = table[codes]
+        scale = read_maxima(low // block, -(-high // block), touched)
+        values *= scale[np.arange(low, high) // block - low // block]
+        return values.reshape(count, columns)
+
+    return build_computed_tensor(
+        name, dtype, shape, dequantize_rows, computed_shape=(prod(shape[:-1]), columns)
+    )
+
+
+def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
+    """bitsandbytes' LLM.int8: bytes times the largest magnitude of their row, divided by 127.
+
+    Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
+    """
+    require_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    grid = _ScaleGrid(maxima, weight.shape)
+
+    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = read_rows(weight, (), first, count, touched)
+        values = grid.apply(codes.astype(np.float32), (), first, touched)
+        values *= _INT8_FACTOR
+        return values
+
+    return build_computed_tensor(name, dtype, weight.shape, dequantize_rows)

@@ -1,0 +1,112 @@
+"""A tensor that is computed from another one, block by block, while it is read.
+
+The arithmetic is float32 (float64 for a float64 tensor), and each element is rounded once, at the end. Memory
+holds a few rows at a time, whatever the size of the tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from portable.converters.lazy_numpy import np
+from portable.converters.storage.byte_sources import Memory
+from portable.converters.tensors.computed_rows import ComputedRows, make_fill
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.tensors.tensor import Array, Shape
+
+# Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
+_BLOCK = 1 << 17
+
+
+class Edit(Protocol):
+    """One change of a tensor's rows."""
+
+    def apply(self, block: Array, first: int) -> None:
+        """Change the rows [first, first + len(block)) in place; a 2-D float32 or float64 array."""
+        ...
+
+
+class Affine:
+    """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
+
+    def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
+        self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
+
+    def apply(self, block: Array, first: int) -> None:
+        if self.factor != 1:
+            block *= self.factor
+        if self.divisor != 1:
+            block /= self.divisor
+        if self.term:
+            block += self.term
+
+
+class _EditedRows:
+    """The rows of a tensor after edits, in float32 or float64."""
+
+    def __init__(self, tensor: Tensor, lead: int, edits: Sequence[Edit]) -> None:
+        self.tensor = tensor
+        self.edits = edits
+        self.lead: Shape = tensor.shape[:lead] or (1,)
+        self.columns = prod(tensor.shape[lead:])
+        self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
+        self._run = tensor.find_run()  # found once, because a search in each block is slow
+        self._memory = threading.local()
+
+    def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
+        above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
+        first += above * self.lead[-1]
+        stored = self._get_scratch("stored", (count, self.columns), to_numpy_dtype(self.tensor.dtype))
+        if self._run is None:
+            self.tensor.fill_flat(stored.reshape(-1), first * self.columns, touched)
+        else:
+            self._run.read_into(stored.view(np.uint8).reshape(-1).data, first * stored.strides[0], touched)
+        block = self._get_scratch("block", (count, self.columns), np.dtype(self._kind))
+        block[...] = stored
+        for edit in self.edits:
+            edit.apply(block, first)
+        return block
+
+    def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
+        """This thread's memory, of any content. New memory would be faulted in page by page."""
+        nbytes = prod(shape) * dtype.itemsize
+        buffer: Array | None = getattr(self._memory, name, None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = np.empty(nbytes, np.uint8)
+            setattr(self._memory, name, buffer)
+        scratch: Array = buffer[:nbytes].view(dtype).reshape(shape)
+        return scratch
+
+
+def append_zero_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
+    old, *inner = tensor.shape
+    added = (rows - old, *inner)
+    view = View(Memory(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
+    box = Box((old, *(0 for _ in inner)), added, view)
+    return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
+
+
+def apply_edits(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
+    """`tensor` with `edits` applied, as `dtype`; nothing is read or computed before it is.
+
+    Args:
+        tensor: of a floating-point dtype.
+        lead: how many of its dimensions are rows; the others make up a row.
+    """
+
+    def build_view() -> View:
+        rows = _EditedRows(tensor, lead, edits)
+        source = ComputedRows((*rows.lead, rows.columns), dtype, make_fill(rows), 1, _BLOCK)
+        return View(source, 0, compute_row_major_strides(tensor.shape, get_itemsize(dtype)))
+
+    return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, build_view)])

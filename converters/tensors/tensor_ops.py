@@ -1,0 +1,145 @@
+"""Tensors made of regions of other tensors, read lazily: parts, joints, transposes, reshapes.
+
+A region of a tensor is a strided view of its row-major bytes; `to_row_major_source` gives those for a tensor
+in any pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.converters.lazy_numpy import np
+from portable.converters.tensors.computed_rows import build_computed_tensor
+from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
+from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.converters.storage.byte_sources import Source, Touched
+    from portable.converters.tensors.tensor import Array, Shape
+
+# Bytes of a transposed matrix that are gathered at once. The source is read once for each, so of each of its
+# rows a page at the least, as long as the tile is not too large.
+_TILE_BYTES, _AT_LEAST, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
+
+
+class _RowMajor:
+    """The row-major bytes of a tensor whose pieces lie in any way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+
+    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+        width = get_itemsize(self.tensor.dtype)
+        low, start = divmod(offset, width)
+        stop = -(-(offset + len(buffer)) // width)
+        if start == 0 and len(buffer) % width == 0:
+            self.tensor.fill_flat(np.frombuffer(buffer, to_numpy_dtype(self.tensor.dtype)), low, touched)
+            return
+        elements = np.empty(stop - low, to_numpy_dtype(self.tensor.dtype))
+        self.tensor.fill_flat(elements, low, touched)
+        buffer[:] = elements.view(np.uint8).data[start : start + len(buffer)]
+
+
+def to_row_major_source(tensor: Tensor) -> Source:
+    """The row-major bytes of a tensor in any pieces."""
+    return tensor.find_run() or _RowMajor(tensor)
+
+
+def place_region(tensor: Tensor, offsets: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
+    """A box at `offsets` with the region of `tensor` that begins at `lows`."""
+    strides = compute_row_major_strides(tensor.shape, get_itemsize(tensor.dtype))
+    begin = sum(low * stride for low, stride in zip(lows, strides, strict=True))
+    return Box(tuple(offsets), tuple(sizes), lambda: View(to_row_major_source(tensor), begin, strides))
+
+
+def slice_tensor(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
+    """The elements [low, low + count) along one dimension."""
+    lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
+    lows[dim], sizes[dim] = low, count
+    return Tensor(tensor.name, tensor.dtype, sizes, [place_region(tensor, [0] * len(sizes), lows, sizes)])
+
+
+def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors end to end along one dimension; the first decides the dtype, and the other sizes."""
+    shape, boxes = list(tensors[0].shape), []
+    shape[dim] = 0
+    for tensor in tensors:
+        offsets = [0] * len(shape)
+        offsets[dim] = shape[dim]
+        boxes.append(place_region(tensor, offsets, [0] * len(offsets), tensor.shape))
+        shape[dim] += tensor.shape[dim]
+    return Tensor(name, tensors[0].dtype, shape, boxes)
+
+
+def transpose_matrix(tensor: Tensor) -> Tensor:
+    """The transpose of a matrix."""
+    length, columns = tensor.shape
+    size = get_itemsize(tensor.dtype)
+    row = max(1, length * size)
+    step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
+
+    def transpose_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        transposed_rows = np.empty((count, length), to_numpy_dtype(tensor.dtype))
+        below = np.empty((max(1, min(length, 1 << 8)), count), transposed_rows.dtype)
+        for low in range(0, length, len(below)):
+            part = below[: min(len(below), length - low)]
+            tensor.fill(part, (low, first), touched)
+            transposed_rows[:, low : low + len(part)] = part.T
+        return transposed_rows
+
+    return build_computed_tensor(
+        tensor.name, tensor.dtype, (columns, length), transpose_rows, elements=step * length
+    )
+
+
+def permute_split_dims(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
+    """`tensor.reshape(split).permute(order).reshape(tensor.shape)`.
+
+    Rotary embeddings pair the rows of a head in two ways: with (heads, 2, half, ...) and (0, 2, 1, ...), the
+    first half's rows alternate with the second's.
+    """
+    return reshape_tensor(permute_dims(reshape_tensor(tensor, split), order), tensor.shape)
+
+
+def select_index(tensor: Tensor, dim: int, index: int) -> Tensor:
+    """`tensor.select(dim, index)`: one layer of a stack."""
+
+    def drop_dim(sizes: Sequence[int]) -> Shape:
+        return (*sizes[:dim], *sizes[dim + 1 :])
+
+    def select_box(box: Box) -> Box:
+        def build_view() -> View:
+            box_view = box.view
+            offset = box_view.offset + (index - box.offsets[dim]) * box_view.strides[dim]
+            return View(box_view.source, offset, drop_dim(box_view.strides))
+
+        return Box(drop_dim(box.offsets), drop_dim(box.sizes), build_view)
+
+    boxes = [select_box(box) for box in tensor.boxes if 0 <= index - box.offsets[dim] < box.sizes[dim]]
+    return Tensor(tensor.name, tensor.dtype, drop_dim(tensor.shape), boxes)
+
+
+def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """`tensor.permute(order)`."""
+
+    def permute_values(values: Sequence[int]) -> Shape:
+        return tuple(values[dim] for dim in order)
+
+    def permute_box(box: Box) -> Box:
+        def build_view() -> View:
+            box_view = box.view
+            return View(box_view.source, box_view.offset, permute_values(box_view.strides))
+
+        return Box(permute_values(box.offsets), permute_values(box.sizes), build_view)
+
+    return Tensor(
+        tensor.name, tensor.dtype, permute_values(tensor.shape), [permute_box(box) for box in tensor.boxes]
+    )
+
+
+def reshape_tensor(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor.reshape(shape)`."""
+    return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajor(tensor))

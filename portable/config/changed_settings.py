@@ -1,0 +1,180 @@
+"""The settings in which two configs describe different runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.config import keys
+from portable.config.derived_defaults import BY_TRAINING, INSTEAD_OF
+from portable.config.origins import format_short_value
+from portable.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ADJUSTABLE = frozenset(
+    f"train.{name}"
+    for name in (
+        "steps",
+        "epochs",
+        "global_batch_size",
+        "label_smoothing",
+        "z_loss",
+        "neftune_noise_alpha",
+        "dropout",
+        "muon_momentum",
+        "muon_rate",
+        "adafactor_rule",
+        "betas",
+        "eps",
+        "learning_rate",
+        "min_learning_rate_ratio",
+        "schedule",
+        "schedule_params",
+        "warmup_steps",
+        "warmup_ratio",
+        "weight_decay",
+        "parameter_groups",
+        "max_grad_norm",
+    )
+)
+"""Settings that define a run and may still change while it is trained, with ``checkpoint.allow_changes``.
+
+Weights, optimizer state and position in the data keep their meaning when one of them changes."""
+_TENSORS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
+"""Settings outside the sections model and adapter that decide which tensors a checkpoint has."""
+LENGTH = ("train.steps", "train.epochs")
+"""Settings for the length of a run. Only one of them is used."""
+_ALTERNATIVES = (LENGTH, *INSTEAD_OF.items())
+_HELD_OUT = "data.eval_fraction"
+_INHERITED = ADJUSTABLE | {_HELD_OUT, *BY_TRAINING, *INSTEAD_OF.values()}
+"""Settings that keep the value of the existing run if the command that continues the run does not set them.
+
+Their defaults depend on other settings or on the version of this program."""
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting that differs between two runs.
+
+    Attributes:
+        key: Dotted key, or the key of an item of a mapping, such as ``model.config.hidden_size``.
+        setting: Dotted key of the setting in the schema.
+        before: Value in the first run as text.
+        after: Value in the second run as text.
+    """
+
+    key: str
+    setting: str
+    before: str
+    after: str
+
+    @property
+    def is_adjustable(self) -> bool:
+        """Whether the setting may change while the run is trained."""
+        return self.setting in ADJUSTABLE
+
+    @property
+    def arrow(self) -> str:
+        """The change in the form ``train.steps 200 → 300``."""
+        return f"{self.key} {self.before} → {self.after}"
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} and {self.after}"
+
+
+def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[SettingChange]:
+    """Find the settings that define a run and differ between two runs.
+
+    A key that is missing in the fingerprint of an older release counts as its default.
+
+    Args:
+        a: Config of the first run, or its fingerprint.
+        b: Config of the second run, or its fingerprint.
+
+    Returns:
+        The changes in the order of the schema. Empty for the same run.
+    """
+    left, right = _flatten(a), _flatten(b)
+    changes = []
+    for key in dict.fromkeys([*left, *right]):
+        setting, before = left.get(key, (None, _MISSING))
+        other, after = right.get(key, (None, _MISSING))
+        if before != after:
+            changes.append(SettingChange(key, setting or other or key, _show(before), _show(after)))
+    return changes
+
+
+def may_change_in_new_folder(change: SettingChange) -> bool:
+    """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
+
+    The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
+    the tensors of the checkpoint would have another meaning.
+    """
+    section = change.setting.partition(".")[0]
+    return section not in ("model", "adapter") and change.setting not in _TENSORS
+
+
+def is_extension(a: RunConfig, b: RunConfig) -> bool:
+    """Return whether ``b`` is the same run as ``a`` with more steps or epochs."""
+    changes = find_changes(a, b)
+    if not changes or any(change.setting not in LENGTH for change in changes):
+        return False
+    return all((b.get(key) or 0) >= (a.get(key) or 0) for key in LENGTH)
+
+
+def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
+    """Find the settings that differ only because the new command does not set them.
+
+    Args:
+        existing: Config of the existing run.
+        launched: Config of the command that continues the run, without defaults that depend on the model.
+        config: The same config with defaults that depend on the model.
+
+    Returns:
+        Values of the existing run by key. A setting is left out if its alternative is set, such as
+        ``train.epochs`` for ``train.steps``.
+    """
+    values = {}
+    for key in sorted(_INHERITED):
+        alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
+        if any(
+            launched.is_set_or_put(other) and not _is_default_warmup(launched, other)
+            for other in alternatives
+        ):
+            continue
+        if key == _HELD_OUT and config.get(key) is not None:
+            continue  # data.eval or data.stream sets the share to 0
+        if any(config.get(other) != existing.get(other) for other in alternatives):
+            values[key] = existing.get(key)
+    return values
+
+
+def _is_default_warmup(config: RunConfig, key: str) -> bool:
+    """Return whether a value is a null that asks for the default length of the warmup."""
+    return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
+
+
+def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Give each item of a mapping in a fingerprint a dotted key, so that items are compared one by one.
+
+    Returns:
+        ``(setting, value)`` by dotted key.
+    """
+    values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
+    for key, setting in keys.get_settings(RunConfig).items():
+        if setting.is_identity:
+            values.setdefault(key, keys.to_plain(setting.default))
+    flat: dict[str, tuple[str, Any]] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update({f"{key}.{name}": (key, item) for name, item in value.items()})
+        elif value is not None:
+            flat[key] = (key, value)
+    return flat
+
+
+def _show(value: object) -> str:
+    return "not set" if value is _MISSING else format_short_value(value)

@@ -1,0 +1,100 @@
+"""Calls of what a stranger wrote, such as a template, within limits of time and memory.
+
+They are made in a process of their own, which is started at the first call and kept; a process that only
+tokenizes (:mod:`portable.data.tokens.parallel_map`) makes them itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.data.tokens import parallel_map
+from portable.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SECONDS = 20.0
+"""Of computing, for a call with a quarter of a megabyte of text."""
+_MEMORY = 1 << 30
+"""Bytes that a call may take."""
+_lock = threading.Lock()
+_workers: dict[int, parallel_map.Worker] = {}
+"""The process of this one, by the id of this one."""
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, all of which can be pickled.
+
+    Raises:
+        UserError: of the function, or since it took too much.
+    """
+    if parallel_map.serves:
+        return _call_within_limits((SECONDS, function, arguments))
+    with _lock:
+        try:
+            if os.getpid() not in _workers:
+                _workers[os.getpid()] = parallel_map.Worker(_call_within_limits)
+                atexit.register(_workers[os.getpid()].__exit__)
+            worker = _workers[os.getpid()]
+            worker.send((SECONDS, function, arguments))
+            return worker.receive()
+        except UserError:
+            raise
+        except BaseException as error:  # what the process would answer next is for this call
+            if os.getpid() in _workers:
+                _workers.pop(os.getpid()).__exit__()
+            if not isinstance(error, RunError):
+                raise
+            raise UserError(
+                "data.chat_template: the template takes too much time or memory; use another"
+            ) from error
+
+
+def _call_within_limits(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
+    seconds, function, arguments = item
+    with _limit_time(seconds), _limit_memory():
+        return function(*arguments)
+
+
+@contextmanager
+def _limit_time(seconds: float) -> Iterator[None]:
+    """End Python code that takes too long by a TimeoutError, and other code by the end of the process."""
+
+    def raise_timeout(*_: object) -> None:
+        raise TimeoutError(f"takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGPROF, raise_timeout)
+    signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 20)  # again and again: it may be caught
+    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextmanager
+def _limit_memory() -> Iterator[None]:
+    """Let this process take little more memory than it has; a MemoryError says so. Only on Linux."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        yield
+        return
+    import resource
+
+    now = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if "VmData" in line)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (now + _MEMORY, soft) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -1,0 +1,88 @@
+"""Saving in the background: copy to host memory, then write while training continues."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from portable.private import torch_internals
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+
+class WriteHandle:
+    """Implements :class:`portable.backend.SaveHandle` for a background write; None: already written."""
+
+    def __init__(self, writing: Future[None] | None) -> None:
+        self._writing = writing
+
+    def is_done(self) -> bool:
+        return self._writing is None or self._writing.done()
+
+    def wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+
+def copy_to_host(value: Any) -> Any:
+    """Copy ``value``, with every tensor in its dicts, lists and tuples copied to host memory.
+
+    Tensors that share a storage share its copy, so that files do not grow. A ``DTensor`` stays one, around
+    the copy of its local shard. Returns when the copies are complete.
+    """
+    copier = _Copier()
+    result = copier.copy_value(value)
+    copier.wait()
+    return result
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy_value(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return torch_internals.shard_like(value, self._copy_tensor(value.to_local()))
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value)
+        if type(value) is tuple:
+            return tuple(self.copy_value(item) for item in value)
+        if type(value) is list:
+            return [self.copy_value(item) for item in value]
+        if isinstance(value, dict):
+            result = copy.copy(value)
+            for key, item in value.items():
+                result[key] = self.copy_value(item)
+            return result
+        return copy.deepcopy(value)
+
+    @torch.no_grad()
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        number = torch_internals.get_storage_id(storage)
+        if number not in self._storages:
+            self._storages[number] = self._copy_storage(storage)
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(self._storages[number], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # torch caches pinned memory for reuse. Without an accelerator, pinning gains nothing.
+        target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+        target.copy_(source, non_blocking=True)
+        self._devices.add(storage.device)
+        return target.untyped_storage()
+
+    def wait(self) -> None:
+        """Wait until the copies are complete."""
+        for device in self._devices:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()

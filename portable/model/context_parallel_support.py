@@ -1,0 +1,77 @@
+"""Whether ranks or devices can share the sequences of a model, and its heads."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import require
+from portable.model.auxiliary_losses import ROUTER_LOSS
+from portable.model.document_attention import READ_THEIR_MASK, check_documents
+from portable.private.transformers_internals import get_attention_kernel, get_module_namespace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.config import RunConfig
+
+KEY = "context_parallel_size"
+
+
+def check_sequences(model: Any, config: RunConfig) -> None:
+    """Raise UserError if the ranks or devices of a run cannot share the sequences of ``model``."""
+    size = config.context_parallel_size
+    if config.backend != "xla":
+        _check_attention(model, config)
+    if config.backend != "xla" or get_attention_kernel(model.config) == "sdpa":
+        # Other attention XLA's compiler divides as it likes.
+        heads, keys = count_heads(model)
+        require(
+            heads % size == 0 and (keys % size == 0 or size % keys == 0),
+            f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
+        )
+
+
+def _check_attention(model: Any, config: RunConfig) -> None:
+    """Raise UserError if ranks cannot share the attention of ``model``."""
+    text = model.config.get_text_config()
+    name, kernel = type(model).__name__, get_attention_kernel(text)
+    require(
+        text is model.config and text.model_type not in READ_THEIR_MASK,
+        f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
+    )
+    require(
+        kernel == "sdpa" or "flash" in kernel,
+        f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
+    )
+    routed = getattr(text, "output_router_logits", False)
+    require(
+        not routed or bool(config.data.packing),  # a part of a sample does not tell of its padding
+        f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
+        "documents, or model.config.output_router_logits to false",
+    )
+    require(
+        not routed or _is_mixtrals(get_module_namespace(model).get(ROUTER_LOSS)),
+        f"{KEY}: the router loss of {name} needs whole sequences; set "
+        "model.config.output_router_logits to false",
+    )
+    check_documents(model, KEY, seq_len=config.data.seq_len)
+
+
+def _is_mixtrals(loss: Any) -> bool:
+    """Whether a router loss takes what that of transformers' Mixtral takes: the logits of each layer."""
+    names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    return loss is not None and [*inspect.signature(inspect.unwrap(loss)).parameters] == names
+
+
+def repeat_heads(size: int, tensor: Tensor) -> Tensor:
+    """``tensor``, ``[batch, heads of keys, ...]``, repeated so that ``size`` ranks have a head each."""
+    heads = tensor.shape[1]
+    return tensor.repeat_interleave(size // heads, 1) if heads % size else tensor
+
+
+def count_heads(model: Any) -> tuple[int, int]:
+    """The heads of queries, and of keys."""
+    text = model.config.get_text_config()
+    heads: int = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads

@@ -1,0 +1,224 @@
+"""Rotary embeddings whose frequencies follow the length of each text.
+
+Some rotary embeddings depend on the length of the sequence: LongRoPE has one set of factors for short and one
+for long sequences, and dynamic NTK scaling changes the base with the length. transformers takes the largest
+position of a forward pass for the length, so padding and the other texts of a micro-batch would decide. Here,
+each text gets the rotations that it has by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.batch import TEXT_TOKENS
+from portable.data.samples.base import count_text_tokens
+from portable.errors import UserError
+from portable.model.forward import ForwardWrapper
+from portable.private.transformers_internals import RotaryLayer, list_rope_types
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+    from portable.config import RunConfig
+    from portable.model.forward import Model
+
+_LENGTH_DEPENDENT = ("longrope", "dynamic")
+_OLD_NAMES = {"su": "longrope"}
+"""Names of rope types in the configs of custom code."""
+
+
+def follows_length(rope_type: str) -> bool:
+    """Return whether the frequencies of a rope type depend on the length of the sequence."""
+    return any(name in rope_type for name in _LENGTH_DEPENDENT)
+
+
+def _list_scopes(config: PretrainedConfig) -> list[Any]:
+    """List the mappings with a rope type in a config: one, or one for each layer type."""
+    text = config.get_text_config()
+    # Custom code may keep the older name.
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def has_length_dependent_rotations(config: PretrainedConfig) -> bool:
+    """Return whether the rotary embeddings of a model depend on the length of the sequence."""
+    types = [str(scope.get("rope_type") or scope.get("type", "")) for scope in _list_scopes(config)]
+    return any(follows_length(_OLD_NAMES.get(kind, kind)) for kind in types)
+
+
+def check_rotary_layers(model: Any, config: RunConfig) -> None:
+    """Raise UserError if custom code of a model would count padding for the length of a text.
+
+    Args:
+        model: The model, on any device.
+        config: The config of the run.
+    """
+    kinds = (kind for module in model.modules() for kind in list_rope_types(module).values())
+    if not has_length_dependent_rotations(model.config) or any(map(follows_length, kinds)):
+        return
+    limits = [scope.get("original_max_position_embeddings") for scope in _list_scopes(model.config)]
+    text: Any = model.config.get_text_config()
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    limits += [getattr(text, name, None) for name in names]
+    limit = next((limit for limit in limits if isinstance(limit, int)), 0)
+    if config.data.packing is True or config.data.seq_len <= limit:
+        return
+    raise UserError(
+        f"data.seq_len: the code of {type(model).__name__} has a rope_type that depends on the length of the "
+        f"sequence, and padding would count; set data.seq_len to at most {limit}, or data.packing to true, "
+        "or use the class of transformers (model.trust_remote_code: false)"
+    )
+
+
+def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
+    """Check that the length of each text is available to the rotary embeddings of a model.
+
+    Args:
+        config: The transformers config of the model.
+        task: The task of the run.
+        key: The setting that names the model.
+
+    Raises:
+        UserError: If the length is not available.
+    """
+    if not has_length_dependent_rotations(config):
+        return
+    if task == "seq2seq-lm":
+        reason = "which padded targets do not have"
+    elif config.get_text_config().model_type == "deepseek_v4":
+        reason = "and its compressed tokens have another length"
+    else:
+        return
+    raise UserError(
+        f"{key}: {config.model_type} has a rope_type that depends on the length of each text, {reason}; use "
+        "another rope_type in model.config.rope_parameters"
+    )
+
+
+class RotationForward(ForwardWrapper):
+    """Forward method that gives the rotary embeddings of a model the length of each text.
+
+    Args:
+        model: A transformers model, not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._layers = [
+            _LengthAwareForward.install(module, types)
+            for module in model.modules()
+            if (types := _find_length_dependent_types(module))
+        ]
+
+    def __call__(self, *arguments: Any, **inputs: Any) -> Any:
+        """Run the forward pass with the lengths of the texts in ``inputs``.
+
+        The lengths stay in use after the forward pass in training, because layers may be recomputed in the
+        backward pass.
+        """
+        if "input_ids" not in inputs:
+            return self.__wrapped__(*arguments, **inputs)
+        tokens = inputs[TEXT_TOKENS] if TEXT_TOKENS in inputs else count_text_tokens(inputs)
+        for layer in self._layers:
+            layer.tokens, layer.in_forward = tokens, True
+        try:
+            return self.__wrapped__(*arguments, **inputs)
+        finally:
+            for layer in self._layers:
+                layer.in_forward = False
+
+
+def rotate_by_text(model: Model) -> Model:
+    """Make length-dependent rotary embeddings follow the length of each text of a batch.
+
+    Without such embeddings, nothing changes.
+
+    Args:
+        model: A transformers model, not wrapped.
+
+    Returns:
+        The same model.
+    """
+    if any(map(_find_length_dependent_types, model.modules())):
+        RotationForward.install(model)
+    return model
+
+
+def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
+    """Return the length-dependent rope types of a rotary embedding by layer type; empty if it has none."""
+    return {name: kind for name, kind in list_rope_types(module).items() if follows_length(kind)}
+
+
+class _LengthAwareForward:
+    """Replaces the ``forward`` of a rotary embedding.
+
+    Args:
+        module: The rotary embedding.
+        types: The length-dependent rope type of each layer type. The layer type is None if all layers share
+            one.
+
+    Attributes:
+        tokens: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+        in_forward: Whether a forward pass of the texts is running.
+    """
+
+    def __init__(self, module: nn.Module, types: Mapping[str | None, str]) -> None:
+        self._layer = RotaryLayer(module)
+        self._types = types
+        self.tokens: Tensor | None = None
+        self.in_forward = False
+
+    @classmethod
+    def install(cls, module: Any, types: Mapping[str | None, str]) -> _LengthAwareForward:
+        """Replace the ``forward`` of ``module``, unless an earlier call has replaced it."""
+        present = vars(module).get("forward")
+        if not isinstance(present, cls):
+            present = module.forward = cls(module, types)
+        return present
+
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
+    ) -> Any:
+        """Compute the cosines and sines of each position, as the module does for each text by itself."""
+        layer, tokens = self._layer, self.tokens
+        if layer_type is not None:
+            keywords["layer_type"] = layer_type
+        in_use = tokens is not None and (self.in_forward or layer.module.training)
+        if tokens is None or not in_use or layer_type not in self._types:
+            return layer.forward(x, position_ids, **keywords)
+        if tokens.shape[-1] not in (1, position_ids.shape[-1]):  # positions of other things than tokens
+            return layer.forward(x, position_ids, **keywords)
+        shape = (tokens.shape[0], position_ids.shape[-1])
+        tokens = tokens.expand(shape)
+        positions = position_ids.expand(*position_ids.shape[:-2], *shape)
+        with torch.no_grad():
+            if "longrope" in self._types[layer_type]:
+                return self._choose_factors(x, positions, tokens, layer_type, keywords)
+            return layer.rotate_by_length(x, positions, tokens, layer_type)
+
+    def _choose_factors(
+        self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None, keywords: dict[str, Any]
+    ) -> Any:
+        """Compute the rotations with the short and with the long factors, and choose by text.
+
+        The module chooses by its largest position. One more position, which is dropped, decides for it.
+        """
+        limit = self._layer.get_original_length(layer_type)
+        is_long = tokens > limit
+        results = []
+        for factors_are_long in (False, True):
+            largest = torch.full_like(positions[..., :1], limit if factors_are_long else 0)
+            # Padding of short texts has positions beyond the limit.
+            shown = positions if factors_are_long else positions.clamp(max=limit - 1)
+            result = self._layer.forward(x, torch.cat([shown, largest], dim=-1), **keywords)
+            results.append(result if isinstance(result, tuple) else (result,))
+        chosen = tuple(
+            torch.where(is_long[..., None], long[..., :-1, :], short[..., :-1, :])
+            for short, long in zip(*results, strict=True)
+        )
+        return chosen if len(chosen) > 1 else chosen[0]

@@ -1,0 +1,66 @@
+"""Models whose parameters are on the meta device and whose buffers have values."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from portable.model.deferred_init import Recording
+from portable.model.weight_sources import to_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_SMALLEST = 1 << 22
+"""Elements of the smallest tensor that is not created on the host."""
+
+
+@contextmanager
+def register_parameters_on_meta() -> Iterator[Recording]:
+    """Within this context, move each parameter to the meta device when a module registers it.
+
+    A constructor creates each parameter before it is registered, and the stacked experts of one layer can
+    take up tens of gigabytes. Large tensors are therefore created without values, and the operations on
+    them are recorded, because a buffer may be one of them.
+
+    Yields:
+        The recording, for :func:`compute_buffers`.
+    """
+    recording = Recording(0, smallest=_SMALLEST)
+    hook = register_module_parameter_registration_hook(_move)  # type: ignore[arg-type]
+    try:
+        with recording.record():
+            yield recording
+    finally:
+        hook.remove()
+
+
+def _move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None or parameter.is_meta:
+        return None  # unchanged
+    moved = nn.Parameter(
+        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
+        requires_grad=parameter.requires_grad,
+    )
+    # A fake tensor has attributes of its own, which every other fake tensor has as well.
+    attributes = vars(parameter).keys() - vars(parameter.detach()).keys() - {"_is_param"}
+    for key in attributes:
+        setattr(moved, key, vars(parameter)[key])
+    return moved
+
+
+def compute_buffers(model: nn.Module, recording: Recording) -> None:
+    """Give values to the buffers and other large tensors of a model that was built while recording."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if recording.is_recorded(buffer):
+                setattr(module, name, to_torch(recording.read_later(buffer).read()))
+            elif buffer.is_meta:  # created as a parameter, so its values are undefined
+                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and recording.is_recorded(value):
+                setattr(module, name, to_torch(recording.read_later(value).read()))

@@ -1,0 +1,257 @@
+"""Find the parameters that the training loss does not depend on.
+
+Examples are the vision tower of a multimodal model that is trained on text, an indexer that only selects
+positions, and a head that the task does not use. These parameters never receive a gradient. They are frozen,
+because an optimizer with flat state, such as DeepSpeed's, would otherwise apply weight decay to them.
+
+The parameters are found from the autograd graph of a trial on the meta device rather than from the gradients
+of a batch, because experts that no token was routed to are also part of the graph. The result depends only on
+the model and the task, so it is identical on all ranks, in resumed runs, and on every engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.model.auxiliary_losses import AuxiliaryLosses
+from portable.model.layers import copy_one_layer_per_kind, find_transformer_layers, group_layers_by_kind
+from portable.model.regularization import remove_dropout
+from portable.private import transformers_internals
+from portable.private.transformers_internals import disable_value_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+_SHORT, _LONG, _LONGEST = 2, 512, 8192
+"""Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
+_VALUES, _MAX_PARAMETERS = 128, 1 << 29
+"""Tokens and largest number of parameters of a trial with values, which takes 2 GiB."""
+_UNREACHED = "unreached_parameters"
+
+
+def get_unreached_names(model: nn.Module) -> frozenset[str]:
+    """Return the parameter names that :func:`mark_unreached` recorded on a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The names. Empty if none were recorded.
+    """
+    names: frozenset[str] = vars(model).get(_UNREACHED, frozenset())
+    return names
+
+
+def mark_unreached(model: nn.Module, names: frozenset[str]) -> None:
+    """Record on ``model`` which of its parameters never receive a gradient.
+
+    Args:
+        model: The model.
+        names: First names of the parameters.
+    """
+    setattr(model, _UNREACHED, names)
+
+
+def find_unreached(
+    model: PreTrainedModel, *, seq_len: int = _LONG, whole_output: bool = False
+) -> frozenset[str]:
+    """Find the parameters that the loss does not depend on.
+
+    A first trial runs the complete model on two tokens. If it leaves parameters unreached, a second trial
+    runs one layer of each kind on a long sequence, because some models skip modules on short sequences.
+
+    Args:
+        model: The model on the meta device, without an adapter. It is not modified.
+        seq_len: Sequence length of the run, in tokens.
+        whole_output: Whether the loss may depend on every model output instead of only the logits.
+
+    Returns:
+        First names of the parameters. If the graph cannot be built on the meta device, for example because
+        control flow depends on tensor values, they are found from a trial with random values on the CPU.
+        Empty if the model is too large for this trial.
+    """
+    try:
+        full = _trace_reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
+        unreached = {name for name, _ in model.named_parameters()} - full
+        if not unreached:
+            return frozenset()
+        length = max(_LONG, min(seq_len, _LONGEST))
+        bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(bound, int) and bound > 0:
+            length = min(length, max(bound // 2, min(seq_len, bound)))
+        reached = _trace_reached(copy_one_layer_per_kind(model), length, whole_output=whole_output)
+    except Exception:  # a model that reads tensor values on the meta device may raise any exception
+        return _find_unreached_by_values(model, seq_len=seq_len, whole_output=whole_output)
+    return frozenset(unreached - _map_to_full_model(model, reached))
+
+
+def _find_unreached_by_values(model: PreTrainedModel, *, seq_len: int, whole_output: bool) -> frozenset[str]:
+    """Find the parameters that the loss does not depend on, with random values on the CPU.
+
+    The complete model is used if it is small, otherwise one layer of each kind.
+
+    Returns:
+        First names of the parameters. Empty if both models are too large, or the trial fails.
+    """
+    trial: Any = copy.deepcopy(model)
+    if (is_reduced := _count_parameters(trial) > _MAX_PARAMETERS) and _count_parameters(
+        trial := copy_one_layer_per_kind(model)
+    ) > _MAX_PARAMETERS:
+        return frozenset()
+    length = seq_len if seq_len <= _LONG else _VALUES  # Reformer accepts no other length
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _draw_values(trial)
+            reached = _trace_reached(trial, length, whole_output=whole_output, device="cpu")
+    except Exception:  # the model may need inputs of another kind or length
+        return frozenset()
+    reached = _map_to_full_model(model, reached) if is_reduced else reached
+    # Experts that no token of the trial chose, and other layers, are reached like those that were used.
+    kinds = {re.sub(r"\d+", "0", name) for name in reached}
+    names = {name for name, _ in model.named_parameters() if re.sub(r"\d+", "0", name) not in kinds}
+    return frozenset(names) if reached else frozenset()
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _draw_values(model: nn.Module) -> None:
+    """Allocate the parameters of a model on the CPU with random values. Tied parameters stay tied."""
+    drawn: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in drawn:
+                drawn[id(parameter)] = torch.nn.Parameter(torch.randn(parameter.shape) * 0.02)
+            setattr(module, name, drawn[id(parameter)])
+
+
+def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str = "meta") -> set[str]:
+    """Return the names of the parameters in the autograd graph of a trial's loss.
+
+    Args:
+        trial: The model, which is modified.
+        length: Number of tokens.
+        whole_output: Whether the loss may depend on every model output.
+        device: ``meta``, or ``cpu`` if the parameters have values.
+    """
+    if device == "meta":
+        # Every kernel supports bfloat16, but not every kernel supports fp32.
+        trial.to("meta").to(torch.bfloat16)
+    trial.requires_grad_(True).train()
+    remove_dropout(trial)  # layer dropout would skip layers at random
+    _use_traceable_kernels(trial)
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+    if device != "meta":
+        tokens.random_(3, max(4, trial.config.get_text_config().vocab_size))
+    inputs = {"input_ids": tokens}
+    if trial.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with torch.enable_grad(), disable_value_checks():
+        output, auxiliary_loss = AuxiliaryLosses(trial).compute(trial, inputs, tokens)
+        tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
+        total = torch.zeros((), device=device)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                total = total + tensor.float().sum()
+        loss = total if auxiliary_loss is None else total + auxiliary_loss
+    # Do not run a backward pass on the meta device, because some of its kernels are missing there.
+    leaves = _find_leaves(loss)
+    if device != "meta":
+        loss.backward()  # a custom backward pass, as in Reformer, may reach parameters outside of the graph
+    return {
+        name
+        for name, parameter in trial.named_parameters()
+        if id(parameter) in leaves or parameter.grad is not None
+    }
+
+
+def _find_leaves(loss: Tensor) -> set[int]:
+    """Return the ids of the leaf tensors in the autograd graph of ``loss``."""
+    nodes, seen, leaves = [loss.grad_fn], set(), set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _use_traceable_kernels(trial: Any) -> None:
+    """Replace attention and expert kernels that do not run on the meta device.
+
+    A resumed run may select other kernels, so the choice must not affect which parameters are frozen.
+    """
+    if transformers_internals.get_attention_kernel(trial.config) not in ("sdpa", "eager"):
+        trial.set_attn_implementation("sdpa")
+    if "eager" in trial.get_experts_implementation().values():
+        with suppress(Exception):  # raised by models that do not stack their experts in one tensor
+            trial.set_experts_implementation("grouped_mm")
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in a nested model output."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _iterate_tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _iterate_tensors(entry)
+
+
+def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
+    """Map parameter names of :func:`copy_one_layer_per_kind` to the names in ``model``."""
+    kinds = list(group_layers_by_kind(model).values())
+    position = {name: number for number, (name, _) in enumerate(find_transformer_layers(model))}
+    counts: dict[str, int] = defaultdict(int)
+    prefixes: dict[str, list[str]] = {}
+    for layers in sorted(kinds, key=lambda layers: position[layers[0]]):
+        parent = layers[0].rpartition(".")[0]
+        prefixes[f"{parent}.{counts[parent]}"] = layers
+        counts[parent] += 1
+    full_names = set()
+    for name in names:
+        prefix = next((p for p in prefixes if name.startswith(f"{p}.")), None)
+        if prefix is None:
+            full_names.add(name)
+        else:
+            full_names.update(layer + name.removeprefix(prefix) for layer in prefixes[prefix])
+    return full_names
+
+
+def summarize_parameters(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
+    """Summarize parameters by the outermost modules that contain only these parameters.
+
+    Args:
+        model: The model.
+        names: First names of the parameters.
+        full: Whether to keep the prefix of the base model.
+
+    Returns:
+        Names of the modules or parameters. Repeated layers appear once, with ``*`` as the layer number.
+    """
+    others = {name for name, _ in model.named_parameters()} - set(names)
+    parts: dict[str, None] = {}
+    for name in names:
+        pieces = name.split(".")
+        heads = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
+        head = next(h for h in heads if h == name or not any(o.startswith(f"{h}.") for o in others))
+        head = head if full else head.removeprefix(f"{model.base_model_prefix}.")
+        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", head)] = None
+    return list(parts)

@@ -1,0 +1,488 @@
+"""Optimizers of the user's: any ``torch.optim.Optimizer`` by import path, in place of the built-in ones.
+
+torch's optimizers make their state in the first step. Checkpoints are restored into it, and XLA compiles it,
+before. So :meth:`UserOptimizer.build_initial_state` takes a step of one parameter, notes what every state is
+first set to, and undoes the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from portable import plugins
+from portable.errors import UserError, require
+from portable.optim.local_shards import shard_group, to_local
+from portable.optim.stored_state import Number, restore_groups
+from portable.private import torch_internals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
+    from portable.converters.checkpoint import OptimizerState
+
+KEY = "train.optimizer"
+
+
+class MakesOptimizer(Protocol):
+    """What ``train.optimizer`` names: a class such as ``torch.optim.NAdam``, or a function that makes one.
+
+    ``step()`` updates in place every parameter with a gradient, at the rate ``group["lr"]``, which is set
+    before each step. State is in ``self.state[parameter]``, by name: tensors of any shape, and numbers;
+    what a whole group has in common is a number in the group. Both are in checkpoints, attributes are not.
+    Under FSDP2 parameters, gradients and ``torch.zeros_like(parameter)`` are DTensors: operations between
+    them act on whole tensors. On XLA everything is traced: rate and counts are tensors on the device.
+
+    If the class has an attribute ``found_inf`` (torch's fused optimizers do), it is set to an fp32 scalar on
+    the device, and a step changes nothing if that is 1. For others the host reads it before each step.
+    """
+
+    def __call__(self, groups: list[dict[str, Any]], *, lr: float, **arguments: Any) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            groups: each with ``params``, ``param_names``, its ``lr`` if it is another, and ``weight_decay``
+                if this callable takes one.
+            lr: ``train.learning_rate``; left out if this callable takes none.
+            arguments: those of the setting.
+        """
+
+
+class UserOptimizer:
+    """Implements :class:`portable.optim.optimizers.EngineOptimizer` with an optimizer of the user's.
+
+    Args:
+        settings: the train section.
+        parameters: by name.
+        groups: the parameter groups, see :func:`portable.optim.optimizers.build_parameter_groups`.
+        more: arguments to give the optimizer if it takes them.
+
+    Raises:
+        UserError: if it cannot be made.
+    """
+
+    found_inf: Tensor | None = None
+    """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
+
+    def __init__(
+        self,
+        settings: TrainConfig | _Settings,
+        parameters: Mapping[str, nn.Parameter],
+        groups: list[dict[str, Any]],
+        **more: Any,
+    ) -> None:
+        self.key = f"{KEY}: {settings.optimizer}"
+        make = plugins.load_factory(KEY, settings.optimizer)
+        takes = _find_parameter_names(make)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        for group in groups:
+            group["param_names"] = [names[p] for p in group["params"]]
+            if "weight_decay" not in takes:
+                del group["weight_decay"]
+        arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
+        with plugins.convert_user_errors(self.key):
+            self.inner: Any = make(
+                groups, **{name: value for name, value in arguments.items() if name in takes}
+            )
+        require(
+            isinstance(self.inner, torch.optim.Optimizer),
+            f"{self.key}: is a {type(self.inner).__name__}; give a torch.optim.Optimizer, or a function that "
+            "returns one",
+        )
+        supports = torch_internals.masks_its_steps(self.inner)
+        self.param_groups: list[dict[str, Any]] = self.inner.param_groups
+        self.state: Any = self.inner.state
+        self._masks = supports or hasattr(type(self.inner), "found_inf")
+        self._names = names
+        self._constructs_state = bool(self.inner.state)
+        sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
+        self._mode: Any = nullcontext() if sharded is None else _Completed()
+        if sharded is not None and not isinstance(settings, _Settings):
+            self._check_shards(_extract_settings(settings), sharded)
+
+    def _check_shards(self, settings: _Settings, parameter: DTensor) -> None:
+        """Raise UserError if small shards are updated otherwise than whole tensors. A collective."""
+
+        def shard(value: Tensor) -> Tensor:
+            return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+        on_shards = [
+            result.full_tensor().cpu() for result in _run_trial(settings, _build_small_values(), shard)
+        ]
+        pairs = zip(on_shards, _run_trial(settings, _build_small_values()), strict=True)
+        require(
+            all(torch.allclose(result, other, rtol=1e-4, atol=1e-6) for result, other in pairs),
+            f"{self.key}: gives other results on shards (DTensors) than on whole tensors; use "
+            "strategy no_shard",
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient. Waits for the device if the optimizer has no mask."""
+        with plugins.convert_user_errors(self.key):
+            if self._masks:
+                self.inner.found_inf = self.found_inf
+            elif self.found_inf is not None and bool(self.found_inf):
+                return
+            with self._mode:
+                self.inner.step()
+
+    def build_initial_state(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of ``parameter`` before the first step: tensors, on shards DTensors, and numbers."""
+        before = parameter.detach().clone()
+        try:
+            state = self.run_trial_step(parameter)
+        finally:
+            with torch.no_grad():
+                to_local(parameter.detach()).copy_(to_local(before))
+        return state
+
+    def run_trial_step(self, parameter: Tensor) -> dict[str, Any]:
+        """Take a step of ``parameter`` alone, whose values are lost; returns what its state began with."""
+        inner, old_state = self.inner, self.inner.state
+        gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
+        groups = [
+            {key: copy.deepcopy(value) for key, value in g.items() if key != "params"}
+            for g in inner.param_groups
+        ]
+        numbers = {key: value for key, value in vars(inner).items() if isinstance(value, Number)}
+        states = _States()
+        try:
+            for member, _ in gradients:
+                member.grad = None
+            for group in inner.param_groups:  # or a gradient that is kept would not be zero
+                group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
+            parameter.grad = torch.zeros_like(parameter)
+            inner.state, inner.found_inf = states, None
+            if old_state.get(parameter):  # made by the constructor
+                states[parameter] = {key: _copy_value(value) for key, value in old_state[parameter].items()}
+            with plugins.convert_user_errors(self.key), self._mode:
+                inner.step()
+        finally:
+            inner.state = old_state
+            for member, gradient in gradients:
+                member.grad = gradient
+            for group, values in zip(inner.param_groups, groups, strict=True):
+                for name in group.keys() - values.keys() - {"params"}:
+                    del group[name]
+                group.update(values)
+            vars(inner).update(numbers)
+        first = states[parameter].first if parameter in states else {}
+        return self.to_plain_state(parameter, first)
+
+    def to_plain_state(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
+        """A state as a checkpoint can hold it: shards, whole tensors and numbers.
+
+        Raises:
+            UserError: for what is neither.
+        """
+        plain_state = {}
+        for name, value in state.items():
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor | Number) or not isinstance(name, str):
+                raise UserError(
+                    f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
+                    f"{type(value).__name__}, which a checkpoint cannot hold; make it a tensor or a number"
+                )
+            plain_state[name] = _reduce_partial(value) if isinstance(value, DTensor) else value
+        return plain_state
+
+    def collect_state(self) -> dict[str, dict[str, Any]]:
+        """The state of all parameters, by name. A collective if parameters are sharded.
+
+        Raises:
+            UserError: for state that a checkpoint cannot hold.
+        """
+        for parameter in self.state:
+            require(
+                isinstance(parameter, torch.Tensor) and parameter in self._names,
+                f"{self.key}: has state for {parameter!r}, which is no parameter; keep it with a parameter",
+            )
+        states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
+        self._check_alike(states)
+        return {self._names[p]: values for p, values in states.items()}
+
+    def _check_alike(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Raise UserError for state of sharded parameters that is no shard, and differs between ranks."""
+        names, groups, numbers = [], set(), []
+        for parameter, entries in state.items():
+            group = shard_group(parameter)
+            for key, value in entries.items():
+                if group is not None and not isinstance(value, DTensor):
+                    groups.add(group)
+                    names.append(f"{key!r} of {self._names[parameter]}")
+                    numbers.append(_summarize_value(value))
+        for group in groups:
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, numbers, group=group)
+            for name, *values in zip(names, *every, strict=False):
+                require(
+                    all(value == values[0] for value in values),
+                    f"{self.key}: the state {name} differs between the ranks that share the parameter; "
+                    "compute it from the parameter and its gradient as they are (DTensors), or use strategy "
+                    "no_shard",
+                )
+
+    def begin_again(self, stored: OptimizerState | None) -> None:
+        """Drop all state, and take over what the groups of a checkpoint have of the optimizer's own.
+
+        What the constructor made stays, to be filled.
+        """
+        if not self._constructs_state:
+            self.state.clear()
+        restore_groups(self.param_groups, stored)
+
+    def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        """State to fill with the ``values`` of a checkpoint: the initial one, and what came later.
+
+        Raises:
+            UserError: if the place of one is not known.
+        """
+        state = self.build_initial_state(parameter)
+        for name in values.keys() - state.keys():
+            shape = getattr(values[name], "shape", ())
+            require(
+                not shape or tuple(shape) == tuple(parameter.shape),
+                f"{self.key}: creates the state {name!r} of {self._names[parameter]}, of shape "
+                f"{list(shape)}, after its first step, so that its sharding is unknown; create it there",
+            )
+            state[name] = torch.zeros_like(parameter) if shape else 0.0
+        return state
+
+
+def _summarize_value(value: Tensor | Number) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (value,)
+    wide = value.detach().double().flatten()
+    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device)
+    return tuple(value.shape), str(value.dtype), float(wide.sum()), float((wide * weights).sum())
+
+
+def _copy_value(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+class _First(dict[Any, Any]):
+    """The state of a parameter, with a copy of what each entry is first set to in ``first``."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+        self.update(values)
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if name not in self.first:
+            self.first[name] = _copy_value(value)
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: Any, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, values: Any) -> Any:  # type: ignore[misc]
+        self.update(values)
+        return self
+
+
+class _States(defaultdict[Any, Any]):
+    """The state of an optimizer that is tried, of :class:`_First`."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: _First({}))
+
+    def __setitem__(self, parameter: Any, values: Any) -> None:
+        super().__setitem__(parameter, values if isinstance(values, _First) else _First(values))
+
+
+def _find_parameter_names(make: Any) -> frozenset[str]:
+    """The names of the parameters that a callable takes; with ``**kwargs``, also those of its groups."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # compiled
+        return frozenset(("lr", "weight_decay"))
+    more = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return frozenset((*parameters, *(("lr", "weight_decay") if more else ())))
+
+
+# -- before a run ------------------------------------------------------------------------------------------
+
+
+class _Settings(NamedTuple):
+    """What of the train section an optimizer is made with."""
+
+    optimizer: str
+    learning_rate: float
+    weight_decay: float
+
+
+class _Completed(TorchFunctionMode):
+    """Completes what is reduced over a sharded dim at once.
+
+    DTensor puts that off, and then takes one rank's part for the whole in ``item()`` and operations in place.
+    The mean of shards of different sizes it takes for the mean of all.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.mean, torch.Tensor.mean) and args and isinstance(args[0], DTensor):
+            total = torch.sum(*args, **(kwargs or {}))
+            return _reduce_partial(total) * (total.numel() / args[0].numel())  # type: ignore[arg-type]
+        leaves, structure = torch_internals.tree_flatten(func(*args, **(kwargs or {})))
+        completed = [_reduce_partial(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        return torch_internals.tree_unflatten(completed, structure)
+
+
+def _reduce_partial(value: DTensor) -> DTensor:
+    if not any(place.is_partial() for place in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+
+
+def _extract_settings(train: TrainConfig) -> _Settings:
+    return _Settings(train.optimizer, train.learning_rate, train.weight_decay)
+
+
+def check(config: RunConfig) -> None:
+    """Try ``train.optimizer`` on two small parameters.
+
+    Raises:
+        UserError: if it cannot be made or fails, or a setting has no effect on it.
+    """
+    train = config.train
+    key, name = f"{KEY}: {train.optimizer}", plugins.parse(train.optimizer).name
+    make = plugins.load_factory(KEY, train.optimizer)
+    takes = _find_parameter_names(make)
+    for argument, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        require(
+            argument not in getattr(make, "keywords", {}),
+            f"{key}: {argument} is set by train.{setting}; give it there",
+        )
+    for setting in ("betas", "eps"):
+        require(
+            not config.is_set(f"train.{setting}"),
+            f"train.{setting}: has no effect with {key}; give it as an argument, as in {name}({setting}=...)",
+        )
+    require(
+        "weight_decay" in takes or not (config.is_set("train.weight_decay") and train.weight_decay),
+        f"train.weight_decay: {key} takes no weight_decay; set it to 0",
+    )
+    _run_trial(_extract_settings(train), _build_small_values())
+
+
+def _build_small_values() -> list[Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
+
+
+def _run_trial(
+    settings: _Settings,
+    values: Sequence[Tensor],
+    place_value: Callable[[Tensor], Any] = torch.clone,
+    *,
+    from_initial_state: bool = False,
+) -> list[Any]:
+    """The ``values`` after a few steps; ``from_initial_state``: from the initial state instead of none."""
+    parameters = {f"{place}": nn.Parameter(place_value(value)) for place, value in enumerate(values)}
+    group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
+    optimizer = UserOptimizer(settings, parameters, [group])
+    if from_initial_state:
+        states = {p: optimizer.build_initial_state(p) for p in parameters.values()}
+        optimizer.state.update(states)
+    draws = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        drawn = torch.randn(sum(value.numel() for value in values), generator=draws)
+        gradients = drawn.split([value.numel() for value in values])
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = place_value(gradient.view(parameter.shape))
+        optimizer.step()
+    optimizer.collect_state()
+    return [p.detach() for p in parameters.values()]
+
+
+def is_elementwise(train: TrainConfig) -> bool:
+    """Whether each element is updated by itself, whatever parameter it is a part of: tried on small ones."""
+    return _test_elementwise(_extract_settings(train))
+
+
+@lru_cache(maxsize=4)
+def _test_elementwise(settings: _Settings) -> bool:
+    values = _build_small_values()
+    expected = torch.cat([value.flatten() for value in _run_trial(settings, values)])
+    flat = torch.cat([value.flatten() for value in values])
+    try:
+        parts = torch.cat(_run_trial(settings, flat.split([11, 18])))
+    except UserError:
+        return False
+    return torch.allclose(expected, parts, rtol=1e-5, atol=1e-7)
+
+
+def _build_for_parameter(settings: _Settings, parameter: nn.Parameter) -> UserOptimizer:
+    group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
+    return UserOptimizer(settings, {"0": parameter}, [group])
+
+
+def build_sample_state(train: TrainConfig) -> dict[str, Any]:
+    """The initial state of a vector of two elements."""
+    parameter = nn.Parameter(torch.zeros(2))
+    return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
+
+
+def constructs_state(train: TrainConfig) -> bool:
+    """Whether the optimizer has state from the beginning, as Adagrad has."""
+    return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
+
+
+def has_neutral_initial_state(train: TrainConfig) -> bool:
+    """Whether a first step from the initial state is that from none: tried on small parameters."""
+    settings = _extract_settings(train)
+    pairs = zip(
+        _run_trial(settings, _build_small_values()),
+        _run_trial(settings, _build_small_values(), from_initial_state=True),
+        strict=True,
+    )
+    return all(torch.allclose(value, other, rtol=1e-6, atol=1e-7) for value, other in pairs)
+
+
+def get_state_layout(train: TrainConfig, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Shape and bytes of an element of each tensor that the state of a parameter has."""
+    return _compute_state_layout(_extract_settings(train), shape)
+
+
+@lru_cache(maxsize=4096)
+def _compute_state_layout(
+    settings: _Settings, shape: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    states: dict[str, Any] = {}
+    for device in ("meta", "cpu"):  # one that reads values fails on the first
+        parameter = nn.Parameter(torch.zeros(shape, device=device))
+        optimizer = _build_for_parameter(settings, parameter)
+        try:
+            states = optimizer.build_initial_state(parameter)
+            break
+        except UserError:
+            if device == "cpu":
+                raise
+    return tuple((tuple(v.shape), v.itemsize) for v in states.values() if isinstance(v, torch.Tensor))

@@ -1,0 +1,192 @@
+"""Memory of a pass that a compiler runs: what is cheap is computed where it is read, and takes none.
+
+The operations are recorded as they come. What is in memory then follows from which results the compiler
+writes; that is known to the backend, see :class:`portable.planner.pass_cost.Compiler`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.model.layers import find_transformer_layers
+from portable.private import torch_internals
+from portable.private.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from portable.planner.pass_cost import Compiler, Result
+
+_MANY = 5
+"""A result is written rather than computed for each reader if it has more readers than one, and these and the
+values that it is computed from, counted in its own size, are more than this."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A result of an operation; its views are the same value."""
+
+    bytes: int
+    inputs: tuple[int, ...]
+    """The values that it is computed from."""
+    result: Result
+
+
+class Tape:
+    """Records the operations of a pass on fake tensors.
+
+    Args:
+        model: its parameters and buffers are no values of the pass. A gradient leaves it once it is complete.
+        compiler: of the pass.
+    """
+
+    def __init__(self, model: nn.Module, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._values: list[Value] = []
+        self._newest: dict[int, int] = {}  # by storage; those of the model have none
+        self._references: dict[int, Any] = {}
+        self._left: set[int] = set()
+        self._ends: list[int] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._complete)
+        if compiler.loops:
+            for _, layer in find_transformer_layers(model):
+                self._keep_saved(layer)
+
+    def end_phase(self) -> None:
+        """A new phase begins, with a peak of its own."""
+        self._ends.append(len(self._values))
+
+    def get_peaks(self) -> list[tuple[int, int]]:
+        """The peak of each phase as (work, copies), in bytes."""
+        return [(peak, 0) for peak in compute_peaks(self._values, self._ends, self._left)]
+
+    def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operation, which are recorded."""
+        results = func(*args, **kwargs)
+        storage_ids = [
+            _get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        inputs = tuple(dict.fromkeys(self._newest[key] for key in storage_ids if key in self._newest))
+        name = func.overloadpacket.__name__
+        kind = self._compiler.result(name, elementwise=torch.Tag.pointwise in func.tags)
+        for tensor in tree_leaves(results):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if _get_storage_id(tensor) in storage_ids and not torch_internals.get_schema(func).is_mutable:
+                continue  # a view
+            self._values.append(Value(tensor.untyped_storage().nbytes(), inputs, kind))
+            self._set_newest(tensor, len(self._values) - 1)
+        return results
+
+    def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
+        storage = tensor.untyped_storage()
+        key = torch_internals.get_storage_id(storage)
+        if key not in self._references:
+
+            def forget(_: Any) -> None:
+                self._newest.pop(key, None)
+                del self._references[key]
+
+            self._references[key] = weakref.ref(storage, forget)
+        self._newest[key] = value
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        value = self._newest.pop(_get_storage_id(parameter.grad), None)
+        if value is not None:
+            self._left.add(value)
+
+    def _keep_saved(self, layer: nn.Module) -> None:
+        """What autograd saves in ``layer`` is written: a loop hands it to the backward loop."""
+        forward = layer.forward
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            value = self._newest.get(_get_storage_id(tensor))
+            if value is not None:
+                self._values[value] = replace(self._values[value], result="saved")
+            return tensor
+
+        def run_forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+                return forward(*args, **kwargs)
+
+        layer.forward = run_forward
+
+
+def _get_storage_id(tensor: torch.Tensor) -> int:
+    key: int = torch_internals.get_storage_id(tensor.untyped_storage())
+    return key
+
+
+def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[int]) -> list[int]:
+    """The most bytes that are in memory at once, in each phase.
+
+    Args:
+        values: in the order in which they are computed.
+        ends: of the phases: numbers of values.
+        transient: values that take memory only while they are computed.
+    """
+    values = _move_products(values)
+    readers = [0] * len(values)
+    for value in values:
+        for behind in value.inputs:
+            readers[behind] += 1
+    # Of each value, the written ones that a reader of it needs.
+    sources: list[frozenset[int]] = []
+    last = list(range(len(values)))
+    change = [0] * (len(values) + 1)
+    for i, value in enumerate(values):
+        needs = frozenset[int]().union(*(sources[j] for j in value.inputs))
+        computed = value.result in ("computed", "rows")
+        if computed and readers[i] > 1:
+            taken = sum(values[j].bytes for j in needs)
+            computed = taken <= (_MANY - readers[i]) * value.bytes
+        if not computed:
+            for j in needs:
+                last[j] = i
+        sources.append(needs if computed else frozenset((i,)))
+    # A loop keeps what it has saved of all its layers until its end.
+    end = max((last[i] for i, value in enumerate(values) if value.result == "saved"), default=0)
+    for i, value in enumerate(values):
+        if value.result == "saved":
+            last[i] = end
+    for i, value in enumerate(values):
+        if sources[i] == {i}:
+            change[i] += value.bytes
+            change[(i if i in transient else last[i]) + 1] -= value.bytes
+    phase_peaks, live, start = [], 0, 0
+    for end in ends:
+        most = live
+        for i in range(start, end):
+            live += change[i]
+            most = max(most, live)
+        phase_peaks.append(most)
+        start = end
+    return phase_peaks
+
+
+def _move_products(values: Sequence[Value]) -> list[Value]:
+    """``values``, with elementwise operations that follow a product in its place, if only they read it."""
+    readers: list[list[int]] = [[] for _ in values]
+    for i, value in enumerate(values):
+        for behind in value.inputs:
+            readers[behind].append(i)
+    moved = list(values)
+    for i, value in enumerate(values):
+        if moved[i].result != "product" or len(readers[i]) != 1:
+            continue
+        reader = readers[i][0]
+        if moved[reader].result != "computed" or moved[reader].bytes > value.bytes:
+            continue
+        if all(other.result != "product" for other in values[i + 1 : reader]):  # else it is put off
+            moved[i] = replace(moved[i], result="computed")
+            moved[reader] = replace(moved[reader], result="product")
+    return moved

@@ -1,0 +1,325 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from portable.formatting import align_columns, format_bytes, format_count, format_table
+from portable.planner.run_time import estimate_hours, format_estimate
+from portable.registry import load_backend_package
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.planner.plan import Option, Planner
+    from portable.planner.run_time import Hours, Work
+
+_TEXT = ("strategy", "offload", "recompute")
+_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
+"""The columns of device memory, in a wide table only."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes on a target, and what is recommended.
+
+    Attributes:
+        planner: that made it.
+        options: all ways to run the config.
+        best: the recommended one; None if none fits, or the memory is unknown.
+        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
+        shared: the same of the fewest devices that share sequences.
+        work: the tokens, if they are known.
+        price: of a device for an hour.
+    """
+
+    planner: Planner
+    options: Sequence[Option]
+    best: Option | None
+    adapter: Option | None = None
+    shared: Option | None = None
+    work: Work | None = None
+    price: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values for programs. Sizes are in bytes."""
+        return as_json(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    @cached_property
+    def hours(self) -> Hours | None:
+        """How long the run takes under the recommended option, as far as that is known."""
+        return estimate_hours(self.planner, self.best, self.work) if self.best and self.work else None
+
+    @cached_property
+    def cost(self) -> Hours | None:
+        """What that costs."""
+        if self.hours is None or self.price is None:
+            return None
+        return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes."""
+    planner, target, hours = plan.planner, plan.planner.target, plan.hours
+    device, devices = target.device, target.cluster.devices
+    reached = device.reached if device and hours else None
+    return {
+        "model": planner.model.architecture,
+        "parameters": planner.model.parameters,
+        "precision": planner.config.precision,
+        "backend": target.backend,
+        "device": device and device.name,
+        "device_memory": device and device.memory,
+        "usable_memory": device and device.compute_usable_memory(devices),
+        "devices": devices,
+        "host_memory": target.host_memory,
+        "activations_estimated": planner.failure,
+        "most_tokens_per_second": planner.compute_max_tokens_per_second(),
+        "tokens": plan.work and plan.work.tokens,
+        "hours": hours and [hours.least, hours.most],
+        "share_of_peak": reached and list(reached.share),
+        "share_of_peak_source": reached and reached.source,
+        "cost": plan.cost and [plan.cost.least, plan.cost.most],
+        "best": plan.best and _option_to_json(plan.best) | {"reason": explain_choice(plan)},
+        "with_adapter": plan.adapter and _option_to_json(plan.adapter),
+        "with_shared_sequences": plan.shared and _option_to_json(plan.shared),
+        "options": [_option_to_json(option) for option in plan.options],
+    }
+
+
+def _option_to_json(option: Option) -> dict[str, Any]:
+    return {
+        **asdict(option.setting),
+        "context_parallel_size": option.context_parallel_size,
+        "micro_batch_size": option.micro_batch,
+        "activation_checkpointing": option.recompute,
+        "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
+        "host_bytes": option.host_bytes,
+        "disk_bytes": option.disk_bytes,
+        "checkpoint_bytes": option.checkpoint_bytes,
+        "communication_bytes": option.communication_bytes,
+        "fits": option.fits,
+    }
+
+
+def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
+    """The plan for people.
+
+    Args:
+        plan: to show.
+        wide: show what device memory consists of.
+        width: of a line of prose.
+    """
+    planner, best = plan.planner, plan.best
+    device, cluster = planner.target.device, planner.target.cluster
+    devices_text = format_count(cluster.devices, "device")
+    if device is not None:
+        devices_text = f"{cluster.devices} x {device.name}, {format_bytes(device.memory)} each"
+    size = planner.config.ranks_together
+    on = "a device" if size == 1 else f"{size} devices"
+    rows = [
+        ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
+        ("devices", devices_text),
+        (
+            "batch",
+            f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on {on}, "
+            f"{planner.share} a step; {planner.config.precision}",
+        ),
+        ("a checkpoint", format_bytes(min(option.checkpoint_bytes for option in plan.options))),
+    ]
+    if (peak := planner.get_peak_flops()) and (most := planner.compute_max_tokens_per_second()):
+        each = f"{cluster.devices} x {peak / 1e12:,.0f} TFLOP/s"
+        rounded = float(f"{most:.3g}")
+        rows.append(
+            ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
+        )
+    parts = [format_table(rows + build_hours_rows(plan), width)]
+    if planner.failure is not None:
+        parts.append(f"note: activations are estimated by formula: {planner.failure}")
+    if device is not None:
+        parts.append(wrap_text(explain_choice(plan), width))
+    if best is not None:
+        parts.append(best.format_yaml(planner.config))
+    parts.append(format_options(plan, wide=wide))
+    if best is not None:
+        parts.append("* is recommended; the row shows it as it would run")
+    if device is None:
+        advice = "name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB"
+        parts.append(wrap_text(advice, width))
+    return "\n\n".join(parts)
+
+
+def build_hours_rows(plan: Plan) -> list[tuple[str, str]]:
+    """How long the run takes and what that costs, as far as that is known."""
+    device, work = plan.planner.target.device, plan.work
+    if device is None or work is None or plan.hours is None:
+        return []
+    low, high = device.reached.share
+    bound = "at most " if work.at_most else ""
+    share = f"{low:.0%} to {high:.0%} of the peak ({device.reached.source})"
+    rows = [("time", f"{bound}{plan.hours} for {bound}{work.tokens:,} tokens: {share}")]
+    if plan.cost is not None:
+        least, most = format_estimate(plan.cost.least), format_estimate(plan.cost.most)
+        rows.append(("cost", f"{bound}{least} to {most}, at {plan.price:g} an hour for each device"))
+    return rows
+
+
+def wrap_text(text: str, width: int) -> str:
+    """``text`` in lines of at most ``width`` characters; words stay whole."""
+    return "\n".join(
+        part
+        for line in text.splitlines()
+        for part in textwrap.wrap(line, width, break_on_hyphens=False, break_long_words=False)
+    )
+
+
+def format_options(plan: Plan, *, wide: bool = False) -> str:
+    """One line for each option; the best first, with a star. Columns that say nothing new are left out."""
+    planner, best = plan.planner, plan.best
+    shown = [*plan.options]
+    if best is not None:
+        shown = [best, *(option for option in shown if option.setting != best.setting)]
+    rows = [
+        _format_cells(option, star="" if best is None else "* " if option is best else "  ")
+        for option in shown
+    ]
+    idle = dict.fromkeys(("host", "disk", "sends"), "-")
+    if not wide:
+        idle["recompute"] = planner.config.memory.activation_checkpointing
+        idle["batch"] = str(planner.micro_batch)
+    names = [
+        name
+        for name in rows[0]
+        if (wide or name not in _PARTS) and any(row[name] != idle.get(name) for row in rows)
+    ]
+    head = [("  " if best else "") + names[0], *names[1:]]
+    lines = [head, *([row[name] for name in names] for row in rows)]
+    return align_columns(lines, text_columns=len({*names} & {*_TEXT}))
+
+
+def _format_cells(option: Option, star: str) -> dict[str, str]:
+    size = option.device_bytes
+    numbers = {name: getattr(size, name) for name in _PARTS}
+    numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
+    numbers["sends"] = option.communication_bytes
+    return {
+        "strategy": star + option.setting.strategy,
+        "offload": describe_offloading(option),
+        "recompute": option.recompute,
+        "batch": str(option.micro_batch),
+        **{name: format_bytes(number) if number else "-" for name, number in numbers.items()},
+        "fits": {True: "yes", False: "no", None: "?"}[option.fits],
+    }
+
+
+def describe_offloading(option: Option) -> str:
+    """What is offloaded, for a cell."""
+    moved = option.setting.offloaded
+    if len(moved) == 2 and len(set(moved.values())) == 1:
+        moved = {"all": next(iter(moved.values()))}
+    return "+".join(f"{name} nvme" if place == "nvme" else name for name, place in moved.items()) or "-"
+
+
+def describe_option(option: Option) -> str:
+    """The name of an option, for a sentence."""
+    moved = "+".join(option.setting.offloaded)
+    location = "on a disk" if option.setting.swaps else "on the host"
+    return option.setting.strategy + (f" with {moved} {location}" if moved else "")
+
+
+def explain_choice(plan: Plan) -> str:
+    """Why the best is recommended, what to reduce next, what fits with an adapter or shared sequences."""
+    planner, best = plan.planner, plan.best
+    device = planner.target.device
+    assert device is not None
+    usable = device.compute_usable_memory(planner.target.cluster.devices)
+    instead = ""
+    others = [("an adapter (adapter.type lora)", plan.adapter)]
+    if plan.shared is not None:
+        name = f"context_parallel_size {plan.shared.context_parallel_size}, the smallest that fits"
+        others.insert(0, (name, plan.shared))
+    for name, other in others:
+        if other is None:
+            continue
+        instead += f".\nWith {name}, {describe_option(other)} takes {format_bytes(other.device_bytes.total)}"
+        if changes := list_changed_settings(planner, other):
+            instead += " with " + " and ".join(changes)
+    if best is None:
+        least = min(plan.options, key=lambda option: option.device_bytes.total)
+        return (
+            f"nothing fits: even {describe_option(least)} takes {format_bytes(least.device_bytes.total)} of "
+            f"{format_bytes(usable)} usable, most of it {describe_largest_part(least)}, also with one "
+            f"sequence at a time and recomputation; {_describe_last_resorts(planner)}{instead}"
+        )
+    text = (
+        f"best: {describe_option(best)}, the first in the order that fits: "
+        f"{format_bytes(best.device_bytes.total)} of {format_bytes(usable)} usable"
+    )
+    if best.host_bytes:
+        text += f", and {format_bytes(best.host_bytes)} of a node's host memory"
+    if best.disk_bytes:
+        text += f", and {format_bytes(best.disk_bytes)} of its disk"
+    before = [option for option in plan.options if option.fits is False and planner.is_before(option, best)]
+    if before:
+        last = before[-1]
+        text += (
+            f"; {describe_option(last)} before it takes {format_bytes(last.device_bytes.total)}, most of it "
+            f"{describe_largest_part(last)}"
+        )
+    if changes := list_changed_settings(planner, best):
+        text += "; it takes " + " and ".join(changes)
+    text += f".\nIf memory runs out: {describe_next_reductions(planner, best)}"
+    return text + instead
+
+
+def list_changed_settings(planner: Planner, option: Option) -> list[str]:
+    """Settings of ``option`` that differ from the config, except its strategy."""
+    changes = []
+    if option.micro_batch != planner.micro_batch:
+        changes.append(f"train.micro_batch_size {option.micro_batch} in place of {planner.micro_batch}")
+    if option.recompute != planner.config.memory.activation_checkpointing:
+        changes.append(f"memory.activation_checkpointing {option.recompute}")
+    return changes
+
+
+def describe_largest_part(option: Option) -> str:
+    """The largest part of an option's device memory, with its size."""
+    parts = asdict(option.device_bytes)
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} ({format_bytes(parts[name])})"
+
+
+def describe_next_reductions(planner: Planner, option: Option) -> str:
+    """The next two settings to change if ``option`` does not fit."""
+    steps = []
+    if option.micro_batch > 1:
+        steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
+    if option.recompute != "full":
+        steps.append("memory.activation_checkpointing full")
+    steps += _list_backend_remedies(planner)
+    following = planner.describe_next_setting(option.setting)
+    if following is not None:
+        steps.append(following)
+    return ", then ".join(steps[:2]) if steps else _describe_last_resorts(planner)
+
+
+def _list_backend_remedies(planner: Planner) -> list[str]:
+    """The backend's remedies that are in no option of a plan."""
+    remedies = load_backend_package(planner.target.backend).iter_remedies(
+        planner.config, planner.target.cluster.devices
+    )
+    planned = ("strategy", "memory.offload", "memory.activation_checkpointing")
+    return [remedy for remedy in remedies if not remedy.startswith(planned)]
+
+
+def _describe_last_resorts(planner: Planner) -> str:
+    more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
+    if planner.config.train.optimizer == "adamw":
+        more.append("train.optimizer adafactor")
+    return "take " + ", ".join(more[:-1]) + " or " + more[-1]

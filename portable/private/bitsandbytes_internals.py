@@ -1,0 +1,35 @@
+"""bitsandbytes, imported without torch's compiler: import it from here."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+from portable.errors import UserError, to_one_line
+from portable.private import Package
+from portable.private.torch_internals import disable_compiler
+
+
+@cache
+def import_bitsandbytes() -> Any:
+    """The package.
+
+    It compiles what stands in for kernels that a device lacks. That imports the compiler, which takes two
+    seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
+
+    Raises:
+        UserError: if it is not installed, too old, or broken.
+    """
+    _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        with disable_compiler():
+            import bitsandbytes as package
+    except ImportError as error:
+        reason = f"bitsandbytes cannot be imported ({to_one_line(error)})"
+        raise UserError(f"adapter.base: {reason}; pip install 'portable-trainer[qlora]'") from error
+    return package
+
+
+_bitsandbytes = Package("bitsandbytes", "0.50.2")

@@ -1,0 +1,136 @@
+"""peft, and every private name of it. Import peft from here: it comes without torch's compiler."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.errors import UserError
+from portable.private import Package
+from portable.private.bitsandbytes_internals import import_bitsandbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch import nn
+
+    from portable.converters.adapters.patterns import Matcher
+
+# peft imports it where it is installed, and it imports the compiler.
+with suppress(UserError):
+    import_bitsandbytes()
+
+import peft
+
+__all__ = ["peft"]
+
+_peft = Package("peft", "0.21.2")
+
+
+@_peft.guard("adapter")
+def get_target_modules(table: str, model_type: str) -> list[str] | None:
+    """The modules that peft adapts in models of a type; None if it does not say.
+
+    Args:
+        table: the name of peft's own.
+        model_type: of transformers.
+    """
+    modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, table)
+    return modules_by_type.get(model_type)
+
+
+@_peft.guard("adapter.use_dora")
+def is_magnitude(module: nn.Module) -> bool:
+    """Whether ``module`` holds the lengths of DoRA for a linear layer."""
+    return type(module) is peft.tuners.lora.dora.DoraLinearLayer
+
+
+@_peft.guard("adapter")
+def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
+    """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
+
+    Args:
+        settings: peft's config.
+        model: The model that the adapter is added to.
+        name: Last component of the module's name.
+    """
+    try:
+        peft.tuners.tuners_utils._check_lora_target_modules_mamba(settings, model, name)
+    except ValueError:
+        return True
+    return False
+
+
+@_peft.guard("adapter")
+def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
+    """Find tensors of an adapter's file that peft does not load, because it gives them other names.
+
+    peft applies the name rules of the model's published files to an adapter. Some rules also match the names
+    that the model has in memory.
+
+    Args:
+        settings: peft's config.
+        model: The model without the adapter.
+        names: Names in the file.
+
+    Returns:
+        The names that peft changes.
+    """
+    from peft.utils import transformers_weight_conversion
+
+    convert = transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers
+    tensors = {name: torch.empty(1, 1, device="meta") for name in names}
+    try:
+        converted = convert(model, settings, dict(tensors))
+    except Exception:  # the rules reject the shapes of other tensors
+        return []
+    return [name for name in names if name not in converted]
+
+
+@contextmanager
+@_peft.guard("a reference model without the adapter")
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Within this context, the layers of ``model`` compute without their adapters.
+
+    peft's own switch also changes what is trained, which engines have taken in.
+    """
+    layers: list[Any] = [
+        module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
+    ]
+    assert layers
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@_peft.guard("adapter.trainable_token_indices")
+def is_trainable_tokens_layer(module: nn.Module) -> bool:
+    """Whether ``module`` adapts rows of a table of tokens."""
+    return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
+
+
+@contextmanager
+@_peft.guard("adapter")
+def use_matcher(matcher: Matcher) -> Iterator[None]:
+    """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
+    matching: Any = peft.tuners.tuners_utils
+    theirs = matching.re
+    loaded = [module for name, module in [*sys.modules.items()] if name.startswith("peft.")]
+    modules: list[Any] = [module for module in loaded if vars(module).get("re") is theirs]
+    for module in modules:
+        module.re = SimpleNamespace(
+            **{**vars(theirs), "match": matcher.match, "fullmatch": matcher.fullmatch}
+        )
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.re = theirs

@@ -1,0 +1,360 @@
+"""Notification of all ranks when a rank fails.
+
+Each rank keeps a connection to rank 0. The kernel closes it when a process ends in any way, so rank 0
+notices a killed rank at once, and the others notice the end of rank 0. Rank 0 decides which rank failed
+first and sends that to all. Nothing is sent while the run is healthy, and no rank has to be scheduled for
+its connection to stay alive, so a rank that is busy or suspended is not mistaken for a dead one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from portable.converters.console import print_error
+from portable.errors import (
+    LAUNCHER_SECONDS,
+    NOTICE_SECONDS,
+    RUN_ERROR,
+    ReportedElsewhereError,
+    is_ended_by_launcher,
+    to_one_line,
+)
+from portable.private import torch_internals
+from portable.ranks import launch
+from portable.terminal import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Self
+
+_KEY = "portable/peers"
+_LOOPBACK = "127.0.0.1"
+_CONNECTING = 10.0  # seconds
+_CONSEQUENCES = 1.0
+"""Seconds that rank 0 waits for another failure if the reported one may be its consequence."""
+_ANSWER = 5.0
+"""Seconds that a failed rank waits for the answer of rank 0."""
+_CLOSING = 60.0
+"""Seconds that a rank that has noticed an error itself may take to close its files and connections."""
+_MAX_BYTES, _MAX_TEXT = 1 << 16, 4000  # bytes of a message, characters of an error
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds and number of probes after which the kernel regards a node as dead that no longer answers."""
+
+
+@dataclass(frozen=True)
+class PeerFailure:
+    """Failure of a rank.
+
+    Attributes:
+        rank: Number of the rank.
+        host: Name of its host.
+        code: Exit code for all ranks.
+        message: Error in one line. Empty if the process ended without reporting an error.
+        certain: Whether the failure cannot be the consequence of another rank's failure.
+    """
+
+    rank: int
+    host: str
+    code: int
+    message: str
+    certain: bool = True
+
+    def describe(self) -> str:
+        """Return one line that names the rank, its host and its error."""
+        message = self.message or "its process was killed or has crashed; the log of its node may say why"
+        return f"rank {self.rank} on {self.host} failed first: {message}"
+
+    def as_error(self) -> ReportedElsewhereError:
+        """Return the error to raise on another rank."""
+        return ReportedElsewhereError(self.message or self.describe(), self.code)
+
+
+class PeerWatch:
+    """Connection of this rank to the others, within a context.
+
+    On a failure of another rank, this process ends with the exit code of that failure, unless it leaves the
+    context first because its main thread has noticed the failure itself. If the failed process could not
+    print an error, the lowest other rank prints which rank and host failed.
+
+    Args:
+        on_failure: Called in a background thread with the first failure of another rank.
+    """
+
+    def __init__(self, on_failure: Callable[[PeerFailure], None] = lambda _: None) -> None:
+        self._on_failure = on_failure
+        self._host = socket.gethostname()
+        self._rank = 0
+        self._connection: socket.socket | None = None
+        self._arbiter: _Arbiter | None = None
+        self._first: PeerFailure | None = None
+        self._answered = threading.Event()
+        self._left = threading.Event()
+        self._ends = False
+
+    def start(self) -> Self:
+        """Connect to rank 0. A collective call; does nothing with a single rank."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self
+        self._rank = dist.get_rank()
+        store = torch_internals.get_default_store()
+        if self._rank == 0:
+            self._arbiter = _Arbiter(self._host)
+            store.set(_KEY, json.dumps([self._arbiter.addresses, self._arbiter.token]))
+        addresses, token = json.loads(store.get(_KEY))
+        self._connection = _connect(addresses if self._rank else [[_LOOPBACK, addresses[0][1]]])
+        if self._connection is None:
+            tell(
+                f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}; the failure of a rank "
+                "is only noticed by the ranks that communicate with it"
+            )
+            return self
+        hello = {"token": token, "rank": self._rank, "host": self._host}
+        self._connection.sendall(_pack(hello))
+        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ReportedElsewhereError):
+            self.report(error)
+        self.leave(well=error is None or isinstance(error, Exception))
+
+    def leave(self, *, well: bool = True) -> None:
+        """Close the connection.
+
+        Args:
+            well: Whether the other ranks can continue without this one.
+        """
+        self._left.set()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                if well:
+                    connection.sendall(_pack({"leaves": True}))
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        if self._arbiter is not None:
+            self._arbiter.close()
+
+    def announce_end(self) -> None:
+        """Announce that the main thread ends this process because of an error that it has noticed itself."""
+        self._ends = True
+
+    def report(self, error: Exception) -> PeerFailure | None:
+        """Report an error of this rank to the others.
+
+        Returns:
+            The failure that rank 0 regards as the first, which may be one of another rank. None with a single
+            rank, or without a connection.
+        """
+        self.announce_end()
+        if self._connection is None or self._first is not None:
+            return self._first
+        code = getattr(error, "exit_code", RUN_ERROR)
+        # Errors without an exit code include errors of collectives whose peer has died.
+        certain = hasattr(error, "exit_code")
+        name = "" if certain else f"{type(error).__name__}: "
+        failure = PeerFailure(
+            self._rank, self._host, code, f"{name}{to_one_line(error)[:_MAX_TEXT]}", certain
+        )
+        with contextlib.suppress(OSError):
+            self._connection.sendall(_pack({"failure": asdict(failure)}))
+        self._answered.wait(_ANSWER)
+        return self._first
+
+    @property
+    def is_first(self) -> bool:
+        """Whether rank 0 regards the failure of this rank as the first."""
+        return self._first is not None and self._first.rank == self._rank
+
+    def _listen(self) -> None:
+        """Wait for the first failure, in a background thread."""
+        connection = self._connection
+        assert connection is not None
+        peer = "" if self._rank == 0 else connection.getpeername()[0]
+        for message in _iter_messages(connection):
+            if "host" in message:
+                peer = message["host"]
+            elif "leaves" in message:  # rank 0 is done, and so no longer needs the others
+                return
+            elif "failure" in message:
+                self._first = PeerFailure(**message["failure"])
+                break
+        else:
+            if self._left.is_set():
+                return
+            self._first = PeerFailure(0, peer, RUN_ERROR, "")
+        self._answered.set()
+        if self._first.rank == self._rank or self._left.is_set():
+            return
+        self._on_failure(self._first)
+        prints = self._rank == (1 if self._first.rank == 0 else 0) and not launch.is_launched()
+        if prints and not self._first.message:
+            print_error(f"error: {self._first.describe()}")
+        # The failed rank exits first, so that launchers report it and not this one.
+        if self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
+            return
+        # A main thread that has noticed an error may still be closing the output and the process group.
+        if not (self._ends and self._left.wait(_CLOSING)):
+            sys.stdout.flush()
+            os._exit(self._first.code)
+
+
+class _Arbiter:
+    """Thread of rank 0 that accepts the connections and decides which rank failed first."""
+
+    def __init__(self, host: str) -> None:
+        address = os.environ.get("MASTER_ADDR", host)
+        local = address in ("localhost", _LOOPBACK, "::1")
+        # Local ranks are not reachable from other machines.
+        family = socket.AF_INET if local or not socket.has_dualstack_ipv6() else socket.AF_INET6
+        self._listener = socket.create_server(
+            (_LOOPBACK if local else "", 0),
+            family=family,
+            backlog=4096,
+            dualstack_ipv6=family == socket.AF_INET6,
+        )
+        port = self._listener.getsockname()[1]
+        names = [_LOOPBACK] if local else list(dict.fromkeys([address, host]))
+        self.addresses: list[list[Any]] = [[name, port] for name in names]
+        self.token = secrets.token_hex(16)
+        """Secret without which a connection is ignored. The ranks read it from the store."""
+        self._host = host
+        self._ranks: dict[socket.socket, tuple[int, str]] = {}
+        self._received: dict[socket.socket, bytes] = {}
+        self._failures: list[PeerFailure] = []
+        self._decide_at = float("inf")
+        self._decided = False
+        self._closed = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wakes, self._wake = socket.socketpair()
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="peers-of-all", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Notify all ranks that rank 0 leaves, and stop."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+        self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            wait = None if self._decide_at == float("inf") else max(0.0, self._decide_at - time.monotonic())
+            for key, _ in self._selector.select(wait):
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    _keep_alive(connection)
+                    self._received[connection] = b""
+                    self._selector.register(connection, selectors.EVENT_READ)
+                elif key.fileobj is not self._wakes:
+                    self._read(key.fileobj)  # type: ignore[arg-type]
+            if time.monotonic() >= self._decide_at:
+                self._decide_at = float("inf")
+                self._decide()
+        self._send_to_all({"leaves": True})
+        for connection in (*self._received, self._listener, self._wakes, self._wake):
+            connection.close()
+        self._selector.close()
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(_MAX_BYTES)
+        except OSError:
+            data = b""
+        *lines, rest = (self._received[connection] + data).split(b"\n")
+        self._received[connection] = rest
+        for line in lines:
+            if not self._take(connection, line):
+                data = b""
+        if data and len(rest) < _MAX_BYTES:
+            return
+        self._selector.unregister(connection)
+        del self._received[connection]
+        connection.close()
+        if (ended := self._ranks.pop(connection, None)) is not None:
+            self._fail(PeerFailure(*ended, RUN_ERROR, ""))
+
+    def _take(self, connection: socket.socket, line: bytes) -> bool:
+        """Handle a message; returns False if the connection is to be closed."""
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return False
+        if connection not in self._ranks:
+            if not secrets.compare_digest(str(message.get("token", "")), self.token):
+                return False
+            self._ranks[connection] = (int(message["rank"]), str(message["host"]))
+            _send(connection, {"host": self._host})
+        elif "leaves" in message:
+            del self._ranks[connection]
+            return False
+        elif "failure" in message:
+            self._fail(PeerFailure(**message["failure"]))
+        return True
+
+    def _fail(self, failure: PeerFailure) -> None:
+        if self._decided:
+            return
+        self._failures.append(failure)
+        delay = 0.0 if failure.certain and failure.message else _CONSEQUENCES
+        self._decide_at = min(self._decide_at, time.monotonic() + delay)
+
+    def _decide(self) -> None:
+        """Send the first failure to all ranks: a certain one, because others may be its consequences."""
+        first = min(self._failures, key=lambda failure: not failure.certain)
+        self._decided = True
+        self._send_to_all({"failure": asdict(first)})
+
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        for connection in self._ranks:
+            _send(connection, message)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(_pack(message))
+
+
+def _pack(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the messages of rank 0 until the connection ends."""
+    with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def _connect(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
+    for address, port in addresses:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((address, port), timeout=_CONNECTING)
+            connection.settimeout(None)
+            _keep_alive(connection)
+            return connection
+    return None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,104 @@
+"""Custom callbacks, which ``train.callbacks`` names, and the order of all callbacks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from portable import plugins
+from portable.callbacks import Callback
+from portable.errors import UserError
+from portable.model.sharded_parameter_guard import WholeValues
+from portable.private import torch_internals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from portable.callbacks import Run
+    from portable.config import RunConfig
+
+HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
+
+
+def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str]:
+    """List the names of all callbacks of a run, in the order in which they are called.
+
+    Custom callbacks come before the reporter, so that the row of a step includes the values that they log.
+    Evaluations come before saves, because a checkpoint contains the best evaluations.
+
+    Args:
+        config: Config of the run.
+        profile: Whether the launch profiles some steps.
+    """
+    custom = [_name(name) for name in config.train.callbacks]
+    profiling, uploading = ["profile"] * profile, ["upload"] * (config.hub.push is not None)
+    return [*custom, *profiling, "report", "evaluate", "save", *uploading]
+
+
+def _name(name: str) -> str:
+    return f"train.callbacks: {name}"
+
+
+class UserCallback(Callback):
+    """Custom callback. An error in its code ends the run with one line.
+
+    Args:
+        name: Name in error messages.
+        custom: The user's object. It may have only some of the methods.
+    """
+
+    def __init__(self, name: str, custom: Any) -> None:
+        self._name = name
+        for hook in HOOKS:
+            if (function := getattr(custom, hook, None)) is not None:
+                setattr(self, hook, partial(self._call, hook, function))
+
+    def _call(self, method: str, function: Callable[..., None], run: Run, *values: Any) -> None:
+        """Call a method of the custom object.
+
+        Raises:
+            UserError: If the method fails or changes parameters of the model.
+        """
+        name, before = f"{self._name}: {method}", _get_parameter_versions(run.model)
+        with plugins.convert_user_errors(name), WholeValues(name, differentiated=False):
+            function(run, *values)
+        after = _get_parameter_versions(run.model)
+        if any(before.get(parameter, version) != version for parameter, version in after.items()):
+            raise UserError(
+                f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
+                "model.function, train.loss or train.optimizer"
+            )
+
+
+def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
+    """Load the custom callbacks.
+
+    Args:
+        names: Value of ``train.callbacks``.
+
+    Returns:
+        The callbacks, keyed by their names in :func:`list_callback_names`.
+
+    Raises:
+        UserError: If a name does not refer to a callback.
+    """
+    callbacks = {}
+    for name in names:
+        custom = plugins.load("train.callbacks", name)
+        if not any(hasattr(custom, hook) for hook in HOOKS):
+            raise UserError(f"train.callbacks: {name}: has none of the methods {', '.join(HOOKS)}")
+        wrong = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
+        if wrong:
+            raise UserError(f"train.callbacks: {name}: there is no {wrong[0]}; there are {', '.join(HOOKS)}")
+        callbacks[_name(name)] = UserCallback(_name(name), custom)
+    return callbacks
+
+
+def _get_parameter_versions(model: nn.Module) -> dict[int, int]:
+    """Return the number of in-place changes of each parameter, keyed by its ID, without a host-device sync.
+
+    After a forward pass, the model may have other parameters, such as gathered ones.
+    """
+    return {id(parameter): torch_internals.get_version(parameter) for parameter in model.parameters()}

@@ -1,0 +1,69 @@
+"""The code of the user's that a run calls: found before it starts, and compared when it goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable import plugins
+from portable.errors import require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.config import RunConfig
+
+
+def prepare_code(config: RunConfig) -> None:
+    """Make what a notebook defines importable here, and load what the settings name.
+
+    Raises:
+        UserError: for what is not there, or is not what it should be.
+    """
+    plugins.install(config.documents.get(plugins.SOURCES, {}))
+    if config.model.function is not None:
+        plugins.load("model.function", config.model.function)
+    if config.train.loss is not None:
+        from portable.model.training_loss import build_training_loss
+        from portable.run.precompute import check_once
+
+        check_once(config, build_training_loss(config))
+    if plugins.names_code(config.train.optimizer):
+        from portable.optim import custom_optimizer
+
+        custom_optimizer.check(config)
+    if plugins.names_code(config.train.schedule):
+        schedule = plugins.load("train.schedule", config.train.schedule)
+        require(
+            callable(schedule),
+            f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; give a function of "
+            "step and total_steps, or a class of such objects",
+        )
+    if config.train.callbacks:
+        from portable.run.custom_callbacks import load_callbacks
+
+        load_callbacks(config.train.callbacks)
+
+
+def find_named_code(config: RunConfig) -> dict[str, str]:
+    """The code of the user's that the steps and evaluations of a run call, by the setting that names it."""
+    train = config.train
+    alone = {"train.loss": train.loss, "model.function": config.model.function}
+    code_by_key = {key: name for key, name in alone.items() if name is not None}
+    for key in ("train.optimizer", "train.schedule"):
+        if plugins.names_code(config.get(key)):
+            code_by_key[key] = config.get(key)
+    code_by_key |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
+    return code_by_key | {f"train.callbacks {name}": name for name in train.callbacks}
+
+
+def compute_code_digests(config: RunConfig) -> dict[str, str]:
+    """A digest of each piece of it. The tokens that ``data.source`` comes to are compared themselves."""
+    all_digests = {key: plugins.digest(name) for key, name in find_named_code(config).items()}
+    return {key: value for key, value in all_digests.items() if value}
+
+
+def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The settings whose code has changed: those that the training depends on, and others."""
+    differ = [key for key, value in now.items() if before.get(key, value) != value]
+    harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]
+    return [key for key in differ if key not in harmless], harmless

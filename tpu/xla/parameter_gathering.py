@@ -1,0 +1,61 @@
+"""Parameters of a layer, gathered as a whole before anything is computed with them.
+
+A product with a shard makes the compiler gather the shard. Forwards and backwards it sees other shapes of the
+same matrix, such as ``[heads, width, hidden size]``, and gathers each of them. A copy that is marked as whole
+is gathered once, in the shape of the parameter, and used by all products of a pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.tpu.xla.functional_call import Caller
+from portable.tpu.xla.layout import constrain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from portable.tpu.xla.layout import MeshLayout, Spec
+
+
+def gather_matrices(
+    layer: nn.Module, prefix: str, spec_of: Callable[[str, Tensor], Spec], layout: MeshLayout
+) -> None:
+    """Make ``layer`` compute with gathered copies of its sharded parameters, made once a pass.
+
+    Args:
+        layer: its ``forward`` is replaced.
+        prefix: its name in the model.
+        spec_of: how a parameter of the model is sharded.
+    """
+    places: dict[str, tuple[Any, Any]] = {}
+    for path, module in layer.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            spec = spec_of(f"{prefix}.{name}", parameter)
+            # Lookup tables are read where they lie.
+            if any(spec) and not isinstance(module, nn.Embedding):
+                unsharded = layout.to_op_sharding(layout.get_replicated_spec(parameter.dim()))
+                places[name] = unsharded, layout.to_op_sharding(spec)
+    if not places:
+        return
+    forward = layer.forward
+    caller = Caller(layer)
+
+    @functools.wraps(forward)
+    def gather_and_forward(*args: Any, **kwargs: Any) -> Any:
+        # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
+        parameters = dict(layer.named_parameters())
+        here = {name: to for name, to in places.items() if name in parameters}
+        copies = {
+            f"module.{name}": constrain(parameters[name], *to, alone=layout.reduces_unsharded)
+            for name, to in here.items()
+        }
+        return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
+
+    layer.forward = gather_and_forward
