@@ -620,7 +620,7 @@ def _write_entry(
     for span in entry_spans:
         # Verify the span as soon as all of its bytes have been read. If several tensors share a span, it is
         # verified after the last tensor has been read.
-        if span.next_gap() is None:
+        if span.find_unread_range() is None:
             span.verify()
             unverified_spans.discard(span)
         else:
