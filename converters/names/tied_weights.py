@@ -153,7 +153,7 @@ def has_same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    blocks = zip(left.iter_verified_blocks(_BLOCK), right.iter_verified_blocks(_BLOCK), strict=True)
+    blocks = zip(left.iter_blocks_then_verify(_BLOCK), right.iter_blocks_then_verify(_BLOCK), strict=True)
     return all(a.tobytes() == b.tobytes() for a, b in blocks)
 
 

@@ -374,7 +374,7 @@ class Tensor:
                 )
             start, out = start + count, out[count:]
 
-    def iter_verified_blocks(self, nbytes: int) -> Iterator[Array]:
+    def iter_blocks_then_verify(self, nbytes: int) -> Iterator[Array]:
         """Iterate over the same blocks as `iter_blocks`, and verify the stored CRCs after the last block.
 
         Args:
@@ -391,6 +391,9 @@ class Tensor:
         yield from self.iter_blocks(nbytes, unverified_spans)
         for span in unverified_spans:
             span.verify()
+
+    # The name in earlier versions.
+    iter_verified_blocks = iter_blocks_then_verify
 
     def release(self) -> None:
         """Release the data cached by previous reads. The tensor can still be read afterward."""
