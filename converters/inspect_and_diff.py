@@ -239,7 +239,7 @@ def compute_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatist
     statistics_by_name = {name: TensorStatistics() for name in tensors}
 
     def add_tensor(name: str, progress: Progress) -> None:
-        for block in tensors[name].iter_verified_blocks(BLOCK_BYTES):
+        for block in tensors[name].iter_blocks_then_verify(BLOCK_BYTES):
             statistics_by_name[name].add(block)
             progress(block.nbytes)
         tensors[name].release()
@@ -296,7 +296,7 @@ def compare(
 
     def compare_tensor(name: str, progress: Progress) -> None:
         both = left[name], right[name]
-        blocks = (side.iter_verified_blocks(_BLOCK * get_itemsize(side.dtype)) for side in both)
+        blocks = (side.iter_blocks_then_verify(_BLOCK * get_itemsize(side.dtype)) for side in both)
         for ours, theirs in zip(*blocks, strict=True):
             differences[name].add(ours, theirs)
             progress(ours.nbytes)

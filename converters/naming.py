@@ -162,7 +162,7 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
         return checkpoint
     renaming = Renaming(reverse_rules(rules), write=True)
     return _rename(
-        checkpoint, arrangements, lambda name: renaming.rename(renaming.convert(name)[0]), "published"
+        checkpoint, arrangements, lambda name: renaming.rename(renaming.convert(name).name), "published"
     )
 
 
@@ -193,7 +193,9 @@ def rename_to_live(
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_memory(shapes, rules, live)
     renaming = Renaming(rules.rules, write=False)
-    return _rename(checkpoint, arrangements, lambda name: renaming.convert(renaming.rename(name))[0], "live")
+    return _rename(
+        checkpoint, arrangements, lambda name: renaming.convert(renaming.rename(name)).name, "live"
+    )
 
 
 def _rename(

@@ -175,7 +175,9 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
     finally:
         dist.all_to_all_single = exchange
         dist.destroy_process_group()
-    return sum(sent), MetaModel(model, run).compute_exchanged_bytes(run, Cluster(parts, parts))[0]
+    return sum(sent), MetaModel(model, run).compute_context_parallel_traffic(
+        run, Cluster(parts, parts)
+    ).sent_bytes
 
 
 @pytest.mark.parametrize(("model_type", "parts"), [("mistral", 4), ("deepseek_v3", 2)])

@@ -189,7 +189,7 @@ class StoredAdapter:
         for name in sorted(self.checkpoint.tensors):
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-            for block in tensor.iter_verified_blocks(_BLOCK):
+            for block in tensor.iter_blocks_then_verify(_BLOCK):
                 if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32, copy=False)).all():
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)

@@ -110,7 +110,7 @@ class ColumnMagnitude:
         rows, columns = before.shape
         # float64: the sum runs over all rows, one block after the other.
         total = np.zeros(columns)
-        for block in before.iter_verified_blocks(max(_BLOCK, before.nbytes // rows)):
+        for block in before.iter_blocks_then_verify(max(_BLOCK, before.nbytes // rows)):
             total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
         return (self.magnitude() / np.sqrt(total)).astype(np.float32)
 

@@ -11,7 +11,7 @@ tensorstore/kvstore/ocdbt/format/.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.errors import CheckpointError
@@ -40,6 +40,37 @@ class _NodeLocation:
     name: str
     offset: int
     length: int
+
+
+class _Root(NamedTuple):
+    """The root node of a version of the database, and the height of its tree."""
+
+    height: int
+    location: _NodeLocation
+
+
+class _NodeKeys(NamedTuple):
+    """The keys of a node.
+
+    Attributes:
+        keys: Keys without the prefix of the node.
+        shared_lengths: Length of the prefix of each key that the keys of its child share. Empty for a leaf.
+    """
+
+    keys: list[bytes]
+    shared_lengths: list[int]
+
+
+class _DataFileName(NamedTuple):
+    """The name of a data file.
+
+    Attributes:
+        base: Start of `name`, with which the names in nodes of this file begin.
+        name: Path of the file in the folder of the database.
+    """
+
+    base: str
+    name: str
 
 
 def read_ocdbt(folder: Folder) -> dict[str, Source]:
@@ -77,7 +108,7 @@ def read_ocdbt(folder: Folder) -> dict[str, Source]:
     return values
 
 
-def _read_newest_root(fields: _FieldReader) -> tuple[int, _NodeLocation]:
+def _read_newest_root(fields: _FieldReader) -> _Root:
     """The height and the place of the newest root."""
     fields.read_bytes(16)  # uuid
     if fields.read_varint() != 0:
@@ -94,13 +125,13 @@ def _read_newest_root(fields: _FieldReader) -> tuple[int, _NodeLocation]:
         raise CheckpointError(f"{fields.location}: the database is empty")
     fields.read_varints(count)  # generations
     heights = fields.read_bytes(count)
-    return heights[-1], _read_node_locations(fields, names, count)[-1]
+    return _Root(heights[-1], _read_node_locations(fields, names, count)[-1])
 
 
 def _read_leaf(
     folder: Folder,
     fields: _FieldReader,
-    names: Sequence[tuple[str, str]],
+    names: Sequence[_DataFileName],
     keys: Sequence[bytes],
     values: dict[str, Source],
 ) -> None:
@@ -118,13 +149,13 @@ def _read_leaf(
         if name in values:
             raise fields.build_damage_error(f"holds {name!r} twice")
         if kind:
-            data = folder.file(fields.pick_name(names, next(files))[1])
+            data = folder.file(fields.select_data_file(names, next(files)).name)
             values[name] = data.span(next(offsets), length, what=name)
         else:
             values[name] = Memory(fields.read_bytes(length))
 
 
-def _read_keys(fields: _FieldReader, *, interior: bool) -> tuple[list[bytes], list[int]]:
+def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
     """The keys of a node, and how long a prefix the keys below each share."""
     count = fields.read_count("entries")
     if count == 0:
@@ -146,10 +177,10 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> tuple[list[bytes], li
         last = key
     if any(length > len(key) for length, key in zip(shared, keys, strict=False)):
         raise fields.build_damage_error("a prefix is longer than its key")
-    return keys, shared
+    return _NodeKeys(keys, shared)
 
 
-def _read_data_file_names(fields: _FieldReader, base: str) -> list[tuple[str, str]]:
+def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName]:
     """The table of data files: (what precedes the names in nodes of this file, the file)."""
     count = fields.read_count("data files")
     prefixes = [0, *fields.read_varints(count - 1)] if count else []
@@ -162,18 +193,18 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[tuple[str, st
         fields.charge_memory(prefix + suffix)
         last = last[:prefix] + fields.read_bytes(suffix)
         try:
-            names.append((base + last[:length].decode(), base + last.decode()))
+            names.append(_DataFileName(base + last[:length].decode(), base + last.decode()))
         except UnicodeDecodeError:
             raise fields.build_damage_error("the name of a data file is no UTF-8") from None
     return names
 
 
 def _read_node_locations(
-    fields: _FieldReader, names: Sequence[tuple[str, str]], count: int
+    fields: _FieldReader, names: Sequence[_DataFileName], count: int
 ) -> list[_NodeLocation]:
     files, offsets, lengths = (fields.read_varints(count) for _ in range(3))
     return [
-        _NodeLocation(*fields.pick_name(names, file), offset, length)
+        _NodeLocation(*fields.select_data_file(names, file), offset, length)
         for file, offset, length in zip(files, offsets, lengths, strict=True)
     ]
 
@@ -286,7 +317,7 @@ class _FieldReader:
         numbers: list[int] = values.tolist()
         return numbers
 
-    def pick_name(self, names: Sequence[tuple[str, str]], number: int) -> tuple[str, str]:
+    def select_data_file(self, names: Sequence[_DataFileName], number: int) -> _DataFileName:
         if number >= len(names):
             raise self.build_damage_error(f"names data file {number}, of {len(names)}")
         return names[number]

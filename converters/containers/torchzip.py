@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from math import prod
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isal import isal_zlib
 
@@ -53,6 +53,28 @@ class Member:
     crc32: int | None
 
 
+class _Directory(NamedTuple):
+    """The central directory of a zip.
+
+    Attributes:
+        members: Members, by name.
+        start: Offset of the directory in the zip, in bytes.
+        checksum: CRC32 of the directory.
+    """
+
+    members: dict[str, Member]
+    start: int
+    checksum: int
+
+
+class _MemberSizes(NamedTuple):
+    """The sizes and the offset of a member, in bytes."""
+
+    packed_bytes: int
+    nbytes: int
+    header: int
+
+
 class TorchZip:
     """The directory of one torch.save zip at [offset, offset + length) of `file`.
 
@@ -76,7 +98,7 @@ class TorchZip:
         # One read fetches the end records and, for small zips, the whole directory.
         self._tail_at = max(0, self.length - 4096)
         self._tail = file.read(offset + self._tail_at, self.length - self._tail_at)
-        self.members, self._directory, self.checksum = self._read_directory()
+        self.members, self._directory_start, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
             raise CheckpointError(f"{self.where}: a zip, but not written by torch.save")
@@ -103,7 +125,7 @@ class TorchZip:
             return self._tail[start - self._tail_at : start - self._tail_at + count]
         return self.file.read(self.offset + start, count)
 
-    def _read_directory(self) -> tuple[dict[str, Member], int, int]:
+    def _read_directory(self) -> _Directory:
         end_at = self.length - _END.size
         if end_at < 0 or self._read_bytes(end_at, 4) != b"PK\5\6":
             raise self._build_not_a_zip_error()
@@ -141,7 +163,7 @@ class TorchZip:
             if magic != b"PK\1\2" or position + n + extra + note > size or disk or flags & _ENCRYPTED:
                 raise self._build_error("damaged zip directory")
             name = raw[position : position + n].decode("utf-8", "replace")
-            packed, nbytes, header = self._read_zip64_sizes(
+            packed, nbytes, header = self._parse_zip64_sizes(
                 raw[position + n : position + n + extra], packed, nbytes, header
             )
             position += n + extra + note
@@ -163,9 +185,9 @@ class TorchZip:
         }
         if len(members) != len(records):
             raise self._build_error("the zip holds two records with one name")
-        return members, start, isal_zlib.crc32(raw)
+        return _Directory(members, start, isal_zlib.crc32(raw))
 
-    def _read_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> tuple[int, int, int]:
+    def _parse_zip64_sizes(self, extra: bytes, packed: int, nbytes: int, header: int) -> _MemberSizes:
         """The sizes and offset, with 64-bit values from the zip64 extra field where they exceed 32 bits."""
         values = [nbytes, packed, header]
         position = 0
@@ -177,7 +199,7 @@ class TorchZip:
                     if value == 0xFFFFFFFF and wide:
                         values[i] = wide.pop(0)
             position += 4 + size
-        return values[1], values[0], values[2]
+        return _MemberSizes(packed_bytes=values[1], nbytes=values[0], header=values[2])
 
     def _build_not_a_zip_error(self) -> CheckpointError:
         start = self.file.read(self.offset, min(16, self.length))
@@ -203,7 +225,7 @@ class TorchZip:
         ):
             raise self._build_error(f"damaged zip: the header of {name!r} does not match the directory")
         start += n + extra
-        if start + member.nbytes > self._directory:
+        if start + member.nbytes > self._directory_start:
             raise self._build_error(f"damaged zip: the record {name!r} runs into the directory")
         return self.file.span(
             self.offset + start, member.nbytes, crc32=member.crc32, what=f"{self.archive}/{name}"

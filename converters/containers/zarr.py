@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.containers.pickle_reader import format_value
@@ -59,6 +59,20 @@ class _ArrayHeader:
     summed: bool
     fill: Any
     key: Callable[[Shape], str]
+
+
+class _Codec(NamedTuple):
+    """A codec of a header of version 3."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+class _IndexEntry(NamedTuple):
+    """Location of a chunk in its shard, in bytes. Both values are `_ABSENT` if the chunk is not stored."""
+
+    offset: int
+    length: int
 
 
 class ChunkBudget:
@@ -176,25 +190,25 @@ class _ShardIndex:
         self._count = count
         self._summed = summed
         self._where = location
-        self._read: list[tuple[int, int]] | None = None
+        self._entries: list[_IndexEntry] | None = None
 
     def get_chunk(self, number: int) -> Source:
         """The bytes of one chunk."""
-        if self._read is None:
-            self._read = self._read_entries()
-        offset, length = self._read[number]
+        if self._entries is None:
+            self._entries = self._read_entries()
+        offset, length = self._entries[number]
         if offset == _ABSENT:
             raise CheckpointError(f"{self._where}: a chunk is missing")
         if offset + length > self._value.nbytes:
             raise CheckpointError(f"{self._where}: damaged, the index of a shard is wrong")
         return Slice(self._value, offset, length)
 
-    def _read_entries(self) -> list[tuple[int, int]]:
+    def _read_entries(self) -> list[_IndexEntry]:
         raw = bytearray(16 * self._count + 4 * self._summed)
         self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._summed and compute_crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
             raise CheckpointError(f"{self._where}: damaged, the checksum of a shard's index does not match")
-        return list(struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._count]))
+        return list(map(_IndexEntry._make, struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._count])))
 
 
 @lru_cache(1024)  # a model has few shapes
@@ -245,12 +259,12 @@ def _parse_version3(header: Any) -> _ArrayHeader:
         raise CheckpointError("zarr storage transformers are not supported")
     codecs = _parse_codecs(fields.get("codecs"))
     inner, sharded, summed = chunk, False, False
-    if codecs and codecs[0][0] == "sharding_indexed":
+    if codecs and codecs[0].name == "sharding_indexed":
         if len(codecs) > 1:
             raise CheckpointError(
-                f"the zarr codec {format_value(codecs[1][0])} after sharding_indexed is not supported"
+                f"the zarr codec {format_value(codecs[1].name)} after sharding_indexed is not supported"
             )
-        sharding = codecs[0][1]
+        sharding = codecs[0].settings
         inner = require_shape(sharding.get("chunk_shape"), "chunk_shape")
         if len(inner) != len(chunk) or any(n < 1 or size % n for size, n in zip(chunk, inner, strict=True)):
             raise CheckpointError("damaged, its chunks do not tile a shard")
@@ -258,16 +272,16 @@ def _parse_version3(header: Any) -> _ArrayHeader:
             raise CheckpointError("damaged, a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
             raise CheckpointError("a zarr index at the start of a shard is not supported")
-        indexed = [name for name, _ in _parse_codecs(sharding.get("index_codecs"))]
+        indexed = [codec.name for codec in _parse_codecs(sharding.get("index_codecs"))]
         if indexed not in (["bytes"], ["bytes", "crc32c"]):
             raise CheckpointError(f"the zarr index codecs {format_value(indexed)} are not supported")
         sharded, summed = True, len(indexed) == 2
         codecs = _parse_codecs(sharding.get("codecs"))
-    names = [name for name, _ in codecs]
+    names = [codec.name for codec in codecs]
     unknown = next((name for name in names if name not in ("bytes", *CODECS)), None)
     if unknown is not None or names[:1] != ["bytes"] or len(names) > 2:
         raise CheckpointError(f"the zarr codecs {format_value(names)} are not supported")
-    if codecs[0][1].get("endian", "little") != "little":
+    if codecs[0].settings.get("endian", "little") != "little":
         raise CheckpointError("big-endian values are not supported")
     dtype = map_element_type(fields.get("data_type"))
 
@@ -294,11 +308,11 @@ def _get_configuration(value: Any, name: str) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _parse_codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
+def _parse_codecs(value: Any) -> list[_Codec]:
     if not isinstance(value, list) or not all(isinstance(codec, dict) for codec in value):
         raise CheckpointError("damaged, it names no codecs")
     return [
-        (str(codec.get("name")), _get_configuration(codec, codec["name"]))
+        _Codec(str(codec.get("name")), _get_configuration(codec, codec["name"]))
         for codec in value
         if "name" in codec
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.containers.pickle_reader import format_value
 from portable.converters.errors import CheckpointError
@@ -88,6 +88,27 @@ def find_plain_name(name: str, names: Container[str]) -> str:
     outer = plain.removeprefix(_PARALLEL)
     spellings = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))
     return next((short for short in spellings if short in names), plain)
+
+
+class StateKey(NamedTuple):
+    """The parts of a flattened key of an optimizer's state, such as `model.norm.weight.exp_avg`."""
+
+    parameter: str
+    state: str
+
+
+class _OptimizerPath(NamedTuple):
+    """The parts of the path of a key that belongs to an optimizer.
+
+    Attributes:
+        container: Path of the optimizer.
+        table: `state` or `param_groups`.
+        rest: Path below the table.
+    """
+
+    container: Path
+    table: str
+    rest: Path
 
 
 @dataclass
@@ -211,16 +232,16 @@ def _find_optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
     return containers
 
 
-def _split_optimizer_path(path: Path, containers: set[Path]) -> tuple[Path, str, Path] | None:
+def _split_optimizer_path(path: Path, containers: set[Path]) -> _OptimizerPath | None:
     """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
     for i in range(len(path)):
         part = path[i]
         if path[:i] in containers and isinstance(part, str):
             for table in ("state", "param_groups"):
                 if part == table:
-                    return path[:i], table, path[i + 1 :]
+                    return _OptimizerPath(path[:i], table, path[i + 1 :])
                 if part.startswith(table + "."):
-                    return path[:i], table, (part[len(table) + 1 :], *path[i + 1 :])
+                    return _OptimizerPath(path[:i], table, (part[len(table) + 1 :], *path[i + 1 :]))
     return None
 
 
@@ -242,7 +263,7 @@ def find_model_container(paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
+def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(
@@ -251,7 +272,7 @@ def split_state_key(joined: str, names: Container[str]) -> tuple[str, str]:
     cut = joined.rfind(".")
     while cut > 0:
         if joined[:cut] in names:
-            return joined[:cut], joined[cut + 1 :]
+            return StateKey(joined[:cut], joined[cut + 1 :])
         cut = joined.rfind(".", 0, cut)
     name, _, state = joined.rpartition(".")
-    return name, state
+    return StateKey(name, state)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from portable.converters.names.expected_tensors import ExpectedTensors
+    from portable.converters.names.tied_weights import TiedPair
     from portable.converters.tensors.tensor import Tensor
 
 _MAX_SHOWN = 60
@@ -112,7 +113,7 @@ def find_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, 
     )
 
 
-def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[str, str] | None:
+def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> TiedPair | None:
     """Find output embeddings that differ from the input embeddings although the config ties them.
 
     Args:

@@ -6,7 +6,7 @@ there must be exactly one way to distribute the model's parameters, in order, ov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_ORDER_WORK, MAX_STATES
@@ -24,10 +24,24 @@ Shape = tuple[int, ...]
 _BUFFERS = ("running_mean", "running_var")
 
 
-def list_candidates(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Shape]]:
+class NamedShape(NamedTuple):
+    """Name and shape of a tensor that may be a parameter of an optimizer."""
+
+    name: str
+    shape: Shape
+
+
+class GroupPosition(NamedTuple):
+    """Position of a parameter in the parameter groups of an optimizer."""
+
+    group: int
+    index_in_group: int
+
+
+def list_candidates(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
     """(name, shape) of the possible parameters, in the model's order."""
     return [
-        (name, tensors[name].shape)
+        NamedShape(name, tensors[name].shape)
         for name in order
         if tensors[name].dtype in CASTABLE and name.rpartition(".")[2] not in _BUFFERS
     ]
@@ -72,7 +86,7 @@ def map_indices_to_names(
 
 def fit_in_order(
     candidates: Sequence[tuple[str, Shape]], wanted: Sequence[Sequence[Shape | None]]
-) -> dict[str, tuple[int, int]] | int:
+) -> dict[str, GroupPosition] | int:
     """The only way to assign the model's parameters, in order, to the groups' shapes.
 
     Dynamic programming over the parameters: the state is the position reached in each group, the value the
@@ -111,7 +125,7 @@ def fit_in_order(
     ways = steps[-1].get(state, 0)
     if ways != 1:
         return min(ways, 2)
-    places: dict[str, tuple[int, int]] = {}
+    places: dict[str, GroupPosition] = {}
     for seen in range(len(candidates) - 1, -1, -1):
         name, shape = candidates[seen]
         before = steps[seen]
@@ -120,7 +134,7 @@ def fit_in_order(
         for group, shapes in enumerate(wanted):
             last = (*state[:group], state[group] - 1, *state[group + 1 :])
             if state[group] and last in before and shapes[state[group] - 1] in (None, shape):
-                places[name] = (group, state[group] - 1)
+                places[name] = GroupPosition(group, state[group] - 1)
                 state = last
                 break
     return places

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, to_printable
 
@@ -330,6 +330,32 @@ def _compile(find: str) -> re.Pattern[str]:
     return re.compile(find)
 
 
+class MatchedRule(NamedTuple):
+    """A `convert` rule that matches a name.
+
+    Attributes:
+        rule_index: Index of the rule in `Renaming.rules`.
+        source: Source pattern of the rule that matches the name.
+    """
+
+    rule_index: int
+    source: str
+
+
+class ConvertedName(NamedTuple):
+    """A name after the first matching `convert` rule, and this rule, or None if no rule matches."""
+
+    name: str
+    rule: MatchedRule | None
+
+
+class _RenamedKey(NamedTuple):
+    """A name after a rule, and the source pattern of the rule that matched, or None."""
+
+    key: str
+    source: str | None
+
+
 class Renaming:
     """Applies rules to the names of a checkpoint, in one direction, and records which rules were used.
 
@@ -349,7 +375,7 @@ class Renaming:
         rule = self.rules[index]
         return rule.write if self.write else rule.read
 
-    def convert(self, key: str) -> tuple[str, tuple[int, str] | None]:
+    def convert(self, key: str) -> ConvertedName:
         """Apply the first `convert` rule that matches a name.
 
         Args:
@@ -361,19 +387,19 @@ class Renaming:
         """
         for index, rule in enumerate(self.rules):
             if rule.kind == CONVERT:
-                renamed, source = self._apply(index, key)
+                renamed, source = self._apply_rule(index, key)
                 if source is not None:
-                    return renamed, (index, source)
-        return key, None
+                    return ConvertedName(renamed, MatchedRule(index, source))
+        return ConvertedName(key, None)
 
     def rename(self, key: str) -> str:
         """Apply all other rules to a name, one after the other."""
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
-                key, _ = self._apply(index, key)
+                key, _ = self._apply_rule(index, key)
         return key
 
-    def _apply(self, index: int, key: str) -> tuple[str, str | None]:
+    def _apply_rule(self, index: int, key: str) -> _RenamedKey:
         """Apply one rule.
 
         Returns:
@@ -389,17 +415,17 @@ class Renaming:
             elif key.startswith(scope):
                 prefix = scope
             else:
-                return key, None
+                return _RenamedKey(key, None)
         rest = key[len(prefix) :]
         if rule.kind == PAIRS:
             renamed = rest if self.write else _join_layers(rest)
             if renamed == rest:
-                return key, None
+                return _RenamedKey(key, None)
             self.used.add(index)
-            return prefix + renamed, direction.sources[0]
+            return _RenamedKey(prefix + renamed, direction.sources[0])
         match = _compile(direction.find).search(rest)
         if match is None:
-            return key, None
+            return _RenamedKey(key, None)
         group = next(name for name, value in match.groupdict().items() if value is not None)
         number = int(group[1:])
         target = direction.targets[0]
@@ -407,7 +433,7 @@ class Renaming:
             if number == 0:
                 self._active.add(index)
             elif index not in self._active:
-                return key, None
+                return _RenamedKey(key, None)
             target = direction.targets[number]
         self.used.add(index)
         begin = match.re.groupindex[group]
@@ -415,7 +441,8 @@ class Renaming:
             target = target.replace(r"\1", str(int(match.group(begin + 1)) + direction.offset))
         else:
             target = re.sub(r"\\(\d)", lambda digit: match.group(begin + int(digit[1])) or "", target)
-        return prefix + rest.replace(match.group(0), target, 1), direction.sources[number]
+        renamed = prefix + rest.replace(match.group(0), target, 1)
+        return _RenamedKey(renamed, direction.sources[number])
 
 
 _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\.|$)")
@@ -471,7 +498,7 @@ def select_used_rules(
     file_shapes = {}
     for name in sort_naturally(names):
         _, converter = renaming.convert(renaming.rename(name))
-        if shapes and name in shapes and converter and _checks_shape(candidates.rules[converter[0]]):
+        if shapes and name in shapes and converter and _checks_shape(candidates.rules[converter.rule_index]):
             file_shapes[name] = shapes[name]
     used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used]
     if any(map(_DENSE_RENAMED.search, names)):

@@ -36,7 +36,7 @@ from portable.converters.tensors.arrangements import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from portable.converters.names.name_rules import NameRules, Operation
+    from portable.converters.names.name_rules import MatchedRule, NameRules, Operation
     from portable.converters.tensors.tensor import Shape
 
 Arrays = dict[str, list[Arrangement]]
@@ -97,7 +97,7 @@ def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str
         if group.converter is None:
             arrangements[key] = group.get_single()
             continue
-        direction = renaming.get_direction(group.converter[0])
+        direction = renaming.get_direction(group.converter.rule_index)
         context = _OperationContext(direction, key, rules.config, get_shape)
         converted = group.convert(context)
         arrangements |= {renaming.rename(name): values for name, values in converted.items()}
@@ -150,7 +150,7 @@ def arrange_for_memory(
             if group.converter is None:
                 arrangements[key] = group.get_single()
                 continue
-            direction = renaming.get_direction(group.converter[0])
+            direction = renaming.get_direction(group.converter.rule_index)
             arrangements |= group.convert(_OperationContext(direction, key, rules.config, get_shape))
         except CheckpointError as error:
             if errors is None:
@@ -242,13 +242,13 @@ class _TensorGroup:
         converter: Index of the rule and source pattern, or None if the tensor is only renamed.
     """
 
-    def __init__(self, converter: tuple[int, str] | None) -> None:
+    def __init__(self, converter: MatchedRule | None) -> None:
         self.converter = converter
         self.arrays: Arrays = {}
 
-    def add(self, name: str, converter: tuple[int, str] | None, shape: Shape) -> None:
+    def add(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
         """Add a tensor under the source pattern that its name matches."""
-        pattern = "" if converter is None else converter[1]
+        pattern = "" if converter is None else converter.source
         self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
 
     def get_single(self) -> Arrangement:

@@ -7,7 +7,7 @@ store both names; an alias is dropped only if its values equal the owner's bit f
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_TIED_PAIRS
@@ -53,6 +53,20 @@ _OF_BOTH = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _BLOCK = 1 << 20
 
 
+class TiedPair(NamedTuple):
+    """Names of two tensors that may be one parameter."""
+
+    alias: str
+    owner: str
+
+
+class ResolvedTies(NamedTuple):
+    """The tensors of a checkpoint without aliases, and the owner of each alias."""
+
+    tensors: dict[str, Tensor]
+    owners_by_alias: dict[str, str]
+
+
 def find_implied_ties(
     names: Iterable[str], aliases: Iterable[str], config: Mapping[str, Any]
 ) -> dict[str, str]:
@@ -82,7 +96,7 @@ def find_implied_ties(
 
 def resolve_ties(
     stored: Mapping[str, Tensor], expected: Mapping[str, str], config: Place | None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+) -> ResolvedTies:
     """Split the stored tensors into owners and aliases.
 
     Args:
@@ -104,10 +118,11 @@ def resolve_ties(
                 owner = aliases.get(owner, owner)
                 if has_same_values(stored[alias], stored[owner]):
                     aliases[alias] = owner
-    return {name: tensor for name, tensor in stored.items() if name not in aliases}, aliases
+    owners = {name: tensor for name, tensor in stored.items() if name not in aliases}
+    return ResolvedTies(owners, aliases)
 
 
-def find_split_ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def find_split_ties(tensors: Mapping[str, Tensor]) -> list[TiedPair]:
     """Find output embeddings that are stored in addition to input embeddings of the same shape.
 
     The owner `shared.weight` is ignored, because encoder-decoder models also scale their outputs according
@@ -120,11 +135,11 @@ def find_split_ties(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         Names of the output and input embeddings.
     """
     return [
-        (alias, owner)
-        for alias, owner in _list_tie_candidates(tensors)
-        if has_ending(alias, HEADS)
-        and has_ending(owner, EMBEDDINGS)
-        and not has_ending(owner, ("shared.weight",))
+        pair
+        for pair in _list_tie_candidates(tensors)
+        if has_ending(pair.alias, HEADS)
+        and has_ending(pair.owner, EMBEDDINGS)
+        and not has_ending(pair.owner, ("shared.weight",))
     ]
 
 
@@ -138,7 +153,7 @@ def has_same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    blocks = zip(left.iter_verified_blocks(_BLOCK), right.iter_verified_blocks(_BLOCK), strict=True)
+    blocks = zip(left.iter_blocks_then_verify(_BLOCK), right.iter_blocks_then_verify(_BLOCK), strict=True)
     return all(a.tobytes() == b.tobytes() for a, b in blocks)
 
 
@@ -155,7 +170,7 @@ def _read_tie_setting(config: Place | None) -> bool | None:
     return None
 
 
-def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[TiedPair]:
     """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
     some = [name for name in stored if name.endswith(_ENDS)]
     by_end = {end: [name for name in some if has_ending(name, (end,))] for end in _ENDS}
@@ -164,12 +179,12 @@ def _list_tie_candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
         shapes = by_shape[owner] = {}
         for name in by_end[owner]:
             shapes.setdefault(repr(stored[name].shape), []).append(name)
-    pairs: list[tuple[str, str]] = []
+    pairs: list[TiedPair] = []
     for suffix, owners in _PAIRS:
         for alias in by_end[suffix]:
             shape = repr(stored[alias].shape)
             for owner in owners:
-                pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
+                pairs += [TiedPair(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
             if len(pairs) > MAX_TIED_PAIRS:
                 raise CheckpointError(
                     f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and may be "

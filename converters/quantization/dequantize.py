@@ -12,14 +12,15 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.limits import MAX_JSON_TENSOR
 from portable.converters.names.code_names import is_code
 from portable.converters.options import DTYPES, is_unset
 from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors import dequantization as made
+from portable.converters.tensors import dequantization
+from portable.converters.tensors.dequantization import BlockShape, NestedQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +47,13 @@ def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+class _NameAndStem(NamedTuple):
+    """The name of a tensor, and the name without its suffix."""
+
+    name: str
+    stem: str
+
+
 class _QuantizedWeights:
     """The tensors of a checkpoint while weights are made of them."""
 
@@ -54,12 +62,12 @@ class _QuantizedWeights:
         self.made: dict[str, Tensor] = {}
         self.dtype = dtype
 
-    def find_by_suffix(self, *ends: str) -> Iterator[tuple[str, str]]:
+    def find_by_suffix(self, *ends: str) -> Iterator[_NameAndStem]:
         """The tensors whose names end so, and what stands before."""
         for name in list(self.left):
             for end in ends:
                 if name.endswith(end) and name in self.left:
-                    yield name, name.removesuffix(end)
+                    yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
         return self.left.pop(name, None)
@@ -70,7 +78,7 @@ class _QuantizedWeights:
             raise CheckpointError(f"{to_printable(of)}: quantized, and {to_printable(name)} is not there")
         return tensor
 
-    def dequantize_scaled_bytes(self, *ends: str, block: tuple[int, int] | None = None) -> None:
+    def dequantize_scaled_bytes(self, *ends: str, block: BlockShape | None = None) -> None:
         """Make the weights of 8-bit codes that have a scale of one of these names."""
         for name, tensor in list(self.left.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
@@ -82,7 +90,9 @@ class _QuantizedWeights:
                 continue
             zero = self.pop_tensor(f"{name}_zero_point")
             weight = self.left.pop(name)
-            self.made[name] = made.dequantize_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
+            self.made[name] = dequantization.dequantize_bytes(
+                name, self.dtype, weight, scale, block=block, zero=zero
+            )
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
@@ -104,7 +114,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
             f"{checkpoint.root}: {KEY}: quant_method {to_printable(repr(method))} is not one of "
             f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
         )
-    read, supported_keys = METHODS[method]
+    dequantize, supported_keys = METHODS[method]
     location = f"{checkpoint.root}: {KEY} of {method}"
     defaults = _read_defaults()[method]
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
@@ -113,7 +123,7 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
             f"{location}: {to_printable(unknown[0])} is not known, and may change the weights"
         )
     weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
-    read(weights, settings, location)
+    dequantize(weights, settings, location)
     unquantized = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
@@ -170,7 +180,7 @@ def _get_method(settings: Mapping[str, Any]) -> str:
     return str(getattr(method, "value", method))
 
 
-def read_block_size(settings: Mapping[str, Any], location: str) -> tuple[int, int] | None:
+def parse_block_shape(settings: Mapping[str, Any], location: str) -> BlockShape | None:
     block = settings.get("weight_block_size")
     if block is None:
         return None
@@ -179,7 +189,7 @@ def read_block_size(settings: Mapping[str, Any], location: str) -> tuple[int, in
         and len(block) == 2
         and all(isinstance(n, int) and 0 < n < 1 << 30 for n in block)
     ):
-        return block[0], block[1]
+        return BlockShape(block[0], block[1])
     raise CheckpointError(f"{location}: weight_block_size {to_printable(repr(block))} is not two sizes")
 
 
@@ -206,18 +216,20 @@ _COMPRESSED = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    block = read_block_size(settings, location)
+    block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
     for name, stem in weights.find_by_suffix("_scale_inv"):  # of FP4 codes beside: two in a byte
         if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":
             scale, packed = weights.left.pop(name), weights.left.pop(stem)
-            weights.made[stem] = made.dequantize_fp4(stem, weights.dtype, packed, scale)
+            weights.made[stem] = dequantization.dequantize_fp4(stem, weights.dtype, packed, scale)
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
     for name, stem in weights.find_by_suffix("_blocks"):
         scales = weights.require_tensor(f"{stem}_scales", name)
-        weights.made[stem] = made.dequantize_gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
+        weights.made[stem] = dequantization.dequantize_gpt_oss(
+            stem, weights.dtype, weights.left.pop(name), scales
+        )
 
 
 def _dequantize_compressed_tensors(
@@ -239,7 +251,7 @@ def _dequantize_compressed_tensors(
             if key == "num_bits" and isinstance(value, int):
                 bits.add(value)
             if key == "block_structure" and value is not None:
-                block = read_block_size({"weight_block_size": value}, location)
+                block = parse_block_shape({"weight_block_size": value}, location)
     _check_setting(settings, "quantization_status", ("compressed", "frozen"), location)
     for name, stem in weights.find_by_suffix(".weight_packed"):
         _dequantize_packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
@@ -251,7 +263,9 @@ def _dequantize_packed(weights: _QuantizedWeights, name: str, weight: str, bits:
     scale = weights.require_tensor(f"{weight}_scale", name)
     if packed.dtype == "U8":
         global_scale = weights.pop_tensor(f"{weight}_global_scale")
-        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, divide=global_scale)
+        weights.made[weight] = dequantization.dequantize_fp4(
+            weight, weights.dtype, packed, scale, divide=global_scale
+        )
         return
     shape_tensor = weights.require_tensor(f"{weight}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
@@ -269,7 +283,7 @@ def _dequantize_packed(weights: _QuantizedWeights, name: str, weight: str, bits:
     groups = weights.pop_tensor(f"{weight}_g_idx")
     if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
         groups = None
-    weights.made[weight] = made.dequantize_packed_rows(
+    weights.made[weight] = dequantization.dequantize_packed_rows(
         weight, weights.dtype, packed, scale, (rows, columns), fitting[0], zero=zero, groups=groups
     )
 
@@ -287,7 +301,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
             **{k: weights.require_tensor(f"{stem}.{k}", name) for k in rest},
         }
         weight = f"{stem}.weight"
-        weights.made[weight] = made.dequantize_gptq(
+        weights.made[weight] = dequantization.dequantize_gptq(
             weight, weights.dtype, parts, settings.get("bits"), first_zero=int(form == "gptq")
         )
 
@@ -299,7 +313,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
     for name, stem in weights.find_by_suffix(".qweight"):
         parts = {"qweight": weights.left.pop(name)}
         parts |= {key: weights.require_tensor(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
-        weights.made[f"{stem}.weight"] = made.dequantize_awq(f"{stem}.weight", weights.dtype, parts)
+        weights.made[f"{stem}.weight"] = dequantization.dequantize_awq(f"{stem}.weight", weights.dtype, parts)
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
@@ -310,11 +324,11 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         keys, nested = ["absmax", "quant_map"], None
         if "nested_blocksize" in state:
             keys += ["nested_absmax", "nested_quant_map"]
-            nested = int(state["nested_blocksize"]), float(state["nested_offset"])
+            nested = NestedQuantization(int(state["nested_blocksize"]), float(state["nested_offset"]))
         parts = {key: weights.require_tensor(f"{weight}.{key}", name) for key in keys}
         packed = weights.require_tensor(weight, name)
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
-        weights.made[weight] = made.dequantize_bnb_4bit(
+        weights.made[weight] = dequantization.dequantize_bnb_4bit(
             weight, weights.dtype, packed, parts, shape, block, nested
         )
     for name, stem in weights.find_by_suffix(".SCB"):
@@ -323,7 +337,9 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(f"{to_printable(form.name)}: a layout of 8 bits for one kind of GPU")
         codes = weights.require_tensor(weight, name)
-        weights.made[weight] = made.dequantize_bnb_8bit(weight, weights.dtype, codes, weights.left.pop(name))
+        weights.made[weight] = dequantization.dequantize_bnb_8bit(
+            weight, weights.dtype, codes, weights.left.pop(name)
+        )
 
 
 def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
@@ -347,22 +363,36 @@ def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any]
         weight = f"{stem}.weight"
         packed, scale = weights.require_tensor(weight, name), weights.require_tensor(f"{weight}_scale", name)
         whole = weights.left.pop(name)
-        weights.made[weight] = made.dequantize_fp4(weight, weights.dtype, packed, scale, multiply=whole)
+        weights.made[weight] = dequantization.dequantize_fp4(
+            weight, weights.dtype, packed, scale, multiply=whole
+        )
     weights.dequantize_scaled_bytes("_scale")
 
 
-METHODS: dict[str, tuple[Callable[[_QuantizedWeights, Mapping[str, Any], str], None], frozenset[str]]] = {
-    "fp8": (_dequantize_fp8, _split_words("activation_scheme fmt weight_block_size scale_fmt")),
-    "fbgemm_fp8": (_dequantize_fp8, frozenset({"activation_scale_ub"})),
-    "mxfp4": (_dequantize_mxfp4, frozenset()),
-    "compressed-tensors": (
+class _Method(NamedTuple):
+    """How the weights of a `quant_method` are dequantized.
+
+    Attributes:
+        dequantize: Function that moves the tensors of each weight from `left` to `made`.
+        supported_keys: Keys of `quantization_config` that the function reads, or that change no weight.
+    """
+
+    dequantize: Callable[[_QuantizedWeights, Mapping[str, Any], str], None]
+    supported_keys: frozenset[str]
+
+
+METHODS: dict[str, _Method] = {
+    "fp8": _Method(_dequantize_fp8, _split_words("activation_scheme fmt weight_block_size scale_fmt")),
+    "fbgemm_fp8": _Method(_dequantize_fp8, frozenset({"activation_scale_ub"})),
+    "mxfp4": _Method(_dequantize_mxfp4, frozenset()),
+    "compressed-tensors": _Method(
         _dequantize_compressed_tensors,
         _split_words(
             "config_groups format global_compression_ratio kv_cache_scheme quantization_status "
             "run_compressed sparsity_config transform_config version"
         ),
     ),
-    "gptq": (
+    "gptq": _Method(
         _dequantize_gptq,
         _split_words(
             "backend batch_size bits block_name_to_quantize cache_block_outputs checkpoint_format "
@@ -372,14 +402,14 @@ METHODS: dict[str, tuple[Callable[[_QuantizedWeights, Mapping[str, Any], str], N
             "true_sequential use_cuda_fp16 use_exllama"
         ),
     ),
-    "awq": (
+    "awq": _Method(
         _dequantize_awq,
         _split_words(
             "backend bits do_fuse exllama_config fuse_max_seq_len group_size modules_to_fuse q_group_size "
             "version w_bit zero_point"
         ),
     ),
-    "bitsandbytes": (
+    "bitsandbytes": _Method(
         _dequantize_bitsandbytes,
         _split_words(
             "_load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
@@ -387,7 +417,7 @@ METHODS: dict[str, tuple[Callable[[_QuantizedWeights, Mapping[str, Any], str], N
             "llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit"
         ),
     ),
-    "modelopt": (
+    "modelopt": _Method(
         _dequantize_modelopt,
         _split_words(
             "config_groups exclude_modules group_size kv_cache_quant_algo kv_cache_scheme producer quant_algo"

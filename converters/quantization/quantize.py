@@ -16,11 +16,12 @@ from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.quantization.dequantize import (
     ACTIVATIONS,
     KEY,
-    read_block_size,
+    parse_block_shape,
     read_quantization_config,
 )
 from portable.converters.storage.safe_open import read_small_table
 from portable.converters.tensors.casting import cast_dtype, parse_dtype
+from portable.converters.tensors.dequantization import BlockShape
 from portable.converters.tensors.dtypes import CASTABLE
 from portable.converters.tensors.edited_rows import Affine, apply_edits
 from portable.converters.tensors.quantization import (
@@ -260,13 +261,13 @@ def _quantize_like_weight(
     for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
         if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
             rows, columns = weight.shape[-2:]
-            block = read_block_size(settings, location)
+            block = parse_block_shape(settings, location)
             if scale.numel == 1:
-                block = (0, 0)
+                block = BlockShape(0, 0)
             elif block is None:
                 grid = scale.shape[-2:] if len(scale.shape) == len(weight.shape) else (rows, 1)
-                block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
-            scheme = QuantizationScheme(codes.dtype, *block, rule, scale.dtype)
+                block = BlockShape(-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
+            scheme = QuantizationScheme(codes.dtype, block.rows, block.columns, rule, scale.dtype)
             return quantize_to_bytes(weight, scheme, name + suffix, tuple(scale.shape))
     raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, and its scale is not there")
 

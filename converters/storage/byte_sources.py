@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_right
 from operator import itemgetter
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from isal import isal_zlib
 
@@ -94,6 +94,21 @@ class SourceFile:
         return FileSpan(self, offset, nbytes, crc32, what)
 
 
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of a file span."""
+
+    start: int
+    stop: int
+
+
+class _ReadPart(NamedTuple):
+    """Bytes [start, stop) of a file span that have been read, and their CRC32."""
+
+    start: int
+    stop: int
+    crc32: int
+
+
 class FileSpan:
     """A span of one file, with the CRC32 that the writer stored for all of it, if any.
 
@@ -110,8 +125,8 @@ class FileSpan:
         self.what = what
         self.crc32 = crc32
         self.resolved = crc32 is None
-        # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
-        self._parts: list[tuple[int, int, int]] = []
+        # Disjoint parts read so far, sorted.
+        self._parts: list[_ReadPart] = []
 
     def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
         """Fill `buffer` from byte `offset` of the span; adds itself to `touched` until its CRC is checked."""
@@ -130,20 +145,20 @@ class FileSpan:
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
         scratch = memoryview(b"")
-        while (gap := self.next_gap()) is not None:
+        while (gap := self.find_unread_range()) is not None:
             start, stop = gap
             scratch = scratch or memoryview(bytearray(min(CHUNK, self.nbytes)))
             part = scratch[: min(len(scratch), stop - start)]
             self.file.read_into(part, self.offset + start, self.offset + stop, self.offset + stop)
             self._record(start, part)
         with self.file.lock:
-            if not self.resolved and (self._parts[0][2] if self._parts else 0) != self.crc32:
+            if not self.resolved and (self._parts[0].crc32 if self._parts else 0) != self.crc32:
                 what = self.what or "a record"
                 raise CheckpointError(f"{self.file.path}: damaged, the checksum of {what} does not match")
             self.resolved = True
             self._parts = []
 
-    def next_gap(self) -> tuple[int, int] | None:
+    def find_unread_range(self) -> ByteRange | None:
         """The first run of bytes not read so far; None when all are, or when there is no CRC to check."""
         with self.file.lock:
             if self.resolved:
@@ -151,9 +166,9 @@ class FileSpan:
             start = 0
             for low, high, _ in self._parts:
                 if start < low:
-                    return start, low
+                    return ByteRange(start, low)
                 start = high
-            return (start, self.nbytes) if start < self.nbytes else None
+            return ByteRange(start, self.nbytes) if start < self.nbytes else None
 
     def _record(self, start: int, data: memoryview) -> None:
         """Record the CRC of bytes just read and merge it with its neighbors; a repeated read is ignored."""
@@ -161,16 +176,18 @@ class FileSpan:
         with self.file.lock:
             parts = self._parts
             index = bisect_right(parts, start, key=itemgetter(0))
-            if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):
+            if (index > 0 and parts[index - 1].stop > start) or (
+                index < len(parts) and parts[index].start < stop
+            ):
                 return
-            if index > 0 and parts[index - 1][1] == start:
+            if index > 0 and parts[index - 1].stop == start:
                 index -= 1
                 low, _, before = parts.pop(index)
                 crc, start = isal_zlib.crc32_combine(before, crc, stop - start), low
-            if index < len(parts) and parts[index][0] == stop:
+            if index < len(parts) and parts[index].start == stop:
                 low, high, after = parts.pop(index)
                 crc, stop = isal_zlib.crc32_combine(crc, after, high - low), high
-            parts.insert(index, (start, stop, crc))
+            parts.insert(index, _ReadPart(start, stop, crc))
 
 
 class Slice:

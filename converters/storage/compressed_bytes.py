@@ -52,9 +52,9 @@ class Compressed:
     def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
         if offset < 0 or offset + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self._where}: a chunk is shorter than its tensor")
-        buffer[:] = self.held(len(buffer), touched)[offset : offset + len(buffer)]
+        buffer[:] = self.load_content(len(buffer), touched)[offset : offset + len(buffer)]
 
-    def held(self, count: int, touched: Touched) -> memoryview:
+    def load_content(self, count: int, touched: Touched) -> memoryview:
         """All bytes, of which the caller reads `count`: a strided region is copied out of them directly."""
         with self._lock:
             content = self._content

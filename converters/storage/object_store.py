@@ -34,7 +34,7 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from portable.converters.errors import (
     CheckpointError,
@@ -207,6 +207,27 @@ class Bucket:
     listed: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
+class _ParsedUrl(NamedTuple):
+    """The bucket and the key of a URL."""
+
+    bucket: Bucket
+    key: str
+
+
+class VersionedContent(NamedTuple):
+    """The content of an object, and the version that `RemotePath.write_bytes` takes as `replacing`."""
+
+    data: bytes
+    version: Any
+
+
+class _FolderListing(NamedTuple):
+    """The objects and the folders directly in a folder, by their names in it."""
+
+    objects: dict[str, Object]
+    folders: list[str]
+
+
 @dataclass(frozen=True, order=True)
 class RemotePath:
     """An object, or the folder of all objects whose keys begin with this key and a slash.
@@ -227,7 +248,7 @@ class RemotePath:
             RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
                 supported.
         """
-        bucket, key = _parsed(url)
+        bucket, key = _parse_url(url)
         return cls(bucket, key, key)
 
     @classmethod
@@ -316,17 +337,17 @@ class RemotePath:
         named = {self._below(key): found[key] for key in keys}
         return {checked(name, self): entry for name, entry in named.items() if fits(name)}
 
-    def _entries(self) -> tuple[dict[str, Object], list[str]]:
+    def _list_folder(self) -> _FolderListing:
         """The objects directly in this folder by their names, unchecked, and the folders, as they are now."""
         found = self._call_again("list", lambda obs, store: obs.list_with_delimiter(store, self.key or None))
         objects = {self._below(m["path"]): object_of(m) for m in found["objects"] if m["path"] != self.key}
-        return objects, [self._below(str(key)) for key in found["common_prefixes"]]
+        return _FolderListing(objects, [self._below(str(key)) for key in found["common_prefixes"]])
 
     def _listed(self) -> dict[str, int]:
         """The sizes of the objects directly in this folder, and FOLDER for each folder in it, by name."""
         sizes = self.bucket.listed.get(self.key)
         if sizes is None:
-            objects, folders = self._entries()
+            objects, folders = self._list_folder()
             sizes = {name: entry.size for name, entry in objects.items()} | dict.fromkeys(folders, FOLDER)
             self.bucket.listed[self.key] = sizes
             _log.debug("%s: listed, %d entries", self, len(sizes))
@@ -379,14 +400,14 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         """The whole of a small object."""
-        return self.read_versioned()[0]
+        return self.read_versioned().data
 
-    def read_versioned(self) -> tuple[bytes, Any]:
+    def read_versioned(self) -> VersionedContent:
         """The whole of a small object, and what `write_bytes` takes as `replacing`."""
 
-        def read(obs: Any, store: Any) -> tuple[bytes, Any]:
+        def read(obs: Any, store: Any) -> VersionedContent:
             found = obs.get(store, self.key)
-            return bytes(found.bytes()), _tag(found.meta)
+            return VersionedContent(bytes(found.bytes()), _tag(found.meta))
 
         return self.call("read", read)
 
@@ -501,7 +522,7 @@ def _tag(meta: Any) -> dict[str, str]:
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
 
-def _parsed(url: str) -> tuple[Bucket, str]:
+def _parse_url(url: str) -> _ParsedUrl:
     """The bucket and the key of a URL."""
     protocol, _, rest = url.partition("://")
     protocol = protocol.lower()
@@ -534,7 +555,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     key = "/".join(part for part in key.split("/") if part)
     if key:
         checked(key, url)
-    return Bucket(named, bucket, protocol), key
+    return _ParsedUrl(Bucket(named, bucket, protocol), key)
 
 
 def matching(path: RemotePath) -> dict[RemotePath, Object]:
@@ -550,7 +571,7 @@ def matching(path: RemotePath) -> dict[RemotePath, Object]:
             return {path: path.look_up()}
         return {}
     fits: Callable[[str], bool] = lambda name: _fits(name.split("/"), pattern)  # noqa: E731
-    found = folder._entries()[0] if len(pattern) == 1 and pattern != ["**"] else folder.objects(fits)
+    found = folder._list_folder().objects if len(pattern) == 1 and pattern != ["**"] else folder.objects(fits)
     return {folder / name: entry for name, entry in found.items() if fits(name)}
 
 

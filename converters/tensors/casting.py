@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.errors import CheckpointError, CommandError
 from portable.converters.lazy_numpy import np
@@ -56,23 +56,30 @@ class CastLosses:
 
     def count(self, name: str, before: Array, after: Array) -> None:
         """Compare a block with its cast."""
-        infinite, nonzero = _count_infinite_and_nonzero(after)
-        before_infinite, before_held = _count_infinite_and_nonzero(before)
-        infinite, zero = infinite - before_infinite, before_held - nonzero
+        counts_after, counts_before = _count_infinite_and_nonzero(after), _count_infinite_and_nonzero(before)
+        infinite = counts_after.infinite - counts_before.infinite
+        zero = counts_before.nonzero - counts_after.nonzero
         if infinite or zero:
             with self._lock:
                 self.infinite, self.zero = self.infinite + infinite, self.zero + zero
                 self.first = self.first or name
 
 
-def _count_infinite_and_nonzero(block: Array) -> tuple[int, int]:
+class _ElementCounts(NamedTuple):
+    """Numbers of elements of a block."""
+
+    infinite: int
+    nonzero: int
+
+
+def _count_infinite_and_nonzero(block: Array) -> _ElementCounts:
     """How many elements are infinite, and how many are not 0."""
     if block.dtype.itemsize > 2:
-        return int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block))
+        return _ElementCounts(int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block)))
     # As integers without the sign: of the two 16-bit floats, numpy and ml_dtypes are slow.
     bits = block.view(np.uint16) << 1
     infinity = 0xFF00 if block.dtype == to_numpy_dtype("BF16") else 0xF800
-    return int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits))
+    return _ElementCounts(int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits)))
 
 
 def cast_blocks(

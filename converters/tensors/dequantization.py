@@ -8,7 +8,7 @@ returns the lazy float tensor. Sources of the formats are named beside the funct
 from __future__ import annotations
 
 from math import gcd, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
@@ -66,6 +66,13 @@ def _multiply_by_scale(values: Array, scale: Array, width: int, scale_tensor: Te
     return values
 
 
+class BlockShape(NamedTuple):
+    """Numbers of rows and columns of a weight that have a common scale."""
+
+    rows: int
+    columns: int
+
+
 class _ScaleGrid:
     """Scales (or zero points) of a weight: one for it all, for each row, or for each block of it.
 
@@ -73,7 +80,7 @@ class _ScaleGrid:
         block: the sizes of a block as the format's settings give them; None to take them from the shapes.
     """
 
-    def __init__(self, scale: Tensor, shape: Shape, block: tuple[int, int] | None = None) -> None:
+    def __init__(self, scale: Tensor, shape: Shape, block: BlockShape | None = None) -> None:
         *lead, rows, columns = shape
         self.tensor = scale
         grid = tuple(scale.shape)
@@ -89,7 +96,7 @@ class _ScaleGrid:
             self.height, self.width = rows, columns
         elif fits and block is not None and grid[-2:] != (rows, 1):
             self.height, self.width = block
-            fits = grid[-2:] == (-(-rows // block[0]), -(-columns // block[1]))
+            fits = grid[-2:] == (-(-rows // block.rows), -(-columns // block.columns))
         else:
             fits = fits and not (rows % max(1, grid[-2]) or columns % max(1, grid[-1])) and 0 not in grid
             self.height, self.width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
@@ -158,7 +165,7 @@ def dequantize_bytes(
     weight: Tensor,
     scale: Tensor,
     *,
-    block: tuple[int, int] | None = None,
+    block: BlockShape | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
     """FP8 or INT8 codes times a scale of the tensor, of each row or of each block.
@@ -435,14 +442,26 @@ def dequantize_awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor
 # -- bitsandbytes --------------------------------------------------------------------------------------------
 
 
+class NestedQuantization(NamedTuple):
+    """How bitsandbytes quantizes the block maxima themselves ("double quantization").
+
+    Attributes:
+        block_size: Number of maxima with a common scale.
+        offset: Number that is added to each dequantized maximum.
+    """
+
+    block_size: int
+    offset: float
+
+
 def dequantize_bnb_4bit(
     name: str,
     dtype: str,
     packed: Tensor,
     parts: Mapping[str, Tensor],
     shape: Shape,
-    block: int,
-    nested: tuple[int, float] | None,
+    block_size: int,
+    nested: NestedQuantization | None,
 ) -> Tensor:
     """bitsandbytes' NF4 and FP4: two codes in a byte with the first in its high half, and a table of values.
 
@@ -452,7 +471,7 @@ def dequantize_bnb_4bit(
     Args:
         parts: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
         shape: of the weight.
-        block: elements with a common maximum.
+        block_size: elements with a common maximum.
         nested: the block and the offset of maxima that are quantized themselves.
 
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
@@ -460,7 +479,7 @@ def dequantize_bnb_4bit(
     total = prod(shape)
     width = get_itemsize(packed.dtype)
     require_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
-    count_max = -(-total // block)
+    count_max = -(-total // block_size)
     require_tensor(
         parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}"
     )
@@ -495,8 +514,8 @@ def dequantize_bnb_4bit(
         table = read_flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
         codes = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
         values = table[codes]
-        scale = read_maxima(low // block, -(-high // block), touched)
-        values *= scale[np.arange(low, high) // block - low // block]
+        scale = read_maxima(low // block_size, -(-high // block_size), touched)
+        values *= scale[np.arange(low, high) // block_size - low // block_size]
         return values.reshape(count, columns)
 
     return build_computed_tensor(

@@ -45,6 +45,13 @@ class View(NamedTuple):
     strides: Shape
 
 
+class _Region(NamedTuple):
+    """Start and size of a region of a tensor along each dimension."""
+
+    starts: Shape
+    sizes: Shape
+
+
 class Box:
     """Rectangular piece of a tensor, covering the range [offset, offset + size) along each dimension.
 
@@ -367,7 +374,7 @@ class Tensor:
                 )
             start, out = start + count, out[count:]
 
-    def iter_verified_blocks(self, nbytes: int) -> Iterator[Array]:
+    def iter_blocks_then_verify(self, nbytes: int) -> Iterator[Array]:
         """Iterate over the same blocks as `iter_blocks`, and verify the stored CRCs after the last block.
 
         Args:
@@ -384,6 +391,9 @@ class Tensor:
         yield from self.iter_blocks(nbytes, unverified_spans)
         for span in unverified_spans:
             span.verify()
+
+    # The name in earlier versions.
+    iter_verified_blocks = iter_blocks_then_verify
 
     def release(self) -> None:
         """Release the data cached by previous reads. The tensor can still be read afterward."""
@@ -436,7 +446,7 @@ class Tensor:
             sources.append(Slice(view.source, view.offset, nbytes))
         return sources[0] if len(sources) == 1 else Joined(sources)
 
-    def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> tuple[Shape, Shape]:
+    def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> _Region:
         """Return the start and size of the indexed slice along each dimension."""
         slices = () if index is None else (index,) if isinstance(index, slice) else tuple(index)
         if len(slices) > len(self.shape):
@@ -454,7 +464,7 @@ class Tensor:
             start, stop, _ = dim_slice.indices(length)
             starts.append(start)
             sizes.append(max(0, stop - start))
-        return tuple(starts), tuple(sizes)
+        return _Region(tuple(starts), tuple(sizes))
 
     def find_overlapping_boxes(self, starts: Shape, sizes: Shape) -> Sequence[Box]:
         """Return the boxes that may overlap with a region, based only on their extents along dimension 0."""
@@ -558,7 +568,7 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
         source.read_into(out.reshape(-1).view(np.uint8).data, offset, unverified_spans)
         return
     # A compressed source exposes its decompressed content as a buffer, so copy the region out of it directly.
-    load_content: Callable[[int, Touched], memoryview] | None = getattr(source, "held", None)
+    load_content: Callable[[int, Touched], memoryview] | None = getattr(source, "load_content", None)
     if load_content is not None:
         content = load_content(out.nbytes, unverified_spans)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=content, offset=offset, strides=strides)

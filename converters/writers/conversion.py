@@ -620,7 +620,7 @@ def _write_entry(
     for span in entry_spans:
         # Verify the span as soon as all of its bytes have been read. If several tensors share a span, it is
         # verified after the last tensor has been read.
-        if span.next_gap() is None:
+        if span.find_unread_range() is None:
             span.verify()
             unverified_spans.discard(span)
         else:
@@ -658,7 +658,7 @@ def _compare_tensors(file_name: str, entry: OutputTensor, written: Tensor, progr
     """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
     block_bytes = BLOCK_BYTES // get_itemsize(entry.tensor.dtype) * get_itemsize(entry.dtype)
     expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
-    for expected, actual in zip(expected_blocks, written.iter_verified_blocks(block_bytes), strict=True):
+    for expected, actual in zip(expected_blocks, written.iter_blocks_then_verify(block_bytes), strict=True):
         if expected.tobytes() != actual.tobytes():
             raise CheckpointError(
                 f"{file_name}: the written tensor {entry.name!r} differs from the source; "

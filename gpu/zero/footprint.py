@@ -23,7 +23,7 @@ from portable.planner.memory_model import (
     Traffic,
     compute_muon_cost,
 )
-from portable.planner.optimizer_memory import MASTER, compute_user_moment_bytes
+from portable.planner.optimizer_memory import MASTER, compute_custom_state_bytes
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class _Shares:
     @property
     def _optimizer_moments(self) -> int | Fraction:
         if names_code(self._config.train.optimizer):
-            return Fraction(compute_user_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
+            return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, MASTER)
         if self._config.train.optimizer == "muon":
             moments = sum(
                 (1 if group[0].matrices else 2) * self._count_share_elements(group) for group in self._groups
@@ -133,7 +133,7 @@ class _Shares:
             return 0
         groups = self._groups if self._stage < 3 else self._sub_groups
         if names_code(self._config.train.optimizer):
-            return compute_user_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
+            return compute_custom_state_bytes(self._config.train, (1,), 1).replicated * len(groups)
         return MASTER * sum(not group[0].matrices for group in groups)
 
     @cached_property

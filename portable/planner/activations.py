@@ -57,16 +57,22 @@ def measure_activations(model: nn.Module, request: Request) -> Activations:
         for kind, names in kinds.items()
     }
     first = _measure_passes(model, request, kinds, base)
-    peaks = [list(phase) for phase in first]
+    peaks = list(first)
     for kind, names in kinds.items():
         more = len(names) - base[kind]
         if more == 0:
             continue
         deeper = _measure_passes(model, request, kinds, {**base, kind: base[kind] + 1})
-        for phase, was, now in zip(peaks, first, deeper, strict=True):
-            for i in range(len(phase)):
-                phase[i] += more * (now[i] - was[i])
-    forward, head, layers = (Peak(work, copies) for work, copies in peaks)
+        peaks = [
+            Peak(
+                *(
+                    size + more * (after - before)
+                    for size, before, after in zip(peak, shallow, deep, strict=True)
+                )
+            )
+            for peak, shallow, deep in zip(peaks, first, deeper, strict=True)
+        ]
+    forward, head, layers = peaks
     return Activations(max(forward, head, key=lambda peak: peak.total), layers)
 
 
@@ -78,7 +84,7 @@ def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
 
 def _measure_passes(
     model: nn.Module, request: Request, kinds: LayerKinds, counts: dict[Any, int]
-) -> list[tuple[int, int]]:
+) -> list[Peak]:
     """Peaks as (work, copies): forward, backward until a layer has gradients, and backward from there on."""
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
     small = copy_with_layers(model, layer_names)
@@ -206,8 +212,8 @@ class Watch:
         self._kinds: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._live: Counter[int] = Counter()
-        self._peak = (0, 0)
-        self._peaks: list[tuple[int, int]] = []
+        self._peak = Peak(0, 0)
+        self._peaks: list[Peak] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self._track_storage(tensor, _MODEL)
         for parameter in model.parameters():
@@ -217,9 +223,9 @@ class Watch:
     def end_phase(self) -> None:
         """A new phase begins, with a peak of its own."""
         self._peaks.append(self._peak)
-        self._peak = (self._live[_WORK], self._live[_COPY])
+        self._peak = Peak(self._live[_WORK], self._live[_COPY])
 
-    def get_peaks(self) -> list[tuple[int, int]]:
+    def get_peaks(self) -> list[Peak]:
         """The peak of each phase as (work, copies), in bytes."""
         return self._peaks
 
@@ -237,8 +243,8 @@ class Watch:
         ):
             if isinstance(result, torch.Tensor):
                 self._track_storage(result, kind)
-        if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:
-            self._peak = (self._live[_WORK], self._live[_COPY])
+        if self._peak.total < self._live[_WORK] + self._live[_COPY]:
+            self._peak = Peak(self._live[_WORK], self._live[_COPY])
         return results
 
     def _get_kind(self, tensor: torch.Tensor) -> int | None:

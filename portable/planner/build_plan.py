@@ -14,7 +14,7 @@ from portable.planner.preparation import build_meta_model, choose_target, resolv
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.meta_model import MetaModel
-    from portable.planner.plan import Option, Target
+    from portable.planner.plan import ConfigAndTarget, Option, Target
 
 
 def find_target(
@@ -25,7 +25,7 @@ def find_target(
     device_memory: str | None = None,
     host_memory: str | None = None,
     notes: bool = True,
-) -> tuple[RunConfig, Target]:
+) -> ConfigAndTarget:
     """Choose the target that the options describe.
 
     Args:
@@ -121,7 +121,7 @@ def _find_option_with(
         config = planner.config.replaced(settings)
         check(config)
         if model is None:
-            model = build_meta_model(config)[0]
+            model = build_meta_model(config).model
         else:
             model.check_sharing(config)
         changed_planner = Planner(config, model, planner.target)

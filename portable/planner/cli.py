@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from portable.planner import compiler_report as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.build_plan import build_plan, find_target
 from portable.planner.memory_model import StrategySetting
-from portable.planner.plan import Planner, Target
+from portable.planner.plan import Planner
 from portable.planner.plan_tables import as_json, as_text, describe_next_reductions
 from portable.planner.preparation import build_meta_model, resolve_defaults
 from portable.planner.run_time import estimate_hours, fetch_sky_prices, format_estimate, parse_prices
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.planner.compiled_graph import Compiled
-    from portable.planner.meta_model import MetaModel
-    from portable.planner.run_time import Work
+    from portable.planner.plan import ConfigAndTarget
+    from portable.planner.preparation import ModelAndWork
 
 USAGE = f"""\
 usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]
@@ -111,7 +111,7 @@ def run(argv: Sequence[str]) -> int:
         return _print_costs(config, options, prices)
     config, target = _find_target(config, options)
     plan = build_plan(config, target, prices)
-    compiled = _compile_configured(plan.planner, options)
+    compiled = _compile_if_requested(plan.planner, options)
     if options.get("json"):
         answer = as_json(plan)
         if compiled is not None:
@@ -149,7 +149,7 @@ def _print_costs(config: RunConfig, options: dict[str, Any], prices: dict[str, f
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
     config = resolve_defaults(config)
-    models: dict[str, tuple[MetaModel, Work | None]] = {}
+    models: dict[str, ModelAndWork] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
         for count in _COUNTS:
@@ -199,9 +199,14 @@ def _check_compile_options(options: dict[str, Any]) -> None:
     )
 
 
-def _compile_configured(
-    planner: Planner, options: dict[str, Any]
-) -> tuple[Compiled, list[compiled_report.Comparison]] | None:
+class _CompilerResult(NamedTuple):
+    """The compiled graphs of a run, and the figures of the plan next to the compiler's."""
+
+    compiled: Compiled
+    comparisons: list[compiled_report.Comparison]
+
+
+def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _CompilerResult | None:
     """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
     if not options.get("compile"):
         return None
@@ -216,12 +221,11 @@ def _compile_configured(
     )
     compiled = load_backend_package(target.backend).compile(planner.config, wanted)
     compiled = compiled_report.add_remedy(compiled, describe_next_reductions(planner, option))
-    return compiled, compiled_report.compare(compiled, option, planner.share // planner.micro_batch)
+    comparisons = compiled_report.compare(compiled, option, planner.share // planner.micro_batch)
+    return _CompilerResult(compiled, comparisons)
 
 
-def _find_target(
-    config: RunConfig, options: dict[str, Any], *, notes: bool = True
-) -> tuple[RunConfig, Target]:
+def _find_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
     """Choose the target that the options describe, see :func:`find_target`."""
     names = ("device", "devices", "device_memory", "host_memory")
     return find_target(config, **{name: options[name] for name in names if name in options}, notes=notes)

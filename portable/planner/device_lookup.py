@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -72,7 +72,14 @@ def find_device(name: str, flag: str = "--device") -> Device:
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 
 
-def parse_devices(text: str) -> tuple[Device, int]:
+class DeviceAndCount(NamedTuple):
+    """A kind of device, and the number of devices."""
+
+    device: Device
+    num_devices: int
+
+
+def parse_devices(text: str) -> DeviceAndCount:
     """Parse the value of ``--device``, such as ``h100:8``.
 
     Returns:
@@ -88,7 +95,9 @@ def parse_devices(text: str) -> tuple[Device, int]:
         )
     device, count = find_device(name, f"--device: {text}"), int(digits or 1)
     # Ranks on the CPU share the memory of the machine.
-    return (device.with_memory(device.memory // count) if device.backends == ("cpu",) else device), count
+    if device.backends == ("cpu",):
+        device = device.with_memory(device.memory // count)
+    return DeviceAndCount(device, count)
 
 
 def _describe_cpu() -> Device:

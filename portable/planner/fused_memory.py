@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.model.layers import find_transformer_layers
+from portable.planner.pass_cost import Peak
 from portable.private import torch_internals
 from portable.private.torch_internals import tree_leaves
 
@@ -64,9 +65,9 @@ class Tape:
         """A new phase begins, with a peak of its own."""
         self._ends.append(len(self._values))
 
-    def get_peaks(self) -> list[tuple[int, int]]:
+    def get_peaks(self) -> list[Peak]:
         """The peak of each phase as (work, copies), in bytes."""
-        return [(peak, 0) for peak in compute_peaks(self._values, self._ends, self._left)]
+        return [Peak(peak, 0) for peak in compute_peaks(self._values, self._ends, self._left)]
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operation, which are recorded."""

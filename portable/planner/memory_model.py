@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +147,19 @@ class FootprintModule(Protocol):
         """The footprint of ``model`` under ``config``."""
 
 
-def compute_muon_cost(model: Inventory, compute: int, ranks: int, *, replicated: bool) -> tuple[int, float]:
+class UpdateCost(NamedTuple):
+    """Device memory and traffic of an optimizer's update.
+
+    Attributes:
+        temporary_bytes: Device memory that the update takes in addition to the optimizer state.
+        sent_bytes: Bytes that a device sends.
+    """
+
+    temporary_bytes: int
+    sent_bytes: float
+
+
+def compute_muon_cost(model: Inventory, compute_itemsize: int, ranks: int, *, replicated: bool) -> UpdateCost:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     In each round a rank holds one whole matrix: as it comes, what its ranks hold of the others' before and
@@ -155,7 +167,7 @@ def compute_muon_cost(model: Inventory, compute: int, ranks: int, *, replicated:
 
     Args:
         model: its largest matrix decides.
-        compute: bytes of an element in the products.
+        compute_itemsize: bytes of an element in the products.
         ranks: over which matrices are spread.
         replicated: whether each holds all matrices.
     """
@@ -165,6 +177,6 @@ def compute_muon_cost(model: Inventory, compute: int, ranks: int, *, replicated:
     if ranks > 1 and replicated:
         most += max((size for size, _ in sizes), default=0) * ranks
     # Of stacks of matrices, each is with one rank already.
-    moved = sum(w.elements for w in matrices if replicated or len(w.shape) == 2) * compute
+    moved = sum(w.elements for w in matrices if replicated or len(w.shape) == 2) * compute_itemsize
     sent = moved * (ranks - 1) / ranks if replicated else 2 * moved * (ranks - 1) / ranks**2
-    return compute * most, sent
+    return UpdateCost(compute_itemsize * most, sent)

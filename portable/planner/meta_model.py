@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from portable.adapters.assemble import check_sharing
 from portable.errors import UserError, to_one_line
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.planner.memory_model import Cluster
     from portable.planner.pass_cost import Request
+
+
+class ContextParallelTraffic(NamedTuple):
+    """Bytes that a context-parallel rank sends in a micro-batch.
+
+    Attributes:
+        sent_bytes: Bytes that it sends to all other ranks of its group.
+        sent_between_nodes: Bytes of these that it sends to ranks on other nodes.
+    """
+
+    sent_bytes: float
+    sent_between_nodes: float
 
 
 class MetaModel:
@@ -58,7 +70,7 @@ class MetaModel:
         """Raise UserError if the devices of ``config`` cannot share the sequences or layers of the model."""
         check_sharing(self._model, config)
 
-    def compute_exchanged_bytes(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+    def compute_context_parallel_traffic(self, config: RunConfig, cluster: Cluster) -> ContextParallelTraffic:
         """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
 
         Each of ``context_parallel_size`` devices sends the others their share of the queries, keys, values
@@ -66,7 +78,7 @@ class MetaModel:
         """
         parts, data, micro = config.context_parallel_size, config.data, config.train.micro_batch_size
         if parts == 1:
-            return 0.0, 0.0
+            return ContextParallelTraffic(0.0, 0.0)
         text = self._model.config.get_text_config()
         heads, keys = count_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -77,7 +89,7 @@ class MetaModel:
         tokens = micro * data.sequences * data.longest // parts
         passes = 2 if config.memory.activation_checkpointing == "none" else 3
         share = passes * width * tokens * COMPUTE_BYTES[config.precision] / parts
-        return share * (parts - 1), share * max(0, parts - cluster.per_node)
+        return ContextParallelTraffic(share * (parts - 1), share * max(0, parts - cluster.per_node))
 
     def measure_activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""

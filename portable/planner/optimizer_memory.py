@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.optim.block_size import choose_block_size
 from portable.plugins import names_code
@@ -17,20 +17,32 @@ MASTER = 4
 """Bytes of a master weight, of its gradient, and of a moment: all fp32."""
 
 
-def compute_user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
+class CustomStateBytes(NamedTuple):
+    """Bytes of the state that a custom optimizer keeps for a parameter.
+
+    Attributes:
+        sharded: State with the shape of the parameter, which is sharded like the parameter.
+        replicated: Other state, such as step counters.
+    """
+
+    sharded: int
+    replicated: int
+
+
+def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> CustomStateBytes:
     """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
 
     State of another shape counts completely. The optimizer is run on meta tensors.
     """
     from portable.optim.custom_optimizer import get_state_layout  # only here: it needs torch
 
-    sharded = numbers = 0
+    sharded = replicated = 0
     for size, itemsize in get_state_layout(train, shape):
         if size == shape:
             sharded += itemsize * elements
         else:
-            numbers += itemsize * math.prod(size)
-    return sharded, numbers
+            replicated += itemsize * math.prod(size)
+    return CustomStateBytes(sharded, replicated)
 
 
 def compute_moment_bytes(
@@ -56,7 +68,7 @@ def _compute_state_bytes(
 ) -> int:
     row, step = math.prod(shape[1:]), MASTER
     if names_code(train.optimizer):
-        return sum(compute_user_moment_bytes(train, shape, elements))
+        return sum(compute_custom_state_bytes(train, shape, elements))
     if matrices:
         return MASTER * elements
     if train.optimizer == "sgd":

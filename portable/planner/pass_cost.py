@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,7 @@ Compute = Literal["plain", "autocast", "cast"]
 weight. ``cast``: the parameters have the dtype themselves, as in FSDP2 and DeepSpeed."""
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Peak bytes on one device."""
 
     work: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
@@ -65,6 +65,13 @@ class Target:
     """None if unknown: then no option is said to fit."""
     host_memory: int | None
     """Bytes of a node; None if unknown."""
+
+
+class ConfigAndTarget(NamedTuple):
+    """A config as the target would run it, and the target."""
+
+    config: RunConfig
+    target: Target
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ class Planner:
             fits = device_bytes.total <= device.compute_usable_memory(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        exchanged = self.meta_model.compute_exchanged_bytes(config, cluster)
+        exchanged = self.meta_model.compute_context_parallel_traffic(config, cluster)
         links, network = (
             traffic.compute_step_bytes(micro_batches) + more * micro_batches
             for traffic, more in zip((footprint.links, footprint.network), exchanged, strict=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.batch_plan import plan_batches
 from portable.errors import UserError
 from portable.planner.memory_model import Cluster
-from portable.planner.plan import Target
+from portable.planner.plan import ConfigAndTarget, Target
 from portable.planner.run_time import Work, estimate_work
 from portable.registry import PLANNED_FOR_AUTO, load_backend_package
 from portable.terminal import show_loading, tell
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from portable.planner.meta_model import MetaModel
 
 
+class ModelAndWork(NamedTuple):
+    """A model on the meta device, and the amount of training, or None if it is unknown."""
+
+    model: MetaModel
+    work: Work | None
+
+
 def choose_target(
     config: RunConfig,
     device: Device | None,
@@ -25,7 +32,7 @@ def choose_target(
     host_memory: int | None = None,
     *,
     notes: bool = True,
-) -> tuple[RunConfig, Target]:
+) -> ConfigAndTarget:
     """Choose the backend for a kind of device, and resolve the config for it.
 
     Args:
@@ -67,7 +74,7 @@ def choose_target(
         tell(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
-    return config, target
+    return ConfigAndTarget(config, target)
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
@@ -77,7 +84,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     return settle_defaults(config)
 
 
-def build_meta_model(config: RunConfig, *, with_data: bool = True) -> tuple[MetaModel, Work | None]:
+def build_meta_model(config: RunConfig, *, with_data: bool = True) -> ModelAndWork:
     """Build the model on the meta device, and compute the amount of training.
 
     Args:
@@ -92,4 +99,4 @@ def build_meta_model(config: RunConfig, *, with_data: bool = True) -> tuple[Meta
         from portable.adapters.assemble import resolve_for_plan
         from portable.planner.meta_model import MetaModel
     config, model, sizes = resolve_for_plan(config, with_data=with_data)
-    return MetaModel(model, config), estimate_work(config, sizes)
+    return ModelAndWork(MetaModel(model, config), estimate_work(config, sizes))

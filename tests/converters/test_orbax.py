@@ -316,7 +316,7 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
     monkeypatch.setattr(tempfile, "TemporaryFile", watched)
     chunk = compressed_bytes.Compressed(Memory(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
     with pytest.raises(CheckpointError, match="ends after 100 of"):
-        chunk.held(1, set())
+        chunk.load_content(1, set())
     assert os.fstat(written[0]).st_size == 100
     os.close(written[0])
 
