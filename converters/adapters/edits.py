@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from portable.converters.tensors.edited_rows import Edit
     from portable.converters.tensors.tensor import Array, Tensor
 
-    Factors = Callable[[], tuple[Array, Array]]
-
 
 # Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
 # thread of a conversion multiplies: forty times slower, as measured on two busy cores.
@@ -58,6 +56,18 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     rows += product
 
 
+class LoraFactors(NamedTuple):
+    """The factors of a low-rank update, whose product `up @ down` has the rows of the weight.
+
+    Attributes:
+        up: Scaled, float32 [rows, rank].
+        down: Float32 [rank, columns].
+    """
+
+    up: Array
+    down: Array
+
+
 class _RowOverlap(NamedTuple):
     """The rows that a block and an edit have in common.
 
@@ -87,7 +97,7 @@ class LowRank:
         magnitude: DoRA: gives the norms that the rows have in the end.
     """
 
-    factors: Factors
+    factors: Callable[[], LoraFactors]
     row: int
     start: int
     count: int

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.adapters.base_changes import KEPT, BaseChanges, TensorChange, read_float32
 from portable.converters.adapters.config import CHANGES_BASE
-from portable.converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
+from portable.converters.adapters.edits import Add, ColumnMagnitude, LoraFactors, LowRank, ReplaceRows, Scale
 from portable.converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, parse_name
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
@@ -459,7 +459,7 @@ class _LoraChanges:
 
     def _load_factors(
         self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
-    ) -> tuple[Array, Array]:
+    ) -> LoraFactors:
         """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
         read = self._whole if count > 1 else read_float32
         first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
@@ -467,4 +467,5 @@ class _LoraChanges:
         second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
         if transposed:
             first, second = second.T, first.T
-        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
+        scaled = np.ascontiguousarray(second) * np.float32(scaling)
+        return LoraFactors(scaled, np.ascontiguousarray(first))
