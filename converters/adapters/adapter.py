@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.adapters.names import (
     FINGERPRINT,
@@ -33,11 +33,23 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
     from portable.converters.tensors.tensor import Shape, Tensor
 
-    Pair = tuple[Tensor, Tensor, bool]
-
 _BLOCK = 512 << 10
 _PROMPT = "prompt_embeddings"
 _WRAPPED = "base_model."
+
+
+class LoraPair(NamedTuple):
+    """The two factors of LoRA: the update of the weight is `up @ down`, scaled.
+
+    Attributes:
+        down: `lora_A`, shape [rank, inputs], or [rank, inputs, ...] of a convolution.
+        up: `lora_B`, shape [outputs, rank].
+        is_embedding: Whether the factors are those of an embedding.
+    """
+
+    down: Tensor
+    up: Tensor
+    is_embedding: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class AdapterModule:
         """The tensor of a kind: a module's weight, or a bare parameter."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
-    def get_lora_pair(self) -> Pair | None:
+    def get_lora_pair(self) -> LoraPair | None:
         """The two factors of LoRA, and whether they are an embedding's."""
         for first, second, embedding in (
             ("lora_A", "lora_B", False),
@@ -66,7 +78,7 @@ class AdapterModule:
         ):
             left, right = self.find(first), self.find(second)
             if left is not None and right is not None:
-                return left, right, embedding
+                return LoraPair(left, right, embedding)
             if left is not None or right is not None:
                 lacking = second if left is not None else first
                 raise CheckpointError(f"{self.path}: {lacking} is missing")

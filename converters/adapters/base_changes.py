@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.adapters.base_names import BaseNames, Found, Region
 from portable.converters.adapters.edits import Scale, is_same_edit
@@ -66,6 +66,20 @@ class TensorChange:
             and len(self.edits) == len(other.edits)
             and all(map(is_same_edit, self.edits, other.edits))
         )
+
+
+class ChangedRegion(NamedTuple):
+    """Rows of one base tensor that a parameter changes.
+
+    Attributes:
+        change: Change of the tensor.
+        region: The rows, in the tensor and in the parameter.
+        num_rows: Number of rows.
+    """
+
+    change: TensorChange
+    region: Region
+    num_rows: int
 
 
 class BaseChanges:
@@ -162,14 +176,12 @@ class BaseChanges:
             tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count]
         )
 
-    def iter_changed_regions(
-        self, parameter: Found, lead: int = 0
-    ) -> Iterator[tuple[TensorChange, Region, int]]:
+    def iter_changed_regions(self, parameter: Found, lead: int = 0) -> Iterator[ChangedRegion]:
         """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
         for region in parameter.regions:
             stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
             change = self.change(region.name, lead or (2 if stack else 1))
-            yield change, region, region.stop - region.start
+            yield ChangedRegion(change, region, region.stop - region.start)
 
     def zero_bias(self, module: str) -> None:
         """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from threading import Lock, local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.lazy_numpy import np
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from portable.converters.tensors.edited_rows import Edit
     from portable.converters.tensors.tensor import Array, Tensor
-
-    Factors = Callable[[], tuple[Array, Array]]
 
 
 # Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
@@ -58,10 +56,36 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     rows += product
 
 
-def _find_overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:
-    """(rows of the block, the same rows counted from `row`) of those in [row, row + count)."""
+class LoraFactors(NamedTuple):
+    """The factors of a low-rank update, whose product `up @ down` has the rows of the weight.
+
+    Attributes:
+        up: Scaled, float32 [rows, rank].
+        down: Float32 [rank, columns].
+    """
+
+    up: Array
+    down: Array
+
+
+class _RowOverlap(NamedTuple):
+    """The rows that a block and an edit have in common.
+
+    Attributes:
+        block_rows: The rows, counted from the first row of the block.
+        edit_rows: The same rows, counted from the first row of the edit.
+    """
+
+    block_rows: slice
+    edit_rows: slice
+
+
+def _find_overlap(block: Array, first: int, row: int, count: int) -> _RowOverlap | None:
+    """Find the rows of a block, which begins at row `first`, in [row, row + count); None without any."""
     low, high = max(first, row), min(first + len(block), row + count)
-    return (slice(low - first, high - first), slice(low - row, high - row)) if low < high else None
+    if low >= high:
+        return None
+    return _RowOverlap(slice(low - first, high - first), slice(low - row, high - row))
 
 
 @dataclass
@@ -73,7 +97,7 @@ class LowRank:
         magnitude: DoRA: gives the norms that the rows have in the end.
     """
 
-    factors: Factors
+    factors: Callable[[], LoraFactors]
     row: int
     start: int
     count: int

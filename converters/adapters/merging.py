@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.adapters.base_changes import KEPT, BaseChanges, TensorChange, read_float32
 from portable.converters.adapters.config import CHANGES_BASE
-from portable.converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
+from portable.converters.adapters.edits import Add, ColumnMagnitude, LoraFactors, LowRank, ReplaceRows, Scale
 from portable.converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, parse_name
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import GENERATION, MERGED, TOKENIZER
@@ -30,7 +30,7 @@ from portable.converters.tensors.dtypes import CASTABLE
 from portable.converters.tensors.edited_rows import append_zero_rows
 
 if TYPE_CHECKING:
-    from portable.converters.adapters.adapter import AdapterModule, Pair, StoredAdapter
+    from portable.converters.adapters.adapter import AdapterModule, LoraPair, StoredAdapter
     from portable.converters.adapters.base_names import Found
     from portable.converters.storage.path_or_url import Place
     from portable.converters.tensors.tensor import Array, Tensor
@@ -332,7 +332,7 @@ class _LoraChanges:
     def apply(self) -> None:
         """Add those of all modules."""
         on = self.on
-        nested: dict[str, list[tuple[AdapterModule, Pair]]] = {}
+        nested: dict[str, list[tuple[AdapterModule, LoraPair]]] = {}
         for module in on.adapter.modules:
             pair = module.get_lora_pair()
             if pair is None:
@@ -344,7 +344,7 @@ class _LoraChanges:
         for path, modules in nested.items():
             self._apply_to_parameters(path, modules)
 
-    def _apply_lora(self, module: AdapterModule, pair: Pair) -> None:
+    def _apply_lora(self, module: AdapterModule, pair: LoraPair) -> None:
         left, right, embedding = pair
         live = f"{module.path}.weight"
         parameter = self.on.find(live)
@@ -388,7 +388,7 @@ class _LoraChanges:
                 parameters.append(leaf)
         return sorted(dict.fromkeys(parameters), key=lambda leaf: ("down" in leaf, leaf))
 
-    def _apply_to_parameters(self, path: str, modules: list[tuple[AdapterModule, Pair]]) -> None:
+    def _apply_to_parameters(self, path: str, modules: list[tuple[AdapterModule, LoraPair]]) -> None:
         """LoRA on parameters of one module: the innermost wrapper is that of the first."""
         pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].wraps)]
         leaves = self._list_target_parameters(path)
@@ -410,7 +410,7 @@ class _LoraChanges:
         for pair, leaf, transposed in chosen:
             self._apply_to_stack(f"{path}.{leaf}", founds[leaf], pair, transposed=bool(transposed))
 
-    def _fits_stack(self, path: str, leaf: str, parameter: Found, pair: Pair) -> bool | None:
+    def _fits_stack(self, path: str, leaf: str, parameter: Found, pair: LoraPair) -> bool | None:
         """Whether the factors fit with the parameter's inputs as rows; None if they do not fit at all."""
         left, right, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
@@ -445,7 +445,7 @@ class _LoraChanges:
             )
         return False
 
-    def _apply_to_stack(self, live: str, parameter: Found, pair: Pair, *, transposed: bool) -> None:
+    def _apply_to_stack(self, live: str, parameter: Found, pair: LoraPair, *, transposed: bool) -> None:
         left, right, _ = pair
         count = parameter.shape[0] if len(parameter.shape) == 3 else 1
         height = parameter.shape[-2]
@@ -459,7 +459,7 @@ class _LoraChanges:
 
     def _load_factors(
         self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
-    ) -> tuple[Array, Array]:
+    ) -> LoraFactors:
         """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
         read = self._whole if count > 1 else read_float32
         first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
@@ -467,4 +467,5 @@ class _LoraChanges:
         second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
         if transposed:
             first, second = second.T, first.T
-        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
+        scaled = np.ascontiguousarray(second) * np.float32(scaling)
+        return LoraFactors(scaled, np.ascontiguousarray(first))

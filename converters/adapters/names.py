@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.errors import CheckpointError
 
@@ -95,13 +95,18 @@ def _split_tail(tail: list[str]) -> tuple[str | None, str]:
     return (tail[0], tail[1]) if len(tail) == 2 and tail[1] in _LEAVES else ("", "")
 
 
-def _strip_wrappers(path: list[str]) -> tuple[str, int]:
-    """The module of a path, and the number of wrappers at its end."""
+class _WrappedModule(NamedTuple):
+    module: str
+    num_wrappers: int
+
+
+def _strip_wrappers(path: list[str]) -> _WrappedModule:
+    """Remove the wrappers at the end of a module's path, and count those that change a weight."""
     wraps = 0
     while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
         wraps += path[-1] == BASE_LAYER
         path = path[:-1]
-    return ".".join(path), wraps
+    return _WrappedModule(".".join(path), wraps)
 
 
 def parse_replacement(name: str) -> AdapterTensorName:
@@ -111,17 +116,26 @@ def parse_replacement(name: str) -> AdapterTensorName:
     return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PREFIX)]))
 
 
+class SplitNames(NamedTuple):
+    """The tensor names of a checkpoint.
+
+    Attributes:
+        adapter: Names of the adapter's tensors, with their meaning.
+        base: Names of the base model's tensors.
+    """
+
+    adapter: dict[str, AdapterTensorName]
+    base: list[str]
+
+
 def split_adapter_and_base(
     names: Iterable[str], *, bias: str, wanted: str | None, location: object
-) -> tuple[dict[str, AdapterTensorName], list[str]]:
+) -> SplitNames:
     """Sort the tensors of a checkpoint into those of an adapter, and those of its base.
 
     Args:
         bias: the setting `bias` of the adapter.
         wanted: the adapter's name where the checkpoint holds several.
-
-    Returns:
-        Name -> part, and the names of the base's tensors.
 
     Raises:
         CheckpointError: several adapters, and none was named; or none of that name.
@@ -136,7 +150,8 @@ def split_adapter_and_base(
         if all(name.startswith(PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
             rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
-            return parts | {name: parse_replacement(name) for name in rest if name not in parts}, []
+            replaced = {name: parse_replacement(name) for name in rest if name not in parts}
+            return SplitNames(parts | replaced, [])
     elif wanted is None and len(adapters) > 1:
         raise CheckpointError(
             f"{location}: holds several adapters ({', '.join(adapters)}); choose one with --adapter-name"
@@ -166,7 +181,7 @@ def split_adapter_and_base(
             parts[name] = part
         else:
             base.append(name)
-    return parts, base
+    return SplitNames(parts, base)
 
 
 def to_base_name(name: str) -> str:

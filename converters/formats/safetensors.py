@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from portable.converters.config_and_tokenizer_files import (
@@ -125,8 +125,20 @@ def _read_optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerStat
     return OptimizerState(state, groups)
 
 
-def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the `__metadata__` of one file.
+class SafetensorsContent(NamedTuple):
+    """Content of one safetensors file.
+
+    Attributes:
+        tensors: Tensors by name, read when their values are needed.
+        metadata: Strings of the header's `__metadata__`; empty if it has another form.
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_file(file: SourceFile) -> SafetensorsContent:
+    """Read the header of one file.
 
     Raises:
         CheckpointError: truncated, or the offsets leave gaps, overlap or do not fit the shapes.
@@ -164,11 +176,18 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
             why = "unused bytes" if stop < low else "overlapping tensors"
             raise CheckpointError(f"{file.path}: {why} {description}; truncated or damaged")
     plain = isinstance(extra, dict) and all(isinstance(value, str) for value in extra.values())
-    return tensors, extra if plain else {}
+    return SafetensorsContent(tensors, extra if plain else {})
 
 
-def _read_entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
-    """(dtype, shape, start, stop) of one header entry."""
+class _HeaderEntry(NamedTuple):
+    dtype: str
+    shape: list[int]
+    start: int
+    stop: int
+
+
+def _read_entry(name: str, entry: Any) -> _HeaderEntry:
+    """Parse one header entry; its positions are bytes after the header."""
     try:
         dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sound = type(dtype) is str and type(shape) is list and 0 <= low <= high
@@ -178,7 +197,7 @@ def _read_entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
         raise CheckpointError(f"damaged header entry for {name!r}")
     if dtype not in SUPPORTED:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
-    return dtype, list(shape), low, high
+    return _HeaderEntry(dtype, list(shape), low, high)
 
 
 FORMAT = Format(

@@ -68,16 +68,47 @@ class _TensorLayout(NamedTuple):
     placements: list[dict[str, Any]]
 
 
+class _GroupLayout(NamedTuple):
+    """Layout of a tensor on the ranks of one group."""
+
+    ranks: frozenset[int]
+    layout: _TensorLayout
+
+
+class _RankFile(NamedTuple):
+    """File of one item on one rank.
+
+    Attributes:
+        name: Name of the file in the folder.
+        serialization: Serialization format, such as `TorchSerialization`.
+    """
+
+    name: str
+    serialization: str
+
+
 class _Item(NamedTuple):
     """An entry of the state dict that was saved.
 
     Attributes:
-        files: File name and serialization format of each rank.
-        layouts: Layouts of each sharded tensor, keyed by path, as pairs of ranks and layout.
+        files: File of each rank.
+        layouts: Layouts of each sharded tensor, keyed by path.
     """
 
-    files: dict[int, tuple[str, str]]
-    layouts: dict[KeyPath, list[tuple[frozenset[int], _TensorLayout]]]
+    files: dict[int, _RankFile]
+    layouts: dict[KeyPath, list[_GroupLayout]]
+
+
+class _Metadata(NamedTuple):
+    """Content of `metadata.pkl`.
+
+    Attributes:
+        world_size: Number of ranks that saved the checkpoint.
+        items: Items that contain sharded tensors, keyed by name.
+    """
+
+    world_size: int
+    items: dict[str, _Item]
 
 
 def _find(source: CheckpointPath) -> Place | None:
@@ -136,11 +167,8 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
     )
 
 
-def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
+def _read_metadata(path: Place) -> _Metadata:
     """Read `metadata.pkl`.
-
-    Returns:
-        The number of ranks, and the items that contain sharded tensors, keyed by name.
 
     Raises:
         CheckpointError: If the table is damaged or has another version.
@@ -171,7 +199,7 @@ def _read_metadata(path: Place) -> tuple[int, dict[str, _Item]]:
         raise CheckpointError(
             f"{file}: lists no sharded tensors; save the model with a resharder, such as DefaultResharder"
         )
-    return world, items
+    return _Metadata(world, items)
 
 
 def _read_item(name: Any, entry: Any, world: int) -> _Item:
@@ -190,10 +218,10 @@ def _read_item(name: Any, entry: Any, world: int) -> _Item:
     )
 
 
-def _read_file_name(name: str, rank: int, layout: Any) -> tuple[str, str]:
-    """Return the file name and serialization format of a rank."""
+def _read_file_name(name: str, rank: int, layout: Any) -> _RankFile:
+    """Parse the file of an item on one rank."""
     if layout is None:
-        return f"{name}_{rank}.pt", _TORCH
+        return _RankFile(f"{name}_{rank}.pt", _TORCH)
     file = layout.get("file_path") if isinstance(layout, dict) else None
     how = layout.get("serialization_format") if isinstance(layout, dict) else None
     kind = how.get("type") if isinstance(how, dict) else None
@@ -201,7 +229,7 @@ def _read_file_name(name: str, rank: int, layout: Any) -> tuple[str, str]:
         raise CheckpointError(
             f"damaged, the file of item {format_value(name)} on rank {rank} is not recorded"
         )
-    return file, kind
+    return _RankFile(file, kind)
 
 
 def _parse_path(text: Any) -> KeyPath:
@@ -215,16 +243,16 @@ def _parse_path(text: Any) -> KeyPath:
     return tuple(parts)
 
 
-def _read_groups(name: Any, groups: Any, world: int) -> list[tuple[frozenset[int], _TensorLayout]]:
+def _read_groups(name: Any, groups: Any, world: int) -> list[_GroupLayout]:
     """Read the layouts of a tensor, each with its ranks."""
-    layouts: list[tuple[frozenset[int], _TensorLayout]] = []
+    layouts: list[_GroupLayout] = []
     seen: set[int] = set()
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
             raise CheckpointError(f"damaged, the ranks of {format_value(name)} are {format_value(ranks)}")
         seen.update(ranks)
-        layouts.append((frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
+        layouts.append(_GroupLayout(frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
     if not layouts:
         raise CheckpointError(f"damaged, {format_value(name)} is on no rank")
     return layouts
@@ -275,7 +303,7 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
         location = f"{folder.path / file}"
         values = (
             _read_parts(folder, file, rank, item)
-            if item.files[rank][1] == _SAFETENSORS
+            if item.files[rank].serialization == _SAFETENSORS
             else _flatten(load(folder.file(file)), location)
         )
         for path, value in values:

@@ -7,7 +7,7 @@ import re
 import warnings
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,6 +61,20 @@ if TYPE_CHECKING:
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
 _SHOWN, _ROWS = 8, 1024
 _FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class _SourceAdapter(NamedTuple):
+    """The adapter from which a run starts.
+
+    Attributes:
+        folder: Folder of the adapter.
+        adapter: The adapter.
+        base_keys: Keys in its file of the tensors that the base model has as well.
+    """
+
+    folder: Path
+    adapter: StoredAdapter
+    base_keys: list[str]
 
 
 class Adapter:
@@ -164,8 +178,8 @@ class Adapter:
         return self._initial if self._run.adapter.name_or_path is None else self._read_initial_values(base)
 
     @cached_property
-    def _source_adapter(self) -> tuple[Path, StoredAdapter, list[str]]:
-        """The adapter ``adapter.name_or_path``, checked by its headers, and what it holds of the base."""
+    def _source_adapter(self) -> _SourceAdapter:
+        """The adapter ``adapter.name_or_path``, whose headers were checked against the model."""
         folder = find_adapter_folder(str(self._run.adapter.name_or_path))
         try:
             stored_adapter = find_adapter(open_checkpoint(find_weights_file(folder)))
@@ -194,7 +208,7 @@ class Adapter:
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
                 f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
             )
-        return folder, stored_adapter, of_base
+        return _SourceAdapter(folder, stored_adapter, of_base)
 
     def check_given(self) -> None:
         """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.

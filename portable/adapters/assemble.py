@@ -98,8 +98,15 @@ def check_sharing(model: PreTrainedModel, config: RunConfig) -> None:
         check_layers(model, config.tensor_parallel_size)
 
 
-def inspect_run(config: RunConfig) -> tuple[Assembled, DataSizes]:
-    """The model of a run, and what is known of its data without writing or downloading any.
+class InspectedRun(NamedTuple):
+    """The model of a run, and the sizes of its data."""
+
+    assembled: Assembled
+    data: DataSizes
+
+
+def inspect_run(config: RunConfig) -> InspectedRun:
+    """Assemble the model of a run and inspect its data, without writing or downloading any data.
 
     Raises:
         UserError: for what a run refuses.
@@ -109,7 +116,7 @@ def inspect_run(config: RunConfig) -> tuple[Assembled, DataSizes]:
     get_problem_type(model_config, config.model)  # refuses what a run refuses
     special_tokens = SpecialTokens(model_config, config.model)
     data = inspect_data(config.data, task=config.model.task, **build_tokenizer_hints(config, model_config))
-    return assemble(config, model_config, special_tokens, data.opened, data), data
+    return InspectedRun(assemble(config, model_config, special_tokens, data.opened, data), data)
 
 
 def settle_defaults(config: RunConfig) -> RunConfig:
@@ -128,17 +135,26 @@ def settle_defaults(config: RunConfig) -> RunConfig:
     return choose_packing(models.choose_seq_len(config.replaced({"data.format": kind})))
 
 
-def resolve_for_plan(
-    config: RunConfig, *, with_data: bool = True
-) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
+class PlanInputs(NamedTuple):
+    """A resolved config and its model, for a plan.
+
+    Attributes:
+        config: The resolved config.
+        model: The model on the meta device.
+        sizes: The sizes of the data, or None if the data was not read.
+    """
+
+    config: RunConfig
+    model: PreTrainedModel
+    sizes: DataSizes | None
+
+
+def resolve_for_plan(config: RunConfig, *, with_data: bool = True) -> PlanInputs:
     """Resolve a config with the files on this machine, and build its model on the meta device.
 
     Args:
         config: Config of the run.
         with_data: Whether to read the data and the tokenizer, if they are on this machine.
-
-    Returns:
-        The config, the model, and the sizes of the data. The sizes are None if the data is not read.
 
     Raises:
         UserError: If a run would refuse the config.
@@ -148,14 +164,14 @@ def resolve_for_plan(
     if with_data:
         with suppress(MissingDataError):  # a plan does not need the data
             assembled, sizes = inspect_run(config)
-            return config, assembled.model, sizes
+            return PlanInputs(config, assembled.model, sizes)
     from portable.adapters.adapter import build_training_model
 
     model_config = models.load_model_config(config.model)
     models.check_length(model_config, config)
     model = build_training_model(model_config, config)
     check_sharing(model, config)
-    return config, model, None
+    return PlanInputs(config, model, None)
 
 
 def build_tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:

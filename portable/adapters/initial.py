@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +27,34 @@ _ROWS = 1024
 """Of a weight whose lengths are computed, in memory at a time."""
 
 
+class BaseDependentValue(NamedTuple):
+    """A value of the adapter that is computed from a weight of the base model.
+
+    Attributes:
+        value: Function of the weight: DoRA's magnitudes, or the rows of trained tokens.
+        base_name: Name of the weight in the base model.
+    """
+
+    value: DoraLengths | TrainedTokenRows
+    base_name: str
+
+
+class InitialValues(NamedTuple):
+    """Initial values of an adapter, keyed by parameter name.
+
+    Attributes:
+        values: Values that do not depend on the base model.
+        base_dependent: Values that are computed from a weight of the base model.
+    """
+
+    values: dict[str, ReadableTensor]
+    base_dependent: dict[str, BaseDependentValue]
+
+
 def compute_initial_values(
     model: nn.Module, config: Any, seed: int, base: Mapping[str, str]
-) -> tuple[dict[str, ReadableTensor], dict[str, tuple[DoraLengths | TrainedTokenRows, str]]]:
-    """What peft initializes in each of its layers.
+) -> InitialValues:
+    """Describe the values that peft initializes in each of its layers, without computing them.
 
     Args:
         model: with its adapter, on the meta device.
@@ -38,16 +62,13 @@ def compute_initial_values(
         seed: of the run.
         base: the base model's names of its tensors.
 
-    Returns:
-        The values by parameter name; and by parameter name DoRA's lengths and the rows of trained tokens,
-        which are computed from a weight of the base model, with that weight's name.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     from portable.private import peft_internals
 
     values: dict[str, ReadableTensor] = {}
-    lengths: dict[str, tuple[DoraLengths | TrainedTokenRows, str]] = {}
+    lengths: dict[str, BaseDependentValue] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
         if peft_internals.is_trainable_tokens_layer(module):
@@ -56,7 +77,7 @@ def compute_initial_values(
                     TrainedTokenRows(module.token_indices[NAME]),
                     f"{prefix}.trainable_tokens_delta.{NAME}",
                 )
-                lengths[name] = rows, base[f"{prefix}.base_layer.weight"]
+                lengths[name] = BaseDependentValue(rows, base[f"{prefix}.base_layer.weight"])
         elif isinstance(module, BaseTunerLayer):
             layer = _PeftLayer(module, init, derive_named_seed(seed, prefix))
             values |= {
@@ -65,8 +86,9 @@ def compute_initial_values(
             }
             if getattr(module, "lora_magnitude_vector", None):
                 name = f"{prefix}.lora_magnitude_vector.{NAME}.weight"
-                lengths[name] = DoraLengths(layer, module), base[f"{prefix}.base_layer.weight"]
-    return values, lengths
+                magnitudes = DoraLengths(layer, module)
+                lengths[name] = BaseDependentValue(magnitudes, base[f"{prefix}.base_layer.weight"])
+    return InitialValues(values, lengths)
 
 
 class _PeftLayer:

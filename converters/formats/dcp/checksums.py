@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isal import isal_zlib
 
@@ -44,12 +44,22 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 CHECKSUMS = "shard_checksums.json"
 _VERSION = 1
 TABLES_VERSION = 2
 """Version of the file if each rank has written a table."""
+
+
+class Region(NamedTuple):
+    """A rectangular region of a tensor.
+
+    Attributes:
+        offsets: First index along each dimension.
+        sizes: Number of elements along each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class ShardChecksums:
     metadata: dict[str, Any]
     items: dict[str, dict[str, Any]] | None
     sizes: dict[str, int] = field(default_factory=dict)
-    boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
+    boxes: dict[str, dict[str, Region]] = field(default_factory=dict)
 
     def check_metadata(self, name: str, data: bytes) -> None:
         """CheckpointError unless `data` is the metadata file that was recorded."""
@@ -135,11 +145,11 @@ def _read_tables_index(path: Place, content: dict[str, Any]) -> ShardChecksums:
     return ShardChecksums(path, metadata, None, sizes, checked)
 
 
-def _read_box(path: Place, box: Any) -> Box:
+def _read_box(path: Place, box: Any) -> Region:
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
         raise CheckpointError(f"{path}: damaged, a box is not one of offsets and sizes")
-    return tuple(offsets), tuple(sizes)
+    return Region(tuple(offsets), tuple(sizes))
 
 
 def read_item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import (
     Global,
@@ -30,7 +30,7 @@ from portable.converters.containers.untrusted_values import (
     require_shape,
 )
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.dcp.checksums import list_metadata_files, read_checksums
+from portable.converters.formats.dcp.checksums import Region, list_metadata_files, read_checksums
 from portable.converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from portable.converters.tensors.dtypes import FROM_TORCH
 
@@ -71,7 +71,7 @@ class TensorEntry:
     Attributes:
         path: the dict keys and list indices it was flattened from, or None where the writer kept none.
         shape: of the whole tensor.
-        chunks: (offsets, sizes) of each chunk.
+        chunks: Region of each chunk.
         items: `format_chunk_key` of a chunk's offsets -> where it lies.
     """
 
@@ -80,7 +80,7 @@ class TensorEntry:
     path: KeyPath | None
     dtype: str
     shape: Dims
-    chunks: tuple[tuple[Dims, Dims], ...]
+    chunks: tuple[Region, ...]
     items: dict[str, Item]
 
 
@@ -162,8 +162,10 @@ def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | No
         kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
         stored = items.get(key, {})
         if kind == "TensorStorageMetadata":
-            dtype, shape, chunks = _read_tensor_properties(description, key, location)
-            entries[key] = TensorEntry(folder, key, path, dtype, shape, chunks, stored)
+            properties = _read_tensor_properties(description, key, location)
+            entries[key] = TensorEntry(
+                folder, key, path, properties.dtype, properties.shape, properties.chunks, stored
+            )
         elif kind == "BytesStorageMetadata" and list(stored) == [format_chunk_key(None)]:
             entries[key] = ValueEntry(folder, key, path, stored[format_chunk_key(None)])
         else:
@@ -250,10 +252,14 @@ def _read_items(
     return items
 
 
-def _read_tensor_properties(
-    description: Instance, key: str, location: str
-) -> tuple[str, Dims, tuple[tuple[Dims, Dims], ...]]:
-    """(dtype, shape, chunks) of one tensor."""
+class _TensorProperties(NamedTuple):
+    dtype: str
+    shape: Dims
+    chunks: tuple[Region, ...]
+
+
+def _read_tensor_properties(description: Instance, key: str, location: str) -> _TensorProperties:
+    """Parse the dtype, the shape and the chunks of one tensor."""
     fields = require_attributes(description, "TensorStorageMetadata", location)
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, Instance) else None
@@ -266,8 +272,8 @@ def _read_tensor_properties(
     for chunk in require_list(fields.get("chunks"), f"the list of chunks of {key!r}", location):
         parts = require_attributes(chunk, "ChunkStorageMetadata", location)
         offsets = require_shape(parts.get("offsets"), chunk_name, location)
-        extents.append((offsets, require_shape(parts.get("sizes"), chunk_name, location)))
-    return (
+        extents.append(Region(offsets, require_shape(parts.get("sizes"), chunk_name, location)))
+    return _TensorProperties(
         FROM_TORCH[name],
         require_shape(fields.get("size"), f"the shape of {key!r}", location),
         tuple(extents),

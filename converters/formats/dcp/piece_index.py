@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.dcp.checksums import CHECKSUMS, list_metadata_files
+from portable.converters.formats.dcp.checksums import CHECKSUMS, Region, list_metadata_files
 from portable.converters.formats.dcp.metadata import (
     Item,
     TensorEntry,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.converters.formats.dcp.metadata import Dims, Entry
+    from portable.converters.formats.dcp.metadata import Entry
     from portable.converters.storage.folder import Folder
 
 BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
@@ -85,12 +85,12 @@ class PieceIndex:
                 self.entries[key] = TensorEntry(folder, key, key_path, dtype, tuple(shape), (), {})
                 self._positions[key] = position, count
 
-    def find_entry(self, key: str, region: tuple[Dims, Dims]) -> TensorEntry:
+    def find_entry(self, key: str, region: Region) -> TensorEntry:
         """Return a tensor with the pieces that may overlap with a region.
 
         Args:
             key: Key of a tensor.
-            region: Offsets and sizes.
+            region: Region of the tensor.
         """
         entry = self.entries[key]
         assert isinstance(entry, TensorEntry)
@@ -100,11 +100,11 @@ class PieceIndex:
         for axis, (start, size) in enumerate(zip(*region, strict=True)):
             starts = rows[:, axis]
             rows = rows[(starts < start + size) & (starts + rows[:, dims + axis] > start)]
-        chunks: list[tuple[Dims, Dims]] = []
+        chunks: list[Region] = []
         items: dict[str, Item] = {}
         for row in rows.tolist():
             offsets, sizes, facts = tuple(row[:dims]), tuple(row[dims : 2 * dims]), row[2 * dims :]
-            chunks.append((offsets, sizes))
+            chunks.append(Region(offsets, sizes))
             if facts[0] >= 0:
                 items[format_chunk_key(offsets)] = self._to_item(facts)
         return replace(entry, chunks=tuple(chunks), items=items)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint, Scalar
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
@@ -142,20 +142,26 @@ def read_tensors(folder: Place, build_once: BuildOnce | None = None) -> dict[str
     return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
 
 
-def _read_entries(
-    path: Place, rank: tuple[int, int] | None, build_once: BuildOnce | None
-) -> tuple[Mapping[str, Entry], Callable[[TensorEntry, str], Tensor]]:
-    """Read the keys of one DCP folder.
+class _FolderEntries(NamedTuple):
+    """The keys of one DCP folder.
 
-    Returns:
-        The keys, and a function that builds the tensor of a key.
+    Attributes:
+        entries: Entry of each key.
+        build_tensor: Function that builds the tensor of an entry, given the name for error messages.
     """
+
+    entries: Mapping[str, Entry]
+    build_tensor: Callable[[TensorEntry, str], Tensor]
+
+
+def _read_entries(path: Place, rank: tuple[int, int] | None, build_once: BuildOnce | None) -> _FolderEntries:
+    """Read the keys of one DCP folder."""
     folder = Folder(path)
     if rank is not None or build_once is not None:
         tables = open_tables(folder, rank, build_once)
         if tables is not None:
-            return tables.entries, partial(_build_sharded_tensor, tables)
-    return read_metadata(folder), _build_tensor
+            return _FolderEntries(tables.entries, partial(_build_sharded_tensor, tables))
+    return _FolderEntries(read_metadata(folder), _build_tensor)
 
 
 def _build_metadata(folders: Sequence[Place]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.dcp.checksums import read_checksums
+from portable.converters.formats.dcp.checksums import Region, read_checksums
 from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata_file
 from portable.converters.formats.dcp.piece_index import PieceIndex, open_index
 from portable.converters.tensors.tensor import Box, Tensor, check_shape
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from portable.converters.formats.dcp.piece_index import BuildOnce
     from portable.converters.storage.folder import Folder
 
-Region = tuple["Dims", "Dims"]
-"""Offsets and sizes."""
 _WHOLE = ".metadata"
 
 
@@ -81,13 +79,13 @@ class ShardTables:
         """
         entry = self.entries[key]
         assert isinstance(entry, TensorEntry)
-        region = region or ((0,) * len(entry.shape), entry.shape)
+        region = region or Region((0,) * len(entry.shape), entry.shape)
         with self._lock:
             boxes = self._collect(key, build_boxes, region)
-            if sum(prod(sizes) for _, sizes in _clip_boxes(boxes, region)) < prod(region[1]):
+            if sum(prod(clipped.sizes) for clipped in _clip_boxes(boxes, region)) < prod(region.sizes):
                 self._read_tables(entry.shape, region)
                 boxes = self._collect(key, build_boxes, region)
-        check_boxes_tile(f"{self._folder.path}: {key}", region[1], _clip_boxes(boxes, region))
+        check_boxes_tile(f"{self._folder.path}: {key}", region.sizes, _clip_boxes(boxes, region))
         return boxes
 
     def _collect(
@@ -104,7 +102,9 @@ class ShardTables:
             for box in build_boxes(entry):
                 # As text, because numbers can be chosen to collide.
                 boxes.setdefault(repr((box.offsets, box.sizes)), box)
-        return [box for box in boxes.values() if _find_overlap((box.offsets, box.sizes), region) is not None]
+        return [
+            box for box in boxes.values() if _find_overlap(Region(box.offsets, box.sizes), region) is not None
+        ]
 
     def _read_tables(self, shape: Dims, region: Region) -> None:
         """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
@@ -168,7 +168,8 @@ class ShardedTensor(Tensor):
             return super().find_overlapping_boxes(starts, sizes)
         # A slice is read in several regions if it is larger than a buffer.
         if self._located is None or self._located[0] != (starts, sizes):
-            self._located = (starts, sizes), self._find_boxes((starts, sizes))
+            region = Region(starts, sizes)
+            self._located = region, self._find_boxes(region)
         return self._located[1]
 
     def release(self) -> None:
@@ -210,7 +211,7 @@ def _get_type(entry: Entry) -> tuple[str, Dims] | None:
 
 def _find_overlap(box: Region, region: Region) -> Region | None:
     """Return the common part of a box and a region, relative to the region; None if there is none."""
-    if len(box[0]) != len(region[0]):
+    if len(box.offsets) != len(region.offsets):
         return None
     lows, sizes = [], []
     for offset, size, start, extent in zip(*box, *region, strict=True):
@@ -219,9 +220,9 @@ def _find_overlap(box: Region, region: Region) -> Region | None:
             return None
         lows.append(low - start)
         sizes.append(high - low)
-    return tuple(lows), tuple(sizes)
+    return Region(tuple(lows), tuple(sizes))
 
 
 def _clip_boxes(boxes: Sequence[Box], region: Region) -> list[Region]:
-    clipped = (_find_overlap((box.offsets, box.sizes), region) for box in boxes)
+    clipped = (_find_overlap(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
@@ -103,8 +103,22 @@ class _RankFile(Generic[F]):
         return value
 
 
+class SliceLengths(NamedTuple):
+    """Elements of the slices of a group of stages 1 and 2.
+
+    Attributes:
+        used: Elements that belong to parameters in the slice of this rank.
+        other_used: Elements that belong to parameters in the slice of the other rank.
+        padded: Elements of each slice with its padding.
+    """
+
+    used: int
+    other_used: int
+    padded: int
+
+
 def defer_optim(
-    folder: Folder, name: str, own: OptimFile, lengths: Sequence[tuple[int, int, int]] | None
+    folder: Folder, name: str, own: OptimFile, lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
     """Describe another rank's file of optimizer states by this rank's file.
 
@@ -112,9 +126,8 @@ def defer_optim(
         folder: Folder of the files.
         name: Name of the other file.
         own: This rank's file.
-        lengths: For each group of stages 1 and 2, the elements of the slice that belong to parameters, on
-            this rank and on the other rank, and the size of the slice. None in stage 3, because
-            the slices of all ranks have the same sizes.
+        lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because the slices of
+            all ranks have the same length.
 
     Returns:
         The file, whose tensors are opened when they are read.

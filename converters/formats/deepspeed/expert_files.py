@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
@@ -18,9 +18,25 @@ _EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_stat
 _EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..+)")
 
 
+class LayerTensor(NamedTuple):
+    """A tensor in a file of single layers or experts.
+
+    Attributes:
+        location: Path of the file, used in error messages.
+        number: Number of the layer or the expert in the file name.
+        key: Name of the tensor in the file.
+        tensor: The tensor.
+    """
+
+    location: str
+    number: int
+    key: str
+    tensor: StoredTensor
+
+
 def iter_layer_tensors(
     folder: Folder, files: Sequence[str], pattern: re.Pattern[str], other: str
-) -> Iterator[tuple[str, int, str, StoredTensor]]:
+) -> Iterator[LayerTensor]:
     """Iterate over the tensors of files that contain the weights of layers.
 
     Args:
@@ -30,7 +46,7 @@ def iter_layer_tensors(
         other: Message of the error for a file of another name.
 
     Yields:
-        Tuples of the file, the number in its name, the key and the tensor.
+        The tensors of all files.
 
     Raises:
         CheckpointError: If a file has another name, or contains something other than tensors.
@@ -42,7 +58,7 @@ def iter_layer_tensors(
         for key, value in load(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
                 raise CheckpointError(f"{location}: not the weights of a layer")
-            yield location, int(match[1]), key, value
+            yield LayerTensor(location, int(match[1]), key, value)
 
 
 class Experts:

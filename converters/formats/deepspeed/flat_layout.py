@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_COUNT
@@ -132,6 +132,18 @@ def _join_parts(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[in
     )
 
 
+class Fragment(NamedTuple):
+    """The part of a parameter in the slice of one rank.
+
+    Attributes:
+        start: First element in the slice.
+        numel: Number of elements.
+    """
+
+    start: int
+    numel: int
+
+
 class EqualSlices:
     """One group of stages 1 and 2: parameters end to end, with alignment gaps, in equal slices."""
 
@@ -176,14 +188,14 @@ class EqualSlices:
             for name, shape in self.shapes.items()
         }
 
-    def find_fragments(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Parameter -> (start in the rank's slice, numel), for the parameters in it."""
+    def find_fragments(self, rank: int) -> dict[str, Fragment]:
+        """Compute the fragment of each parameter that overlaps with the slice of a rank."""
         low, high = rank * self.slice, (rank + 1) * self.slice
         fragments = {}
         for name, start in self.starts.items():
             first, last = max(low, start), min(high, start + prod(self.shapes[name]))
             if first < last:
-                fragments[name] = (first - low, last - first)
+                fragments[name] = Fragment(first - low, last - first)
         return fragments
 
 

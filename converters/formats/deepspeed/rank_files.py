@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
@@ -27,7 +27,7 @@ from portable.converters.containers.untrusted_values import (
     require_shape,
 )
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.deepspeed.flat_layout import WholeParameters, join_pieces, to_piece
+from portable.converters.formats.deepspeed.flat_layout import Fragment, WholeParameters, join_pieces, to_piece
 from portable.converters.formats.torch_save.optimizer import as_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.names.canonical import strip_prefixes
@@ -159,6 +159,13 @@ def load(folder: Folder, name: str) -> dict[str, Any]:
     return content
 
 
+class ParallelDegrees(NamedTuple):
+    """The numbers of tensor-parallel ranks and of pipeline stages of a run."""
+
+    tensor: int
+    pipeline: int
+
+
 @dataclass(frozen=True)
 class ModelFile:
     """One `*_model_states.pt`.
@@ -182,8 +189,8 @@ class ModelFile:
     pipeline: bool
 
     @property
-    def degrees(self) -> tuple[int, int]:
-        """The numbers of tensor and of pipeline parallel ranks.
+    def degrees(self) -> ParallelDegrees:
+        """The numbers of tensor-parallel and of pipeline-parallel ranks.
 
         Raises:
             CheckpointError: damaged, or the file does not say which of the two.
@@ -200,7 +207,7 @@ class ModelFile:
                 f"{self.where}: damaged, its tensor and pipeline parallel degrees are "
                 f"{format_value(degrees[0])} and {format_value(degrees[1])} of {total}"
             )
-        return degrees
+        return ParallelDegrees(*degrees)
 
     def get_shared_records(self) -> dict[str, Any]:
         """What the model states of all ranks of a run have alike, in comparable form."""
@@ -475,8 +482,8 @@ def require_flat(value: Any, location: str, *, whole: bool = False) -> StoredTen
     return value
 
 
-def read_fragment(value: Any, location: str) -> tuple[int, int]:
-    """(start, numel) of a `fragment_address`."""
+def read_fragment(value: Any, location: str) -> Fragment:
+    """Parse a pickled `fragment_address`."""
     state = value.state if isinstance(value, Instance) else None
     if isinstance(value, Instance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
@@ -485,7 +492,7 @@ def read_fragment(value: Any, location: str) -> tuple[int, int]:
     start, numel = state.get("start"), state.get("numel")
     if type(start) is not int or type(numel) is not int:
         raise CheckpointError(f"{location}: damaged param_slice_mappings")
-    return start, numel
+    return Fragment(start, numel)
 
 
 def _read_shapes(value: Any, location: str) -> Shapes:

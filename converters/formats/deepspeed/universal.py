@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import OptimizerState, Scalar
 from portable.converters.containers.pickle_reader import format_value
@@ -91,6 +91,20 @@ def load_part(folder: Folder, name: str) -> Any:
     archive = TorchZip(folder.file(name))
     archive.refuse_renamed()
     return archive.load(STANDINS, PREFIXES)
+
+
+class _FlatCopy(NamedTuple):
+    """Rank 0's elements of one parameter or state.
+
+    Attributes:
+        flat_group: Flat buffer of the sub-group.
+        start: First element in the buffer.
+        numel: Number of elements.
+    """
+
+    flat_group: StoredTensor
+    start: int
+    numel: int
 
 
 class _Universal:
@@ -173,11 +187,11 @@ class _Universal:
                 raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: missing")
         return files_by_name
 
-    def _locate_rank0_copies(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
-        """Parameter -> file -> (rank 0's flat group, first element, count), kept by stage 3."""
+    def _locate_rank0_copies(self) -> dict[str, dict[str, _FlatCopy]]:
+        """Locate rank 0's copy of each parameter and state, which stage 3 keeps in the common file."""
         location = str(self.folder.path / COMMON)
         masters, states = self.common.get("fp32_flat_groups"), _get_rank0_states(self.common, location)
-        copies: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
+        copies: dict[str, dict[str, _FlatCopy]] = {}
         for index, shapes in enumerate(self.groups):
             layout = WholeParameters(shapes, self.world, location)
             state = states.get(index)
@@ -193,7 +207,7 @@ class _Universal:
                     )
                 for name, shape in shapes.items():
                     count = min(layout.count_elements_per_rank(shape), prod(shape))
-                    copies.setdefault(name, {})[str(state_name)] = (value, layout.bases[name], count)
+                    copies.setdefault(name, {})[str(state_name)] = _FlatCopy(value, layout.bases[name], count)
         return copies
 
     def _read_parameter(self, name: str, state_name: str) -> Tensor:

@@ -14,7 +14,12 @@ from portable.converters.containers.pickle_reader import format_value, to_json_v
 from portable.converters.containers.shard_index import check_ranks
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.deepspeed.checks import check_against_module
-from portable.converters.formats.deepspeed.deferred_files import MASTERS, defer_model, defer_optim
+from portable.converters.formats.deepspeed.deferred_files import (
+    MASTERS,
+    SliceLengths,
+    defer_model,
+    defer_optim,
+)
 from portable.converters.formats.deepspeed.flat_layout import (
     EqualSlices,
     Flat,
@@ -145,7 +150,7 @@ class SavedRun:
         lengths = None
         if slices is not None:
             lengths = [
-                (layout.count_unpadded(self.rank), layout.count_unpadded(rank), layout.slice)
+                SliceLengths(layout.count_unpadded(self.rank), layout.count_unpadded(rank), layout.slice)
                 for layout in slices
             ]
         return defer_optim(self.folder, name, own, lengths)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from portable.converters.containers.pickle_reader import Standin
     from portable.converters.storage.byte_sources import SourceFile
-    from portable.converters.tensors.tensor import Tensor
 
 Dims = tuple[int, ...]
 
@@ -52,7 +51,7 @@ class Sharded:
 
 
 class Placed(NamedTuple):
-    """A part whose position in the tensor is known: the `state` of a `Sharded` that is not from a pickle.
+    """A part of a sharded tensor whose position is known; also the `state` of a `Sharded` without a pickle.
 
     Attributes:
         offsets: Start index of the part along each dimension.
@@ -60,7 +59,7 @@ class Placed(NamedTuple):
     """
 
     offsets: Dims
-    part: Tensor
+    part: Leaf
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -98,8 +97,8 @@ def load(file: SourceFile) -> Any:
     return archive.load(STANDINS, PREFIXES)
 
 
-def locate_parts(value: Sharded, rank: int, location: str) -> list[tuple[Dims, Leaf]]:
-    """(offsets, part) of each part of the tensor in this rank's file; a replica's are those of its original.
+def locate_parts(value: Sharded, rank: int, location: str) -> list[Placed]:
+    """Locate each part of the tensor in the file of a rank; a replica has the position of its original.
 
     Raises:
         CheckpointError: the part's shape is not what its placements make it, or they are not supported.
@@ -119,20 +118,41 @@ def locate_parts(value: Sharded, rank: int, location: str) -> list[tuple[Dims, L
     writer = get_attributes(mesh).get("_rank")
     if type(writer) is int and writer != rank:
         raise CheckpointError(f"{location}: was written by rank {writer}, not {rank}")
-    sizes, place = _find_mesh_position(mesh, rank, location)
-    if len(placements) != len(sizes):
-        raise CheckpointError(f"{location}: damaged, {len(placements)} placements on a mesh of {len(sizes)}")
-    offsets, shape = _locate_local_part(value.shape, sizes, place, placements, location)
-    if local.shape != shape or local.dtype != value.dtype:
+    position = _find_mesh_position(mesh, rank, location)
+    if len(placements) != len(position.sizes):
+        raise CheckpointError(
+            f"{location}: damaged, {len(placements)} placements on a mesh of {len(position.sizes)}"
+        )
+    extent = _locate_local_part(value.shape, position, placements, location)
+    if local.shape != extent.sizes or local.dtype != value.dtype:
         raise CheckpointError(
             f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say "
-            f"{value.dtype} {list(shape)}"
+            f"{value.dtype} {list(extent.sizes)}"
         )
-    return [(offsets, local)]
+    return [Placed(extent.offsets, local)]
 
 
-def _find_mesh_position(mesh: Any, rank: int, location: str) -> tuple[Dims, Dims]:
-    """(the sizes of the mesh, the rank's coordinates in it)."""
+class _MeshPosition(NamedTuple):
+    """A rank in a device mesh.
+
+    Attributes:
+        sizes: Size of each dimension of the mesh.
+        coordinates: Index of the rank along each dimension.
+    """
+
+    sizes: Dims
+    coordinates: Dims
+
+
+class Extent(NamedTuple):
+    """Position and shape of a part of a tensor."""
+
+    offsets: Dims
+    sizes: Dims
+
+
+def _find_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
+    """Find a rank in a pickled device mesh."""
     fields = get_attributes(mesh)
     stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
     if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
@@ -148,7 +168,7 @@ def _find_mesh_position(mesh: Any, rank: int, location: str) -> tuple[Dims, Dims
     ):
         raise CheckpointError(f"{location}: the mesh of a tensor does not hold rank {rank} once")
     if "mesh" in fields:
-        return ranks.shape, tuple(int(axis[0]) for axis in position)
+        return _MeshPosition(ranks.shape, tuple(int(axis[0]) for axis in position))
     cuts = _split_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
         raise CheckpointError(f"{location}: damaged, or of a newer torch: the layout of a tensor's mesh")
@@ -158,7 +178,7 @@ def _find_mesh_position(mesh: Any, rank: int, location: str) -> tuple[Dims, Dims
         for size, stride in dimension:
             coordinate = coordinate * size + int(position[0][0]) // stride % size
         place.append(coordinate)
-    return tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(place)
+    return _MeshPosition(tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(place))
 
 
 def _split_mesh_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | None:
@@ -200,13 +220,14 @@ def _to_list(value: Any) -> list[Any]:
 
 
 def _locate_local_part(
-    shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], location: str
-) -> tuple[Dims, Dims]:
-    """(offsets, sizes) of a part.
+    shape: Dims, position: _MeshPosition, placements: Sequence[Any], location: str
+) -> Extent:
+    """Compute the extent of a rank's part from its placements.
 
     Placements cut from the first dimension of the mesh to the last, each what the ones before it left. A
     strided one (FSDP over tensor parallelism) cuts after those that follow it.
     """
+    sizes = position.sizes
     plain: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
@@ -235,10 +256,10 @@ def _locate_local_part(
     offsets, left = [0] * len(shape), list(shape)
     for axis, dim in [*plain, *strided]:
         step = -(-left[dim] // sizes[axis])
-        low = min(left[dim], step * place[axis])
+        low = min(left[dim], step * position.coordinates[axis])
         offsets[dim] += low
         left[dim] = min(step, left[dim] - low)
-    return tuple(offsets), tuple(left)
+    return Extent(tuple(offsets), tuple(left))
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
@@ -253,7 +274,7 @@ def locate_part(
     placements: Sequence[Mapping[str, Any]],
     rank: int,
     location: str,
-) -> tuple[Dims, Dims]:
+) -> Extent:
     """Compute the position of a rank's part from placements that are tables.
 
     Args:
@@ -266,7 +287,7 @@ def locate_part(
         location: Tensor and file, used in error messages.
 
     Returns:
-        Offsets and sizes of the part.
+        Extent of the part.
 
     Raises:
         CheckpointError: If the rank is not in the mesh, or if a placement is not supported.
@@ -284,10 +305,10 @@ def locate_part(
         record = Instance("_StridedShard" if kind == "StridedShard" else f"{kind}"[:60], ())
         record.state = dict(placement)
         records.append(record)
-    return _locate_local_part(shape, mesh_sizes, tuple(reversed(place)), records, location)
+    return _locate_local_part(shape, _MeshPosition(mesh_sizes, tuple(reversed(place))), records, location)
 
 
-def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[tuple[Dims, Leaf]]:
+def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[Placed]:
     """The parts of a ShardedTensor, which records where they lie."""
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
@@ -295,7 +316,7 @@ def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[tuple
     group = get_attributes(state[2])
     if group.get("global_rank") != rank:
         raise CheckpointError(f"{location}: was written by rank {group.get('global_rank')}, not {rank}")
-    parts: list[tuple[Dims, Leaf]] = []
+    parts: list[Placed] = []
     for part in state[0]:
         stored, metadata = (
             get_attributes(part).get("tensor"),
@@ -309,5 +330,5 @@ def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[tuple
                 f"{location}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
                 f"{list(sizes)}"
             )
-        parts.append((tuple(offsets), stored))
+        parts.append(Placed(tuple(offsets), stored))
     return parts

@@ -11,7 +11,7 @@ tools/checkpoint/loader_base.py, megatron/core/tensor_parallel/layers.py.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions
@@ -54,39 +54,49 @@ _CUT = {
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
+class RankPosition(NamedTuple):
+    """Pipeline-parallel and tensor-parallel rank."""
+
+    pp: int
+    tp: int
+
+
+_FIRST_RANK = RankPosition(0, 0)
+
+
 class MegatronRanks:
     """The files of all ranks in a folder."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self.where = str(folder.path)
-        folders: dict[tuple[int, int], str] = {}
+        folders: dict[RankPosition, str] = {}
         for name in list_rank_folders(folder.path):
             match = RANK.fullmatch(name)
             assert match is not None
             if match["ep"]:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
-            place = int(match["pp"] or 0), int(match["tp"])
+            place = RankPosition(int(match["pp"] or 0), int(match["tp"]))
             if place in folders:
                 raise CheckpointError(f"{self.where}: {folders[place]} and {name} are of one rank")
             folders[place] = name
         self.names = folders
-        first = self._load((0, 0))
+        first = self._load(_FIRST_RANK)
         args = get_args(first)
         self.tp = self._read_degree(args, "tensor_model_parallel_size")
         self.pp = self._read_degree(args, "pipeline_model_parallel_size")
-        for place in ((pp, tp) for pp in range(self.pp) for tp in range(self.tp)):
+        for place in (RankPosition(pp, tp) for pp in range(self.pp) for tp in range(self.tp)):
             if place not in folders:
                 raise CheckpointError(
-                    f"{self.where}: the file of tensor rank {place[1]}, pipeline rank {place[0]} is missing"
+                    f"{self.where}: the file of tensor rank {place.tp}, pipeline rank {place.pp} is missing"
                 )
         if len(folders) != self.pp * self.tp:
             raise CheckpointError(
                 f"{self.where}: holds {len(folders)} ranks, its args say {self.tp} x {self.pp}"
             )
-        others = sorted(folders.keys() - {(0, 0)})
+        others = sorted(folders.keys() - {_FIRST_RANK})
         self.contents = {
-            (0, 0): first,
+            _FIRST_RANK: first,
             **dict(zip(others, map_ahead(folder.path, self._load, others), strict=True)),
         }
         version = first.get("checkpoint_version", 0)
@@ -101,7 +111,7 @@ class MegatronRanks:
                         "files of two runs or steps"
                     )
 
-    def _check_rank(self, place: tuple[int, int], args: Any) -> None:
+    def _check_rank(self, place: RankPosition, args: Any) -> None:
         """The process that wrote a file has its rank in its args."""
         rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
         if type(rank) is not int or type(world) is not int or self.tp * self.pp == 1:
@@ -120,7 +130,7 @@ class MegatronRanks:
             raise CheckpointError(f"{self.where}: its args have no {name}")
         return value
 
-    def _load(self, place: tuple[int, int]) -> dict[str, Any]:
+    def _load(self, place: RankPosition) -> dict[str, Any]:
         name = self.names.get(place)
         if name is None:
             raise CheckpointError(f"{self.where}: the file of the first rank is missing")
@@ -131,7 +141,7 @@ class MegatronRanks:
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
         companions = find_companions(self.folder.path)
-        first = self.contents[0, 0]
+        first = self.contents[_FIRST_RANK]
         shape = read_shape(get_args(first), source.config or companions.get("config.json"), self.where)
         with prefix_errors(self.folder.path):
             merged = self._merge_ranks(shape)
@@ -152,7 +162,7 @@ class MegatronRanks:
             f"{self.where}: Megatron-LM's optimizer state holds no names of parameters, and is not converted"
         )
 
-    def _read_chunks(self, place: tuple[int, int]) -> list[dict[str, StoredTensor]]:
+    def _read_chunks(self, place: RankPosition) -> list[dict[str, StoredTensor]]:
         """The model of one rank, or its chunks under an interleaved schedule, by Megatron-Core's names."""
         content = self.contents[place]
         location = str(self.folder.path / self.names[place])
@@ -164,7 +174,7 @@ class MegatronRanks:
         return [_to_core_names(chunk, location) for chunk in models]
 
     def _merge_ranks(self, shape: MegatronShape) -> dict[str, Tensor]:
-        stages = [[self._read_chunks((pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
+        stages = [[self._read_chunks(RankPosition(pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
             raise CheckpointError(f"{self.where}: the ranks hold different numbers of model chunks")

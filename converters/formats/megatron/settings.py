@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import Global, format_value
 from portable.converters.errors import CheckpointError
@@ -134,8 +134,17 @@ def _are_numbers(*values: Any) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
-def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
-    """(setting, value, key of config.json, value) of what both say."""
+class _SettingPair(NamedTuple):
+    """A setting of Megatron and the key of config.json with the same meaning."""
+
+    name: str
+    value: Any
+    config_key: str
+    config_value: Any
+
+
+def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
+    """Pair each setting that both files record, with comparable values."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))
@@ -146,8 +155,10 @@ def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list
     attended = fields.get("window_size")
     first = attended[0] if isinstance(attended, (tuple, list)) and attended else attended
     pairs = [
-        ("use_rope_scaling", scaled if fields.get("use_rope_scaling") else "default", "rope_scaling", kind),
-        ("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
+        _SettingPair(
+            "use_rope_scaling", scaled if fields.get("use_rope_scaling") else "default", "rope_scaling", kind
+        ),
+        _SettingPair("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
     ]
     if not config:
         return pairs
@@ -168,10 +179,11 @@ def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list
     for name, ours, keys in table:
         key = next((key for key in keys if values.get(key) is not None), None)
         if ours is not None and key is not None:
-            pairs.append((name, ours, key, values[key]))
+            pairs.append(_SettingPair(name, ours, key, values[key]))
     tied, untied = config.get("tie_word_embeddings"), fields.get("untie_embeddings_and_output_weights")
     if isinstance(tied, bool) and isinstance(untied, bool):
-        pairs.append(("untie_embeddings_and_output_weights", untied, "tie_word_embeddings", not tied))
+        name = "untie_embeddings_and_output_weights"
+        pairs.append(_SettingPair(name, untied, "tie_word_embeddings", not tied))
     if fields.get("swiglu") is True and "hidden_act" in config:
-        pairs.append(("swiglu", "silu", "hidden_act", config["hidden_act"]))
+        pairs.append(_SettingPair("swiglu", "silu", "hidden_act", config["hidden_act"]))
     return pairs

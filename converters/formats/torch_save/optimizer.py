@@ -8,7 +8,7 @@ Source: torch/optim/optimizer.py (`state_dict`), torch/distributed/fsdp (`optim_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import is_index, to_json_value
@@ -87,8 +87,20 @@ def read_optimizer(
     return OptimizerState(state_by_name, build_groups)
 
 
-def read_groups(saved: Any, location: str) -> tuple[list[dict[Any, Any]], list[list[Any]]]:
-    """The groups of `optimizer.state_dict()`, and the keys of the parameters in each.
+class ParsedGroups(NamedTuple):
+    """The parameter groups of a pickled optimizer.
+
+    Attributes:
+        groups: `param_groups` as it was pickled.
+        parameter_keys: Keys of the parameters in each group: names, or indices.
+    """
+
+    groups: list[dict[Any, Any]]
+    parameter_keys: list[list[Any]]
+
+
+def read_groups(saved: Any, location: str) -> ParsedGroups:
+    """Parse the groups of `optimizer.state_dict()`.
 
     Raises:
         CheckpointError: it is none, a key is neither name nor number or comes twice, or state has other keys.
@@ -103,7 +115,7 @@ def read_groups(saved: Any, location: str) -> tuple[list[dict[Any, Any]], list[l
     if not all(type(key) is str or is_index(key) for group in listed for key in group):
         raise CheckpointError(f"{location}: damaged, the params of its groups are not names or numbers")
     check_listed(listed, saved["state"], location)
-    return groups, listed
+    return ParsedGroups(groups, listed)
 
 
 def _map_keys_to_names(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import (
@@ -186,8 +186,22 @@ def _read_tensors(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
     return saved
 
 
-def split_tensors(saved: Any, location: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """(the model's tensors by name, optimizers, the rest) of what a file holds."""
+class StateDictParts(NamedTuple):
+    """The parts of a pickled state dict.
+
+    Attributes:
+        model_tensors: Tensors of the model by name.
+        optimizers: State dicts of optimizers.
+        counters: The step, if the file records it.
+    """
+
+    model_tensors: dict[str, Any]
+    optimizers: list[Any]
+    counters: dict[str, Any]
+
+
+def split_tensors(saved: Any, location: str) -> StateDictParts:
+    """Split the content of a file into the model's tensors, the optimizers and the counters."""
     if not isinstance(saved, dict):
         description = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
         raise CheckpointError(f"{location}: not a state dict but {description}")
@@ -245,7 +259,7 @@ def split_tensors(saved: Any, location: str) -> tuple[dict[str, Any], list[Any],
             model[name] = stored
     if not model:
         raise CheckpointError(f"{location}: holds no tensors")
-    return model, optimizers, counted
+    return StateDictParts(model, optimizers, counted)
 
 
 def find_aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:

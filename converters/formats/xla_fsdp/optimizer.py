@@ -61,7 +61,9 @@ def read_optimizer(
     groups, indices = read_groups(saved[0][1], f"{location}: the optimizer")
     hyper = [get_group_settings(group) for group in groups]
     for file, value in saved[1:]:
-        settings = [get_group_settings(group) for group in read_groups(value, f"{file}: the optimizer")[0]]
+        settings = [
+            get_group_settings(group) for group in read_groups(value, f"{file}: the optimizer").groups
+        ]
         if list(value["state"]) != list(states) or settings != hyper:
             raise CheckpointError(
                 f"{file}: its optimizer differs from {location}; a file of another run or step"
@@ -81,8 +83,8 @@ def read_optimizer(
                     replicated = (
                         value if not isinstance(value, StoredTensor) else as_tensor(value, str(state_name))
                     )
-                    for raw, _, _ in layouts[keys[index]].parts:
-                        state_by_name.setdefault(raw, {})[str(state_name)] = replicated
+                    for parameter in layouts[keys[index]].parts:
+                        state_by_name.setdefault(parameter.name, {})[str(state_name)] = replicated
                 continue
             for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{state_name}").items():
                 state_by_name.setdefault(raw, {})[str(state_name)] = tensor
@@ -90,7 +92,8 @@ def read_optimizer(
 
     def build_groups() -> ParamGroups:
         names_by_group = [
-            [raw for index in group for raw, _, _ in layouts[keys[index]].parts] for group in indices
+            [parameter.name for index in group for parameter in layouts[keys[index]].parts]
+            for group in indices
         ]
         return [
             {**values, "params": [plain_names[raw] for raw in names]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import format_value
 from portable.converters.containers.torchzip import StoredTensor
@@ -28,22 +28,36 @@ _FLAT = "_fsdp_wrapped_module.flat_param_"
 _MULTIPLES = tuple(1 << bit for bit in range(13))
 
 
+class FlatParameter(NamedTuple):
+    """An original parameter in a sharded key.
+
+    Attributes:
+        name: Name with the wrappers of XLA FSDP.
+        start: First element in the flat parameter.
+        shape: Shape before sharding.
+    """
+
+    name: str
+    start: int
+    shape: Shape
+
+
 @dataclass(frozen=True)
 class XlaFsdpLayout:
     """The parameters in one sharded key.
 
     Attributes:
         shape: of the parameter before sharding; of a flat parameter, its length.
-        parts: (name with wrappers, first element, shape) of each original parameter, in flat order.
+        parts: Original parameters, in flat order.
     """
 
     shape: Shape
-    parts: tuple[tuple[str, int, Shape], ...]
+    parts: tuple[FlatParameter, ...]
 
     @property
     def is_flat(self) -> bool:
         """Whether parameters were flattened together before sharding."""
-        return len(self.parts) > 1 or self.parts[0][2] != self.shape
+        return len(self.parts) > 1 or self.parts[0].shape != self.shape
 
 
 def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, XlaFsdpLayout]:
@@ -80,7 +94,7 @@ def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any])
                 if _read_flat_entry(metadata, full, other) != entry:
                     raise CheckpointError(f"{other}: describes {full!r} differently from {location}")
         else:
-            layouts[key] = XlaFsdpLayout(shape, ((full, 0, shape),))
+            layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full, 0, shape),))
     if not layouts:
         raise CheckpointError(f"{location}: holds no sharded parameter")
     for other, metadata in described:
@@ -105,8 +119,13 @@ def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -
     return info
 
 
-def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> tuple[str, Shape]:
-    """(original name, original shape) of one shard; the key contains the name, which must match."""
+class _OriginalParameter(NamedTuple):
+    name: str
+    shape: Shape
+
+
+def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
+    """Parse the original parameter of one shard, whose name must match the suffix of the key."""
     name, shape = (
         info.get("_orig_name"),
         require_shape(info.get("_orig_size"), "_orig_size of shard_metadata", location),
@@ -115,12 +134,18 @@ def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> tuple[
         raise CheckpointError(
             f"{location}: damaged shard_metadata, {suffix!r} is called {format_value(name)}"
         )
-    return name.lstrip("."), shape
+    return _OriginalParameter(name.lstrip("."), shape)
 
 
-def _read_flat_entry(
-    metadata: Metadata, name: str, location: str
-) -> tuple[list[Any], list[Shape], list[Any]]:
+class _FlattenInfo(NamedTuple):
+    """An entry of `flatten_info`: the parameters of one flat parameter."""
+
+    names: list[str]
+    shapes: list[Shape]
+    numels: list[int]
+
+
+def _read_flat_entry(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
     entry = _get_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
@@ -131,25 +156,24 @@ def _read_flat_entry(
         raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
     if not all(isinstance(item, str) for item in names) or not all(type(item) is int for item in numels):
         raise CheckpointError(f"{location}: damaged shard_metadata of {name!r}")
-    return (
+    return _FlattenInfo(
         list(names),
         [require_shape(shape, f"the shape of {name!r}", location) for shape in shapes],
         list(numels),
     )
 
 
-def _build_flat_layout(
-    entry: tuple[list[Any], list[Shape], list[Any]], full: str, shape: Shape, location: str
-) -> XlaFsdpLayout:
+def _build_flat_layout(entry: _FlattenInfo, full: str, shape: Shape, location: str) -> XlaFsdpLayout:
     names, shapes, numels = entry
     head = full.rpartition(".")[0]
-    parts, start = [], 0
+    parts: list[FlatParameter] = []
+    start = 0
     for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
         if prod(parameter_shape) != numel:
             raise CheckpointError(
                 f"{location}: damaged, {name!r} of {list(parameter_shape)} should have {numel} elements"
             )
-        parts.append((f"{head}.{name}", start, parameter_shape))
+        parts.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
         raise CheckpointError(f"{location}: {full!r} of {list(shape)} holds parameters of {start} elements")
@@ -183,7 +207,7 @@ def join(
     with prefix_errors(location):
         if len(first.shape) == 1:
             return _join_flat(layout, stored, key, suffix)
-        return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
+        return {layout.parts[0].name: _join_rows(layout, stored, key, suffix)}
 
 
 def _join_flat(
@@ -224,4 +248,4 @@ def _join_rows(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, 
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
-    return Tensor(strip_wrappers(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
+    return Tensor(strip_wrappers(layout.parts[0].name) + suffix, stored[0].dtype, layout.shape, boxes)
