@@ -47,7 +47,7 @@ class MetricsFile(JsonLines):
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:
     """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
-    return read_rows(folder / METRICS_FILE)[0]
+    return read_rows(folder / METRICS_FILE).rows
 
 
 EVALUATION = "eval_"
