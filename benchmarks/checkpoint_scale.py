@@ -42,6 +42,7 @@ from isal import isal_zlib
 from portable.converters import open_checkpoint, read_item_checksums
 from portable.converters.formats.dcp.checksums import CHECKSUMS
 from portable.converters.writers.dcp_tables import (
+    Box,
     KeyEntry,
     WrittenPiece,
     build_table,
@@ -142,9 +143,7 @@ def measure_opening(folder: Path, rank: str, shared: Path | None = None) -> tupl
 def write_empty_rank(folder: Path, table: RankTable, rank: int) -> RankTable:
     """Write an empty shard file and table for a rank, and list the table as large as another."""
     record = table.record
-    boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-        shape: ((rank, 0), sizes) for shape, (_, sizes) in record.boxes.items()
-    }
+    boxes = {shape: Box((rank, 0), box.sizes) for shape, box in record.boxes.items()}
     (folder / f"__{rank}_0.distcp").touch()
     (folder / f"__{rank}.metadata").touch()
     return replace(table, record=replace(record, name=f"__{rank}.metadata", boxes=boxes))

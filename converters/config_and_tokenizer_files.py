@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.limits import MAX_TOKENIZER_FILE
@@ -114,7 +114,7 @@ def find_companions(root: Place) -> dict[str, Place]:
     folder, *parents = _list_folders(root)
     # From a checkpoint of this project, copy only files that were saved with the checkpoint.
     manifest = check_manifest(folder, only=lambda name: name == "trainer_state.json" or is_companion(name))
-    companions = {**_classify_files(folder)[0], **_search_folders([folder, *parents])}
+    companions = {**_classify_files(folder).companions, **_search_folders([folder, *parents])}
     if manifest is None or not any(is_companion(name) for name in manifest["files"]):
         return companions
     for name in sorted(companions.keys() - manifest["files"].keys()):
@@ -137,7 +137,7 @@ def find_small_files(root: Place) -> dict[str, Place]:
     Returns:
         Paths of the files, keyed by file name.
     """
-    return _classify_files(_get_folder(root))[0]
+    return _classify_files(_get_folder(root)).companions
 
 
 def list_companion_names(root: Place) -> set[str]:
@@ -155,7 +155,7 @@ def find_excluded_files(root: Place) -> dict[str, str]:
     Returns:
         The reason for each file, keyed by file name. The name of a folder ends with a slash.
     """
-    excluded = _classify_files(_get_folder(root))[1]
+    excluded = _classify_files(_get_folder(root)).excluded
     if excluded.get(root.name) == OTHER_WEIGHTS and not root.is_dir():
         excluded[root.name] = _WEIGHTS  # the model itself
     return excluded
@@ -192,7 +192,20 @@ def _get_exclusion_reason(name: str) -> str | None:
     return next((reason for reason, names in _EXCLUDED if names.fullmatch(name)), None)
 
 
-def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
+class _ClassifiedFiles(NamedTuple):
+    """Files in the folder of a model.
+
+    Attributes:
+        companions: Paths of the companion files, keyed by file name.
+        excluded: Reason why a file is not a companion, for each other file, keyed by file name. The name of a
+            folder ends with a slash.
+    """
+
+    companions: dict[str, Place]
+    excluded: dict[str, str]
+
+
+def _classify_files(folder: Place) -> _ClassifiedFiles:
     """Classify the files in the folder of a model.
 
     The files of named chat templates, of custom generation code and of sentence-transformers modules are in
@@ -200,15 +213,14 @@ def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
     model's own files do not contain them.
 
     Returns:
-        Paths of the companion files, and the reason for each of the other files, keyed by file name. Both are
-        empty if the folder does not contain the config.json of a model.
+        The files. Both attributes are empty if the folder does not contain the config.json of a model.
     """
     companions: dict[str, Place] = {}
     excluded: dict[str, str] = {}
     entries = _list_entries(folder)
     by_name = {entry.name: entry for entry in entries}
     if "config.json" not in by_name or not _is_usable(by_name["config.json"], "config.json"):
-        return companions, excluded
+        return _ClassifiedFiles(companions, excluded)
     modules = _read_sentence_modules(by_name.get("modules.json"), folder)
     subfolders = [_TEMPLATES, _GENERATION_CODE, *modules]
     nested = []
@@ -246,7 +258,7 @@ def _classify_files(folder: Place) -> tuple[dict[str, Place], dict[str, str]]:
         except LinkError:
             reason = "a link outside the folder"
         excluded[name] = reason
-    return companions, excluded
+    return _ClassifiedFiles(companions, excluded)
 
 
 def _get_size_limit(name: str) -> int:
@@ -333,7 +345,7 @@ def resolve_companions(name_or_path: str) -> dict[str, Place]:
         folder = folder.parent
     elif not folder.exists() and _HUB_ID.fullmatch(name_or_path):
         folder = download_from_hub(name_or_path, f"--config-from {name_or_path}", _HUB_FILES)
-    companions = {**_classify_files(folder)[0], **_search_folders([folder])}
+    companions = {**_classify_files(folder).companions, **_search_folders([folder])}
     if "config.json" not in companions:
         raise CommandError(
             f"--config-from {name_or_path}: does not contain the config.json of a model; specify a folder "
@@ -471,9 +483,19 @@ def _is_usable(path: Place, name: str) -> bool:
     return isinstance(values, dict) and not {"model_type", "architectures"}.isdisjoint(values)
 
 
-def prepare_companions(
-    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
-) -> tuple[dict[str, bytes], dict[str, Place]]:
+class OutputCompanions(NamedTuple):
+    """Companion files of an output.
+
+    Attributes:
+        documents: Contents of the files to write, keyed by file name.
+        copied: Paths of the files to copy unchanged, keyed by their file name in the output.
+    """
+
+    documents: dict[str, bytes]
+    copied: dict[str, Place]
+
+
+def prepare_companions(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> OutputCompanions:
     """Prepare the companion files of an output.
 
     The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
@@ -485,15 +507,13 @@ def prepare_companions(
         entries: Tensors to write.
 
     Returns:
-        The content of the files to write, and the paths of the files to copy, keyed by file name.
+        The files to write and the files to copy.
     """
-    changed, copied = _update_config(checkpoint, entries)
-    return {**changed, **checkpoint.documents}, copied
+    updated, copied = _update_config(checkpoint, entries)
+    return OutputCompanions({**updated, **checkpoint.documents}, copied)
 
 
-def _update_config(
-    checkpoint: Checkpoint, entries: Iterable[OutputTensor]
-) -> tuple[dict[str, bytes], dict[str, Place]]:
+def _update_config(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> OutputCompanions:
     """Update the dtype and the settings in `config.json`, see `prepare_companions`."""
     # Imported here, because importing numpy is slow.
     from portable.converters.tensors.dtypes import CASTABLE, TO_TORCH
@@ -501,7 +521,7 @@ def _update_config(
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
     if not config:
-        return {}, copied
+        return OutputCompanions({}, copied)
     settings = {**_find_corrections(checkpoint), **checkpoint.config}
     entries = list(entries)
     casts = {TO_TORCH[entry.dtype] for entry in entries if entry.dtype != entry.tensor.dtype}
@@ -522,13 +542,14 @@ def _update_config(
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
     override_settings(config, settings)
     if not add_earlier_keys(config) and keeps_dtype and not settings:
-        return {}, copied
+        return OutputCompanions({}, copied)
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:
-        return {"config.json": text.encode()}, copied
+        return OutputCompanions({"config.json": text.encode()}, copied)
     except UnicodeEncodeError:  # A lone surrogate cannot be encoded as UTF-8, but JSON can escape it.
-        return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}, copied
+        escaped = json.dumps(config, indent=2) + "\n"
+        return OutputCompanions({"config.json": escaped.encode()}, copied)
 
 
 def _find_corrections(checkpoint: Checkpoint) -> dict[str, Any]:

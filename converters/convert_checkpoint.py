@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.config_and_tokenizer_files import (
     find_custom_code,
@@ -204,6 +204,39 @@ def _check_value(option: str, value: str | None, allowed: Sequence[str]) -> None
         raise CommandError(f"{option}: {value!r} is not one of {', '.join(allowed)}")
 
 
+class _PlannedConversion(NamedTuple):
+    """Checkpoint to write, and the function that plans its output files."""
+
+    checkpoint: Checkpoint
+    make_plan: Callable[[], ConversionPlan]
+
+
+class _AdapterOutcome(NamedTuple):
+    """What is written of a source that may contain an adapter.
+
+    Attributes:
+        checkpoint: Checkpoint to write.
+        adapter: The adapter, if it is written on its own. None for a model.
+        stored: Checkpoint with the stored values of the experts, see `find_problems`.
+    """
+
+    checkpoint: Checkpoint
+    adapter: StoredAdapter | None
+    stored: Checkpoint
+
+
+class _MergedModel(NamedTuple):
+    """Result of merging an adapter into its base model.
+
+    Attributes:
+        merged: The merged checkpoint.
+        base: The base model as it is stored, before it is dequantized.
+    """
+
+    merged: Checkpoint
+    base: Checkpoint
+
+
 @dataclass
 class _Request:
     """Options of `convert` that change the model, and the notes that arise while they are applied.
@@ -234,7 +267,7 @@ class _Request:
     notes: list[str] = field(default_factory=list)
     problems: Sequence[CheckpointProblem] = ()
 
-    def apply(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Callable[[], ConversionPlan]]:
+    def apply(self, checkpoint: Checkpoint) -> _PlannedConversion:
         """Merge, dequantize, rename, and quantize as requested.
 
         Returns:
@@ -266,24 +299,20 @@ class _Request:
         # Weights that are quantized were already cast to --dtype.
         choices = Choices("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
         if adapter is None:
-            return checkpoint, functools.partial(get_planner(self.to), checkpoint, choices)
+            make_plan = functools.partial(get_planner(self.to), checkpoint, choices)
+            return _PlannedConversion(checkpoint, make_plan)
         if self.to == "gguf":
             from portable.converters.writers.gguf_writer import plan_gguf_adapter
 
-            return checkpoint, lambda: plan_gguf_adapter(adapter, self._read_base_config(adapter), choices)
+            return _PlannedConversion(
+                checkpoint, lambda: plan_gguf_adapter(adapter, self._read_base_config(adapter), choices)
+            )
         from portable.converters.writers.safetensors_writer import plan_adapter
 
-        return checkpoint, functools.partial(plan_adapter, adapter, choices)
+        return _PlannedConversion(checkpoint, functools.partial(plan_adapter, adapter, choices))
 
-    def _merge_or_extract_adapter(
-        self, checkpoint: Checkpoint
-    ) -> tuple[Checkpoint, StoredAdapter | None, Checkpoint]:
-        """Merge or extract the adapter in the source, if there is one.
-
-        Returns:
-            The checkpoint to write, the adapter if it is written on its own, and the checkpoint with the
-            stored values of the experts.
-        """
+    def _merge_or_extract_adapter(self, checkpoint: Checkpoint) -> _AdapterOutcome:
+        """Merge or extract the adapter in the source, if there is one."""
         from portable.converters.adapters.adapter import find_adapter
 
         options = {
@@ -297,7 +326,7 @@ class _Request:
                 raise CommandError(
                     f"{option}: adapters are written as safetensors or gguf; leave out --to {self.to}"
                 )
-            return checkpoint, None, checkpoint
+            return _AdapterOutcome(checkpoint, None, checkpoint)
         config = None
         if self.adapter_config is not None:
             from portable.converters.adapters.config import find_config_file
@@ -307,25 +336,19 @@ class _Request:
         if adapter is None:
             if option is not None:
                 raise CommandError(f"{option}: {checkpoint.root} holds no adapter")
-            return checkpoint, None, checkpoint
+            return _AdapterOutcome(checkpoint, None, checkpoint)
         if self.merge_into is not None:
             merged, stored = self._merge(checkpoint, adapter, self.merge_into)
-            return merged, None, stored
+            return _AdapterOutcome(merged, None, stored)
         if adapter.base:
             count = len(adapter.base)
             tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
             remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_base else ""
             self.notes.append(f"{tensors} of the base model left out{remedy}")
-        return adapter.checkpoint, adapter, checkpoint
+        return _AdapterOutcome(adapter.checkpoint, adapter, checkpoint)
 
-    def _merge(
-        self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: Place
-    ) -> tuple[Checkpoint, Checkpoint]:
-        """Merge an adapter into its base model.
-
-        Returns:
-            The merged checkpoint, and the base with the stored values of the experts.
-        """
+    def _merge(self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: Place) -> _MergedModel:
+        """Merge an adapter into its base model."""
         from portable.converters.adapters.merging import merge
 
         if self.optimizer:
@@ -345,7 +368,7 @@ class _Request:
                 "the adapter changes only one of the tied embeddings: they become two, "
                 "tie_word_embeddings: false"
             )
-        return merged, stored
+        return _MergedModel(merged, stored)
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
         """Read the config of the model that an adapter was trained on."""

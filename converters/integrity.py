@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.adapters.adapter import find_adapter
 from portable.converters.errors import CheckpointError, to_printable
@@ -386,12 +386,20 @@ def _find_missing_layers(
     return []
 
 
-def _find_depth_of_tower(stack: str, config: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Find the number of layers of an image or audio encoder in its nested config.
+class _TowerDepth(NamedTuple):
+    """Number of layers of an image or audio encoder.
 
-    Returns:
-        The config key, and the number of layers, or None if the number is unknown.
+    Attributes:
+        key: Config key of the number, such as `vision_config.depth`. Empty if the number is unknown.
+        num_layers: The number. None if it is unknown.
     """
+
+    key: str
+    num_layers: int | None
+
+
+def _find_depth_of_tower(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
+    """Find the number of layers of an image or audio encoder in its nested config."""
     for word, part in _TOWERS:
         nested = config.get(part)
         if word in stack and isinstance(nested, dict) and stack.rpartition(".")[2] in _BLOCK_NAMES:
@@ -400,8 +408,8 @@ def _find_depth_of_tower(stack: str, config: Mapping[str, Any]) -> tuple[str, in
             }
             if len(numbers) == 1:
                 ((key, depth),) = numbers.items()
-                return f"{part}.{key}", depth
-    return "", None
+                return _TowerDepth(f"{part}.{key}", depth)
+    return _TowerDepth("", None)
 
 
 def _find_incomplete_layers(

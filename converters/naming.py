@@ -8,7 +8,7 @@ tensor data.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.config_and_tokenizer_files import find_beside
@@ -64,22 +64,33 @@ def find_name_rules(
         CheckpointError: If the record of the training run is damaged.
     """
     if base is None and (record := read_recorded_rules(checkpoint)) is not None:
-        return record[0]
+        return record.rules
     rules = get_default_rules(checkpoint.read_config())
     if rules is None or base is None:
         return rules
     return select_used_rules(rules, base, read_shapes() if rules.depends_on_shapes else None)
 
 
-def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] | None:
+class RecordedRules(NamedTuple):
+    """Name rules that a training run recorded in its checkpoint.
+
+    Attributes:
+        rules: Rules of the base checkpoint.
+        not_loaded: Names of the base checkpoint's tensors that were not loaded.
+    """
+
+    rules: NameRules
+    not_loaded: list[str]
+
+
+def read_recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
     """Read the name rules that a training run recorded in its checkpoint.
 
     Args:
         checkpoint: Checkpoint of any format.
 
     Returns:
-        The rules, and the names of the base checkpoint's tensors that were not loaded. None if the checkpoint
-        does not contain a record.
+        The recorded rules. None if the checkpoint does not contain a record.
 
     Raises:
         CheckpointError: If the record is damaged.
@@ -90,7 +101,7 @@ def read_recorded_rules(checkpoint: Checkpoint) -> tuple[NameRules, list[str]] |
     table = read_small_table(record)
     not_loaded = table.get("not_loaded")
     names = [name for name in not_loaded if isinstance(name, str)] if isinstance(not_loaded, list) else []
-    return parse_record(table, checkpoint.read_config(), str(record)), names
+    return RecordedRules(parse_record(table, checkpoint.read_config(), str(record)), names)
 
 
 def read_published_names(config: Place) -> list[str] | None:

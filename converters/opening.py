@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, CommandError
 from portable.converters.formats import CheckpointPath, Detected, detect, iter_formats
@@ -138,7 +138,7 @@ def _locate_checkpoint(root: Place, tag: str | None) -> Detected:
         )
     if chosen:
         return next(iter(chosen.values()))
-    raise CheckpointError(_explain_unknown(CheckpointPath(steps[0][1]) if steps else source))
+    raise CheckpointError(_explain_unknown(CheckpointPath(steps[0].path) if steps else source))
 
 
 def _check_inside(root: Place, step: Place) -> Place:
@@ -159,7 +159,14 @@ def _explain_unfinished(path: Place) -> str:
     )
 
 
-def _list_steps(root: Place) -> list[tuple[int, Place]]:
+class _StepFolder(NamedTuple):
+    """Folder of a checkpoint, and the number in its name."""
+
+    number: int
+    path: Place
+
+
+def _list_steps(root: Place) -> list[_StepFolder]:
     """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
@@ -171,8 +178,8 @@ def _list_steps(root: Place) -> list[tuple[int, Place]]:
         for child in children:
             match = _STEP.fullmatch(child.name)
             if match and not child.name.startswith("."):
-                steps.append((int(match[1][:18]), child))
-    return sorted(steps, key=lambda step: (-step[0], step[1].name))
+                steps.append(_StepFolder(int(match[1][:18]), child))
+    return sorted(steps, key=lambda step: (-step.number, step.path.name))
 
 
 def _explain_unknown(source: CheckpointPath) -> str:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from isal import isal_zlib
 
@@ -166,7 +166,21 @@ def to_plain_groups(optimizer: OptimizerState) -> ParamGroups:
     ]
 
 
-def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, OutputTensor]]:
+class OptimizerEntry(NamedTuple):
+    """One tensor of the optimizer state to write.
+
+    Attributes:
+        parameter: Name of the parameter.
+        state_name: Name of the state, such as `exp_avg`.
+        entry: Tensor to write, named `<parameter>.<state_name>`.
+    """
+
+    parameter: str
+    state_name: str
+    entry: OutputTensor
+
+
+def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[OptimizerEntry]:
     """List the optimizer state tensors to write.
 
     Numbers are converted to 0-D tensors, and tensors keep their dtypes.
@@ -176,7 +190,7 @@ def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple
         root: Folder or file of the checkpoint, used in error messages.
 
     Returns:
-        Tuples of parameter name, state name, and entry. Each entry is named `<parameter name>.<state name>`.
+        One entry per tensor or number of the optimizer state.
 
     Raises:
         CheckpointError: If a name is not valid Unicode.
@@ -188,7 +202,8 @@ def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple
             tensor = (
                 value if isinstance(value, Tensor) else _make_scalar_tensor(f"{name}.{state_name}", value)
             )
-            entries.append((name, state_name, OutputTensor(f"{name}.{state_name}", tensor.dtype, tensor)))
+            entry = OutputTensor(f"{name}.{state_name}", tensor.dtype, tensor)
+            entries.append(OptimizerEntry(name, state_name, entry))
     return entries
 
 
@@ -355,6 +370,18 @@ def _carry_out_in_group(
     return plan
 
 
+class _CheckedPlan(NamedTuple):
+    """Plan whose output may be written.
+
+    Attributes:
+        target: Absolute path of the output.
+        plan: Files of the output.
+    """
+
+    target: Place
+    plan: ConversionPlan
+
+
 def _plan_output(
     checkpoint: Checkpoint,
     make_plan: Callable[[], ConversionPlan],
@@ -362,8 +389,8 @@ def _plan_output(
     *,
     single: bool,
     options: Options,
-) -> tuple[Place, ConversionPlan]:
-    """Check the output and plan its files; returns the absolute path of the output and the plan."""
+) -> _CheckedPlan:
+    """Check that the output may be written, and plan its files."""
     target = check_output(
         out,
         [checkpoint.root],
@@ -373,7 +400,7 @@ def _plan_output(
     )
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=options.get("expand", False))
-    return target, plan
+    return _CheckedPlan(target, plan)
 
 
 def _open_output(
@@ -546,7 +573,7 @@ def _iter_write_jobs(
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
         # In an object store, more threads keep pieces in memory.
         pieces = list(_group_parts(file.parts, FLUSH_BYTES // 4 if draft.threads else FLUSH_BYTES))
-        output_file = draft.create_file(file.name, [nbytes for nbytes, _ in pieces])
+        output_file = draft.create_file(file.name, [piece.nbytes for piece in pieces])
         for index, (_, parts) in enumerate(pieces):
             job = partial(_write_piece, output_file.get_piece(index), parts, unverified_spans, plan.losses)
             if parts and isinstance(parts[-1], Trailer) and parts[-1].late:
@@ -560,24 +587,31 @@ def _iter_write_jobs(
     return interleave_jobs(map(iter_file_jobs, files), 1 if draft.threads else count_threads())
 
 
-def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[tuple[int, list[Part]]]:
+class _PieceParts(NamedTuple):
+    """Parts of a file that one job writes, and their total size in bytes."""
+
+    nbytes: int
+    parts: list[Part]
+
+
+def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[_PieceParts]:
     """Group the parts of a file into pieces of at least `min_bytes` bytes.
 
     Only the last piece may be smaller. A trailer is always in the same piece as its tensor because it depends
     on the tensor's CRC32.
 
     Yields:
-        Tuples of a piece's size in bytes and its parts.
+        The size and the parts of each piece.
     """
     piece_parts: list[Part] = []
     piece_bytes = 0
     for part in parts:
         if piece_bytes >= min_bytes and not isinstance(part, Trailer):
-            yield piece_bytes, piece_parts
+            yield _PieceParts(piece_bytes, piece_parts)
             piece_parts, piece_bytes = [], 0
         piece_parts.append(part)
         piece_bytes += count_bytes(part)
-    yield piece_bytes, piece_parts
+    yield _PieceParts(piece_bytes, piece_parts)
 
 
 def _write_piece(

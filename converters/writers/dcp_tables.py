@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from isal import isal_zlib
 
@@ -92,6 +92,18 @@ class WrittenPiece:
     checksum: int
 
 
+class Box(NamedTuple):
+    """Rectangular part of a tensor.
+
+    Attributes:
+        offsets: First index of the part in each dimension.
+        sizes: Shape of the part.
+    """
+
+    offsets: Dims
+    sizes: Dims
+
+
 @dataclass(frozen=True)
 class TableRecord:
     """Facts about the table of one rank, for rank 0. Its size does not depend on the number of tensors.
@@ -103,8 +115,7 @@ class TableRecord:
         header_crc32: CRC32 of the header, which has to be equal on all ranks.
         pieces_nbytes: Size of the pieces that `.metadata` gets.
         numel: Number of elements in these pieces.
-        boxes: For each shape of a tensor, the smallest box that contains all pieces of such tensors, as
-            offsets and sizes.
+        boxes: For each shape of a tensor, the smallest box that contains all pieces of such tensors.
     """
 
     name: str
@@ -113,7 +124,7 @@ class TableRecord:
     header_crc32: int
     pieces_nbytes: int
     numel: int
-    boxes: dict[str, tuple[Dims, Dims]] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,13 +142,20 @@ class RankTable:
     record: TableRecord
 
 
+class EncodedTable(NamedTuple):
+    """Table of one rank, and the content of its file."""
+
+    table: RankTable
+    content: bytes
+
+
 def build_table(
     name: str,
     file: str,
     keys: Sequence[KeyEntry],
     pieces: Sequence[WrittenPiece],
     copies: Sequence[WrittenPiece] = (),
-) -> tuple[RankTable, bytes]:
+) -> EncodedTable:
     """Describe the pieces that a rank has written to one shard file.
 
     Args:
@@ -155,7 +173,7 @@ def build_table(
     shapes = {entry.key: entry.shape for entry in keys}
     shared, own = _build_pieces(file, pieces, memo), _build_pieces(file, copies, memo)
     content = header + shared + own + TRAILER
-    boxes: dict[str, tuple[Dims, Dims]] = {}
+    boxes: dict[str, Box] = {}
     for piece in (*pieces, *copies):
         if piece.offsets is not None and 0 not in piece.sizes:
             shape = format_shape_key(shapes[piece.key])
@@ -164,7 +182,7 @@ def build_table(
     record = TableRecord(
         name, len(content), isal_zlib.crc32(content), isal_zlib.crc32(header), len(shared), numel, boxes
     )
-    return RankTable(header, shared, record), content
+    return EncodedTable(RankTable(header, shared, record), content)
 
 
 def format_shape_key(shape: Dims) -> str:
@@ -204,14 +222,14 @@ def _count(sizes: Dims) -> int:
     return count
 
 
-def _extend_box(box: tuple[Dims, Dims] | None, offsets: Dims, sizes: Dims) -> tuple[Dims, Dims]:
+def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
     """Return the smallest box that contains a box and a piece."""
     if box is None:
-        return offsets, sizes
-    low = tuple(map(min, box[0], offsets))
+        return Box(offsets, sizes)
+    low = tuple(map(min, box.offsets, offsets))
     stops = zip(*box, offsets, sizes, strict=True)
     high = (max(a + b, c + d) for a, b, c, d in stops)
-    return low, tuple(stop - start for start, stop in zip(low, high, strict=True))
+    return Box(low, tuple(stop - start for start, stop in zip(low, high, strict=True)))
 
 
 def _build_header(keys: Sequence[KeyEntry]) -> tuple[bytes, Memo]:

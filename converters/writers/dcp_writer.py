@@ -8,7 +8,7 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.config_and_tokenizer_files import prepare_companions
 from portable.converters.errors import CheckpointError
@@ -42,6 +42,20 @@ Key = tuple[str | int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
+class _Position(NamedTuple):
+    """Position of an item in the shard files.
+
+    Attributes:
+        file: Name of the file.
+        offset: First byte of the item in the file.
+        length: Size of the item in bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
 def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """The plan of `--to dcp`: `.metadata` and `__0_<i>.distcp`."""
     paths: dict[str, Key] = {}
@@ -65,7 +79,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
         for i, group in enumerate(to_plain_groups(optimizer)):
             values |= {("optim", "param_groups", i, state_name): value for state_name, value in group.items()}
     files: list[PlannedFile] = []
-    positions: dict[str, tuple[str, int, int]] = {}
+    positions: dict[str, _Position] = {}
     paths |= {".".join(map(str, path)): path for path in values}
     small = [(".".join(map(str, path)), value) for path, value in values.items()]
     for i, run in enumerate(split_into_shards(entries, choices.max_shard_size)):
@@ -73,7 +87,7 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
         for key, value in (*small, *((entry.name, entry) for entry in run)):
             file_parts = plan_torch_file(value)
             length = PlannedFile(name, tuple(file_parts)).nbytes
-            positions[key] = name, offset, length
+            positions[key] = _Position(name, offset, length)
             parts += file_parts
             offset += length
         small = []
@@ -96,7 +110,7 @@ def _find_missing_aliases(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _build_metadata(
-    tensors: dict[str, OutputTensor], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
+    tensors: dict[str, OutputTensor], paths: dict[str, Key], positions: dict[str, _Position]
 ) -> PickledObject:
     described: dict[str, PickledObject] = {}
     stored: dict[PickledObject, PickledObject] = {}

@@ -13,7 +13,7 @@ import re
 import struct
 from dataclasses import replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.lazy_numpy import np
@@ -98,6 +98,14 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     return _plan(writer, entries)
 
 
+class _LoraFactors(NamedTuple):
+    """Factors of one linear layer, as peft names them: the update is `scaling * lora_b @ lora_a`."""
+
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float
+
+
 def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices: Choices) -> ConversionPlan:
     """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
 
@@ -124,14 +132,15 @@ def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices
         raise CheckpointError(
             f"{root}: --to gguf takes plain LoRA of linear layers; write the merged model with --merge-into"
         )
-    factors: dict[str, tuple[Tensor, Tensor, float]] = {}
+    factors: dict[str, _LoraFactors] = {}
     for module in adapter.modules:
         pair = module.get_lora_pair()
         if pair is None or pair[2] or ".experts." in module.path:
             raise CheckpointError(
                 f"{root}: {module.path}: --to gguf takes LoRA of linear layers; use --merge-into"
             )
-        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.compute_scaling(module.path)
+        scaling = lora.compute_scaling(module.path)
+        factors[f"{module.path}.weight"] = _LoraFactors(pair[0], pair[1], scaling)
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     writer.add_type("adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -139,12 +148,12 @@ def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     plain = replace(model, inputs_first=False)  # factors are never transposed
     for name, key in _map_names(factors, model, settings, root).items():
-        left, right, scaling = factors[key]
-        ready = _prepare_tensor(name, right, plain, settings)
-        share = scaling * left.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
+        lora_a, lora_b, scaling = factors[key]
+        ready = _prepare_tensor(name, lora_b, plain, settings)
+        share = scaling * lora_a.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
         if share != 1:
             ready = apply_edits(ready, "F32", 1, [Affine(share)])
-        for end, factor in (("lora_a", left), ("lora_b", ready)):
+        for end, factor in (("lora_a", lora_a), ("lora_b", ready)):
             target = _choose_type(name, factor.dtype, factor.shape, wanted)
             entries.append(_add_entry(writer, f"{name}.{end}", factor, target))
     return _plan(writer, entries)

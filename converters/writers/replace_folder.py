@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.config_and_tokenizer_files import COMPANIONS
 from portable.converters.errors import CommandError
@@ -163,14 +163,26 @@ def release_lock(lock: int | None) -> None:
         os.close(lock)
 
 
-def create_temporary(target: Path) -> tuple[Path, int | None]:
+class LockedFolder(NamedTuple):
+    """A new folder and the lock that marks it as in use.
+
+    Attributes:
+        path: Path of the folder.
+        lock: File descriptor that holds the lock. None if locks are not supported.
+    """
+
+    path: Path
+    lock: int | None
+
+
+def create_temporary(target: Path) -> LockedFolder:
     """A new empty folder beside `target`, and the lock that marks it as in use."""
     while True:
         folder = make_temporary_name(target)
         folder.mkdir()
         lock = lock_folder(folder)
         if folder.exists():  # else another process removed it as a leftover before it was locked
-            return folder, lock
+            return LockedFolder(folder, lock)
         release_lock(lock)
 
 

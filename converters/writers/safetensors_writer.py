@@ -117,7 +117,9 @@ def _with_optimizer(
     if wanted:
         optimizer = require_optimizer(checkpoint)
         files.append(
-            _plan_file(OPTIMIZER, [entry for *_, entry in list_optimizer_entries(optimizer, checkpoint.root)])
+            _plan_file(
+                OPTIMIZER, [state.entry for state in list_optimizer_entries(optimizer, checkpoint.root)]
+            )
         )
         documents[GROUPS] = _to_json_bytes({"param_groups": to_plain_groups(optimizer)})
     names_written = [file.name for file in files]

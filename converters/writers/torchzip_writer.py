@@ -9,7 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.torchzip import TorchZip
 from portable.converters.formats.torch_save.optimizer import as_tensor
@@ -141,6 +141,27 @@ def build_size(shape: tuple[int, ...]) -> PickledCall:
     return PickledCall(PickledGlobal("torch", "Size"), (shape,))
 
 
+class _NumberedEntry(NamedTuple):
+    """A tensor and the number of its storage in the archive."""
+
+    number: int
+    entry: OutputTensor
+
+
+class _TensorMember(NamedTuple):
+    """Member of the archive that contains the storage of a tensor.
+
+    Attributes:
+        name: Name of the member, without the folder of the archive.
+        nbytes: Size of the storage in bytes.
+        offset: First byte of the member's header in the file.
+    """
+
+    name: str
+    nbytes: int
+    offset: int
+
+
 def plan_torch_file(value: Any) -> list[Part]:
     """A complete torch.save file, as parts of a planned file.
 
@@ -152,7 +173,7 @@ def plan_torch_file(value: Any) -> list[Part]:
     With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
     bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
-    entries: dict[int, tuple[int, OutputTensor]] = {}
+    entries: dict[int, _NumberedEntry] = {}
     pickled = encode_pickle(_with_calls(value, entries))
     members = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
     out, directory, offset = bytearray(), bytearray(), 0
@@ -165,12 +186,12 @@ def plan_torch_file(value: Any) -> list[Part]:
         return [bytes(out + directory + _build_end_record(len(members), len(directory), offset))]
     parts: list[Part] = [bytes(out)]
     many = len(entries) > 1
-    listed: list[tuple[str, int, int]] = []
+    listed: list[_TensorMember] = []
     crcs = [0] * len(entries)
     for number, entry in entries.values():
         name, nbytes = f"data/{number}", entry.nbytes
         header = _build_local_header(name, offset if many else None)
-        listed.append((name, nbytes, offset))
+        listed.append(_TensorMember(name, nbytes, offset))
         offset += len(header) + nbytes + _DESCRIPTOR.size
         parts += [
             header,
@@ -208,13 +229,13 @@ def _build_descriptor_and_keep_crc(crcs: list[int], number: int, nbytes: int, cr
     return _build_descriptor(crc, nbytes)
 
 
-def _with_calls(value: Any, entries: dict[int, tuple[int, OutputTensor]]) -> Any:
+def _with_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
     """`value` with the call that rebuilds it for each tensor.
 
     `entries` receives each tensor once, by `id`: its number and itself.
     """
     if isinstance(value, OutputTensor):
-        number, _ = entries.setdefault(id(value), (len(entries), value))
+        number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
         return _build_rebuild_call(value, number)
     if isinstance(value, dict):
         return {key: _with_calls(item, entries) for key, item in value.items()}

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from portable.config.sections import ModelConfig
     from portable.converters import Checkpoint, Tensor
+    from portable.converters.naming import RecordedRules
     from portable.converters.storage.path_or_url import Place
 
 _BLOCK = 1 << 20
@@ -80,7 +81,7 @@ class PublishedNames:
         self._computed = list(transformers_internals.get_unsaved_names(model) or ())
         self._ties = {first: others for first, others in find_tied_names(model).items() if others}
         self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
-        self._resumed: tuple[NameRules, list[str]] | None = None
+        self._resumed: RecordedRules | None = None
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         self._untrained = set(self._live) - trained  # includes buffers, such as router biases
 
@@ -103,7 +104,7 @@ class PublishedNames:
         if self.base is not None:
             shapes = {name: tensor.shape for name, tensor in self.base.tensors.items()}
             return select_used_rules(self._default, shapes, shapes)
-        return self._default if self._resumed is None else self._resumed[0]
+        return self._default if self._resumed is None else self._resumed.rules
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Adopt the recorded name rules of the checkpoint that the run resumes from.
@@ -305,7 +306,7 @@ class PublishedNames:
     @property
     def missing(self) -> list[str]:
         """Names of base tensors that the export lacks because the base model is not available."""
-        return self._resumed[1] if self.base is None and self._resumed is not None else []
+        return self._resumed.not_loaded if self.base is None and self._resumed is not None else []
 
     @cached_property
     def _frozen_files(self) -> set[str]:

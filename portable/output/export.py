@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable import converters
 from portable.converters.errors import CheckpointError, to_printable
@@ -220,13 +220,20 @@ def _describe_difference(name: str, version: object, written: Mapping[str, objec
     return f"{name} was {'changed after' if name in written else 'not part of'} the export"
 
 
-def _list_files(folder: Path) -> dict[str, tuple[int, int]]:
+class _FileVersion(NamedTuple):
+    """Size and modification time of a file, by which a later change is recognized."""
+
+    size_bytes: int
+    mtime_ns: int
+
+
+def _list_files(folder: Path) -> dict[str, _FileVersion]:
     """Size and time of every file and link below ``folder``, except the marker."""
-    files: dict[str, tuple[int, int]] = {}
+    files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             status = path.lstat()
-            files[path.relative_to(folder).as_posix()] = (status.st_size, status.st_mtime_ns)
+            files[path.relative_to(folder).as_posix()] = _FileVersion(status.st_size, status.st_mtime_ns)
     files.pop(MARKER, None)
     return files
 

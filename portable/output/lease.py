@@ -20,7 +20,7 @@ import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import to_printable
 from portable.converters.storage.store_errors import ConflictError, UnconditionalError
@@ -37,6 +37,18 @@ LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals
 STALE = 60.0  # seconds without renewal after which the holder counts as dead
 PATIENCE = 10.0  # seconds for which a request is repeated; two in each renewal must end before STALE
+
+
+class _StoredLease(NamedTuple):
+    """Content of the lease object.
+
+    Attributes:
+        holder: JSON object that identifies the run that holds the lease. Empty if there is no lease.
+        tag: Version of the object, which a conditional write has to match. `""` if there is no object.
+    """
+
+    holder: dict[str, Any]
+    tag: Any
 
 
 class Lease:
@@ -57,8 +69,8 @@ class Lease:
 
     def __enter__(self) -> Lease:
         with convert_storage_errors("output_dir"):
-            while (read := self._read())[0].get("id") != self._id:
-                holder, tag = read
+            while (lease := self._read()).holder.get("id") != self._id:
+                holder, tag = lease
                 if holder and not _is_gone(holder):
                     self._wait_for(holder)
                 with suppress(ConflictError, FileNotFoundError):  # it has changed, or is gone
@@ -78,7 +90,7 @@ class Lease:
         self._ended.set()
         self._thread.join(timeout=5.0)  # the store may be unreachable
         with suppress(Exception):  # the lease will expire
-            if self._read()[0].get("id") == self._id:
+            if self._read().holder.get("id") == self._id:
                 self._object.unlink()
 
     def check(self) -> None:
@@ -132,17 +144,17 @@ class Lease:
             "taking over the lease"
         )
 
-    def _read(self) -> tuple[dict[str, Any], Any]:
+    def _read(self) -> _StoredLease:
         """The lease, and what identifies it for a write; empty if there is none."""
         try:
             content, tag = self._object.read_versioned()
         except FileNotFoundError:
-            return {}, ""
+            return _StoredLease({}, "")
         with suppress(ValueError, RecursionError):
             lease = json.loads(content)
             if isinstance(lease, dict) and lease:
-                return lease, tag
-        return {"damaged": True}, tag
+                return _StoredLease(lease, tag)
+        return _StoredLease({"damaged": True}, tag)
 
     def _write(self, tag: Any) -> None:
         """Write the lease in place of that with this tag; ConflictError if there is another."""

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from portable.config.flags import expand_path
 from portable.config.yaml_text import parse
@@ -37,7 +37,7 @@ from portable.errors import RunError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_time
 from portable.output.existing_run import PREVIEW_FILE
 from portable.paths import CONFIG_FILE, REPORT_FILE, convert_storage_errors, place_of, write_durably
-from portable.reporting.json_lines import MOST, is_count, is_number, read_rows
+from portable.reporting.json_lines import MOST, LogRows, is_count, is_number, read_rows
 from portable.reporting.metrics import EVENTS_FILE, METRICS_FILE, is_evaluation
 from portable.reporting.run_log import LOG_FILE
 
@@ -46,11 +46,44 @@ if TYPE_CHECKING:
 
     from portable.converters.storage.path_or_url import Place
 
-Point = tuple[int, "int | None", "float | None", float]
-"""step, tokens, hours, value."""
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
 POINTS = 2000
 """About the number of points that a curve keeps: it is a few hundred pixels wide."""
+
+
+class CurvePoint(NamedTuple):
+    """One logged value and its position on each x axis.
+
+    Attributes:
+        step: Training step.
+        num_tokens: Number of tokens seen so far. None if it is unknown.
+        hours: Hours of training so far. None if they are unknown.
+        value: The value.
+    """
+
+    step: int
+    num_tokens: int | None
+    hours: float | None
+    value: float
+
+
+class _LaunchStart(NamedTuple):
+    """Start of a launch in seconds since 1970, and the seconds that earlier launches worked."""
+
+    time: float
+    worked_seconds: float
+
+
+class _RunSettings(NamedTuple):
+    """Settings of a run.
+
+    Attributes:
+        values: Values of the settings, keyed by dotted key.
+        error: Reason why the file cannot be read. Empty if it can.
+    """
+
+    values: dict[str, Any]
+    error: str
 
 
 @dataclass(frozen=True)
@@ -178,30 +211,30 @@ class RunRecord:
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
-    def _clock(self) -> list[tuple[float, float]]:
-        """For each launch its start in seconds since 1970, and the seconds that earlier launches worked."""
+    def _launch_starts(self) -> list[_LaunchStart]:
+        """Start of each launch, in order."""
         starts = sorted(float(launch["time"]) for launch in self.list_launches() if "time" in launch)
         times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
-        clock: list[tuple[float, float]] = []
+        launch_starts: list[_LaunchStart] = []
         worked = 0.0
         for start, end in zip(starts, [*starts, float("inf")][1:], strict=True):
-            clock.append((start, worked))
+            launch_starts.append(_LaunchStart(start, worked))
             within = times[: bisect_left(times, end)]
             worked += max(0.0, within[-1] - start) if within else 0.0
-        return clock
+        return launch_starts
 
     def compute_hours(self, moment: Any) -> float | None:
         """Hours worked until ``moment`` (seconds since 1970), without the time between launches."""
-        if not is_number(moment) or not self._clock:
+        if not is_number(moment) or not self._launch_starts:
             return None
-        launch = max(0, bisect_right(self._clock, (moment, float("inf"))) - 1)
-        start, worked = self._clock[launch]
+        launch = max(0, bisect_right(self._launch_starts, (moment, float("inf"))) - 1)
+        start, worked = self._launch_starts[launch]
         return round((worked + max(0.0, float(moment) - start)) / 3600, 5)
 
-    def build_series(self, name: str) -> list[Point]:
+    def build_series(self, name: str) -> list[CurvePoint]:
         """The values of ``name``, thinned to what a curve can show."""
         points = [
-            (
+            CurvePoint(
                 row["step"],
                 self.count_tokens(row.get("samples")),
                 self.compute_hours(row.get("time")),
@@ -356,8 +389,8 @@ def build_page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
         "metrics": [vars(metric) for metric in drawn],
         "names": {name: _format_title(name).lower() for name in keys},
         "axes": ["step"]
-        + (["tokens"] if all(point[1] is not None for point in points) else [])
-        + (["hours"] if all(point[2] is not None for point in points) else []),
+        + (["tokens"] if all(point.num_tokens is not None for point in points) else [])
+        + (["hours"] if all(point.hours is not None for point in points) else []),
         "facts": list(dict.fromkeys(name for each in facts for name in each)),
         "runs": [
             {
@@ -468,12 +501,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _read_events(folder: Place) -> tuple[list[dict[str, Any]], int]:
+def _read_events(folder: Place) -> LogRows:
     """The events of a run, empty without a file, and the number of invalid lines."""
     try:
         return read_rows(folder / EVENTS_FILE, "event")
     except OSError:
-        return [], 0
+        return LogRows([], 0)
 
 
 def _read_log_end(path: Place) -> str:
@@ -510,18 +543,19 @@ def read_preview(path: Place) -> dict[str, Any] | None:
         return None
 
 
-def _read_settings(path: Place) -> tuple[dict[str, Any], str]:
+def _read_settings(path: Place) -> _RunSettings:
     """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
     try:
         text = read_small(path, limit=_MOST_CONFIG).decode("utf-8")
         tree = parse(text, path.name, most=_MOST_SETTINGS).value
-        return dict(_iter_flattened("", tree)) if isinstance(tree, dict) else {}, ""
+        return _RunSettings(dict(_iter_flattened("", tree)) if isinstance(tree, dict) else {}, "")
     except FileNotFoundError:
-        return {}, ""
+        return _RunSettings({}, "")
     except OSError as error:
-        return {}, to_one_line(error.strerror or error)
+        return _RunSettings({}, to_one_line(error.strerror or error))
     except (UserError, ValueError) as error:
-        return {}, "nested too deeply" if isinstance(error.__cause__, RecursionError) else "not readable"
+        is_too_deep = isinstance(error.__cause__, RecursionError)
+        return _RunSettings({}, "nested too deeply" if is_too_deep else "not readable")
 
 
 def _iter_flattened(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.storage.safe_open import open_without_links, read_small
 from portable.evaluation.best_tracker import MOST_CLASSES
@@ -32,6 +32,32 @@ _MOST_TEXT = 1000
 _BLOCK = 1 << 20
 
 
+class LogLine(NamedTuple):
+    """A valid line of a log.
+
+    Attributes:
+        content: Bytes of the line, without the line feed.
+        row: The JSON object, without values that a page cannot show.
+    """
+
+    content: bytes
+    row: dict[str, Any]
+
+
+class LogLines(NamedTuple):
+    """Valid lines of a log, and the number of its invalid lines."""
+
+    lines: list[LogLine]
+    num_invalid: int
+
+
+class LogRows(NamedTuple):
+    """Valid rows of a log, and the number of its invalid lines."""
+
+    rows: list[dict[str, Any]]
+    num_invalid: int
+
+
 class JsonLines:
     """A log that is appended to, through no link."""
 
@@ -48,13 +74,13 @@ class JsonLines:
         self._file.close()
 
 
-def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
+def read_rows(path: Place, *needed: str) -> LogRows:
     """Return the rows of a file, and the number of invalid lines; see :func:`read_lines`."""
-    lines, skipped = read_lines(path, *needed)
-    return [row for _, row in lines], skipped
+    lines, num_invalid = read_lines(path, *needed)
+    return LogRows([line.row for line in lines], num_invalid)
 
 
-def read_lines(path: Place, *needed: str) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+def read_lines(path: Place, *needed: str) -> LogLines:
     """Return the valid lines of a file with their rows as a page shows them, and the number of invalid lines.
 
     Args:
@@ -68,7 +94,7 @@ def read_lines(path: Place, *needed: str) -> tuple[list[tuple[bytes, dict[str, A
     return _parse_lines(read_small(path, limit=_MOST_BYTES).split(b"\n"), *needed)
 
 
-def drop_later_rows(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+def drop_later_rows(path: Path, last_step: int) -> LogRows:
     """Remove the rows after a step from the end of a log, and the invalid lines between them.
 
     Rows are logged in the order of their steps. So the file, which may be large, is read backward in blocks
@@ -87,13 +113,13 @@ def drop_later_rows(path: Path, last_step: int) -> tuple[list[dict[str, Any]], i
         while True:
             start = _seek_line(file, max(0, size - length))
             content = file.read()
-            lines, skipped = _parse_lines(content.split(b"\n"))
+            lines, num_invalid = _parse_lines(content.split(b"\n"))
             first = content[:_BLOCK].count(b"\n")
-            if not start or all(row["step"] <= last_step for _, row in lines[:first]):
+            if not start or all(line.row["step"] <= last_step for line in lines[:first]):
                 break
             length *= 2
-        earlier = [(line, row) for line, row in lines if row["step"] <= last_step]
-        rest = b"".join(line + b"\n" for line, _ in earlier)
+        earlier = [line for line in lines if line.row["step"] <= last_step]
+        rest = b"".join(line.content + b"\n" for line in earlier)
         if rest != content:
             same = len(rest) if content.startswith(rest) else 0
             file.truncate(start + same)
@@ -101,7 +127,7 @@ def drop_later_rows(path: Path, last_step: int) -> tuple[list[dict[str, Any]], i
             file.write(rest[same:])
             file.flush()
             os.fsync(file.fileno())
-    return [row for _, row in earlier], skipped
+    return LogRows([line.row for line in earlier], num_invalid)
 
 
 def _seek_line(file: BinaryIO, offset: int) -> int:
@@ -112,9 +138,10 @@ def _seek_line(file: BinaryIO, offset: int) -> int:
     return file.tell()
 
 
-def _parse_lines(lines: list[bytes], *needed: str) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
-    rows, skipped = [], 0
-    for place, line in enumerate(lines, start=1):
+def _parse_lines(lines: list[bytes], *needed: str) -> LogLines:
+    valid_lines: list[LogLine] = []
+    num_invalid = 0
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -123,12 +150,12 @@ def _parse_lines(lines: list[bytes], *needed: str) -> tuple[list[tuple[bytes, di
         except (ValueError, AttributeError, RecursionError):
             row = {}
         if not is_count(row.get("step")) or any(row.get(key) is None for key in needed):
-            skipped += place < len(lines)
+            num_invalid += number < len(lines)
             continue
         if not is_number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
             row.pop("time", None)
-        rows.append((line, row))
-    return rows, skipped
+        valid_lines.append(LogLine(line, row))
+    return LogLines(valid_lines, num_invalid)
 
 
 def is_number(value: Any) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable import plugins
 from portable.adapters.settings import KINDS
@@ -260,11 +260,23 @@ def _format_value(value: Any) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+class AutoClass(NamedTuple):
+    """How transformers opens the models of a task.
+
+    Attributes:
+        name: Name of the auto class.
+        pipeline: The hub's name of the task, and the name of its pipeline.
+    """
+
+    name: str
+    pipeline: str
+
+
 AUTO = {
-    "causal-lm": ("AutoModelForCausalLM", "text-generation"),
-    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "text2text-generation"),
-    "sequence-classification": ("AutoModelForSequenceClassification", "text-classification"),
-    "masked-lm": ("AutoModelForMaskedLM", "fill-mask"),
+    "causal-lm": AutoClass("AutoModelForCausalLM", "text-generation"),
+    "seq2seq-lm": AutoClass("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "sequence-classification": AutoClass("AutoModelForSequenceClassification", "text-classification"),
+    "masked-lm": AutoClass("AutoModelForMaskedLM", "fill-mask"),
 }
 """The class of transformers that opens the model of a task, and the hub's name of its pipeline."""
 ASKED = {
@@ -284,6 +296,13 @@ def is_adapter(config: RunConfig) -> bool:
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
+class UsageCommand(NamedTuple):
+    """A program or purpose, such as `vLLM`, and the shell command for an exported model."""
+
+    purpose: str
+    command: str
+
+
 def list_commands(
     config: RunConfig,
     location: str,
@@ -293,7 +312,7 @@ def list_commands(
     base: str | None = None,
     adapter: Adapter | None = None,
     chat: bool = False,
-) -> list[tuple[str, str]]:
+) -> list[UsageCommand]:
     """List what can be done with an exported model, with the command for each.
 
     Programs that cannot open the model are left out.
@@ -308,7 +327,7 @@ def list_commands(
         chat: Whether the model was trained on conversations, so that it is asked with messages.
 
     Returns:
-        ``(program or purpose, command)`` pairs.
+        The commands, in the order in which they are shown.
     """
     task, name = config.model.task, str(config.model.name_or_path)
     quoted_base = shlex.quote(base or name)
@@ -322,10 +341,11 @@ def list_commands(
     grown = adapter is not None and adapter.rows is not None  # vLLM and lm_eval do not resize embeddings
     peft = merge and config.adapter.type == "lora" and not (grown or is_url(location))
     peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
-    commands = []
+    commands: list[UsageCommand] = []
     model, loaded = shlex.quote(location), location  # as a word of the shell, and as it is
     if (merge and not peft) or is_url(location):
-        commands.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
+        purpose = "merge" if merge else "fetch"
+        commands.append(UsageCommand(purpose, f"portable-convert {model} {local}{merge}"))
         model = loaded = local
     loader, kind = AUTO[task]
     custom = model_type not in list_model_types()
@@ -346,7 +366,7 @@ def list_commands(
         if not all(map(str.isidentifier, module.split("."))):
             return commands
         code = f"import {module}; {code}"
-    commands.append(("transformers", f"python -c {_double_quote(code)}"))
+    commands.append(UsageCommand("transformers", f"python -c {_double_quote(code)}"))
     if task != "causal-lm" or registered:
         return commands
     serve, scored = f"vllm serve {model}", f"pretrained={model}"
@@ -365,11 +385,13 @@ def list_commands(
         serve = f"{serve} --lora-modules {shlex.quote(lora_module)}"
         scored = f"pretrained={quoted_base},peft={model}"
     if not trust:
-        commands.insert(0, ("chat", f"portable-chat {model}"))
-    commands.append(("vLLM", serve))
+        commands.insert(0, UsageCommand("chat", f"portable-chat {model}"))
+    commands.append(UsageCommand("vLLM", serve))
     if model_type in MODELS:
-        commands.append(("llama.cpp", gguf))
-    commands.append(("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag"))
+        commands.append(UsageCommand("llama.cpp", gguf))
+    commands.append(
+        UsageCommand("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag")
+    )
     return commands
 
 

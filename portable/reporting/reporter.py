@@ -19,9 +19,9 @@ from portable.reporting.html_report import write_report
 from portable.reporting.metrics import (
     History,
     MetricsFile,
-    Throughput,
     format_evaluation,
 )
+from portable.reporting.speed import SpeedMeter, SpeedUnits
 from portable.reporting.trackers import KEY, Tracker, open_trackers
 from portable.terminal import LOG, shows_run_bars, tell
 
@@ -80,7 +80,7 @@ class Reporter(Callback):
         batches: Batches of the training.
 
     Attributes:
-        throughput: Samples per second, and the time that steps wait for batches.
+        speed: Samples per second, and the time that steps wait for batches.
         bar: Progress bar, which is a callback of the run as well. None if there is no terminal.
     """
 
@@ -91,15 +91,17 @@ class Reporter(Callback):
         self._output = output
         self._folder = folder = output.work
         self._data = samples = prepared.data.train
-        self._tokens_per_sample = config.data.seq_len * samples.sequences * (1 - samples.waste)
-        self._flops_per_token = prepared.flops_per_token
         self._rates = {
             group.pattern: group.learning_rate / config.train.learning_rate
             for group in config.train.parameter_groups
             if group.learning_rate is not None
         }
         peak = backend.get_peak_flops(config.precision)
-        self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
+        self._speed_units = SpeedUnits(
+            tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
+            flops_per_token=prepared.flops_per_token,
+            peak_flops=None if peak is None else peak * backend.world_size * backend.devices_per_rank,
+        )
         self._main = backend.rank == 0
         self._has_logged = self._has_warned = False
         self._next_report = 0.0
@@ -135,7 +137,7 @@ class Reporter(Callback):
             self.bar = ProgressBar(prepared.steps, progress.step) if shows_run_bars() else None
         self._total_steps = prepared.steps
         self._first_step = run.first_step
-        self.throughput = Throughput(prepared.plan.global_batch_size, batches)
+        self.speed = SpeedMeter(prepared.plan.global_batch_size, batches)
 
     # -- hooks -------------------------------------------------------------------------------------------
 
@@ -146,15 +148,15 @@ class Reporter(Callback):
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
         of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
         run.call("on_log", {**of_step, **of_loss})
-        samples_per_second = self.throughput.log(run.step + 1 - self._first_step)
+        samples_per_second = self.speed.measure_speed(run.step + 1 - self._first_step)
         of_data = {"data_wait": self._compute_wait_share(), **self._data.compute_progress(run.samples)}
         self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
 
     def _compute_wait_share(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
-        share = self.throughput.waits
+        share = self.speed.wait_share
         # The first steps also wait because the queue has to be filled.
-        if share > _LONG_WAIT and self.throughput.steps > self._log_every and not self._has_warned:
+        if share > _LONG_WAIT and self.speed.num_steps > self._log_every and not self._has_warned:
             self._has_warned = True
             remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
             self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
@@ -173,7 +175,7 @@ class Reporter(Callback):
         self.last_loss = loss
         if self._metrics is None:
             return
-        tokens_per_second = samples_per_second * self._tokens_per_sample
+        tokens_per_second = self._speed_units.compute_tokens_per_second(samples_per_second)
         memory, _ = self._backend.measure_memory()
         values = {
             **of_step,
@@ -189,8 +191,8 @@ class Reporter(Callback):
                 f"{taken}: train.loss or a callback logs a value with the name of a metric; rename the value"
             )
         values |= numbers
-        if self._peak_flops is not None:
-            values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
+        if (mfu := self._speed_units.compute_mfu(samples_per_second)) is not None:
+            values["mfu"] = mfu
         self._write(progress, values)
         shown = {
             "loss": f"{loss:.4f}",
@@ -204,8 +206,8 @@ class Reporter(Callback):
             self.bar.show(shown)
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
-        if self.throughput.steps > 1:  # the first step, which compiles, does not tell
-            remaining = (self._total_steps - progress.step) * self.throughput.compute_seconds_per_step()
+        if self.speed.num_steps > 1:  # the first step, which compiles, does not tell
+            remaining = (self._total_steps - progress.step) * self.speed.compute_seconds_per_step()
             line += f"  left {format_time(remaining)}"
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
@@ -219,7 +221,7 @@ class Reporter(Callback):
         self.record("skip", run.progress, count=count, told=message)
 
     def paused(self, run: Run, seconds: float) -> None:
-        self.throughput.pause(seconds)
+        self.speed.exclude_seconds(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
         """``values`` are numbers, and mappings that only ``metrics.jsonl`` gets."""
@@ -247,23 +249,22 @@ class Reporter(Callback):
 
     def format_summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
-        seconds = time.perf_counter() - self.throughput.started
-        rate = self.throughput.launch
+        seconds = time.perf_counter() - self.speed.start_time
+        rate = self.speed.samples_per_second
         _, peak = self._backend.measure_memory()
         rows = [("time", format_time(seconds))]
-        if trained := self.throughput.steps > 0:
-            first, paused = self.throughput.first_step, self.throughput.paused
+        if trained := self.speed.num_steps > 0:
+            first, paused = self.speed.first_step_seconds, self.speed.excluded_seconds
             rows[0] = (
                 "time",
                 f"{format_time(seconds)}, of which first step {format_time(first)}, "
                 f"evaluations and saves {format_time(paused)}",
             )
             rows.append(("samples/s", f"{rate:,.2f}"))
-            after = " in the steps after the first" if self.throughput.steps > 1 else ""
-            rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}{after}"))
+            after = " in the steps after the first" if self.speed.num_steps > 1 else ""
+            rows.append(("tokens/s", f"{self._speed_units.compute_tokens_per_second(rate):,.0f}{after}"))
         rows.append(("peak memory", format_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
-        if trained and self._peak_flops is not None:
-            mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops
+        if trained and (mfu := self._speed_units.compute_mfu(rate)) is not None:
             rows.append(("MFU", f"{mfu:.1%}"))
         if (counted := self._backend.diagnostics.query_driver_memory()) is not None:
             used, total = counted

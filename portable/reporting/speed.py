@@ -1,0 +1,123 @@
+"""Speed of a run: samples and tokens per second, MFU, and the time that steps wait for batches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from portable.data.samples.loader import BatchIterator
+
+
+@dataclass(frozen=True)
+class SpeedUnits:
+    """Converts samples per second to tokens per second and MFU.
+
+    Attributes:
+        tokens_per_sample: Mean number of tokens of a sample, without padding.
+        flops_per_token: Floating-point operations of the forward and backward pass for one token.
+        peak_flops: Peak FLOP/s of all devices of the run together. None if the peak is unknown.
+    """
+
+    tokens_per_sample: float
+    flops_per_token: float
+    peak_flops: float | None
+
+    def compute_tokens_per_second(self, samples_per_second: float) -> float:
+        """Compute the number of tokens per second."""
+        return samples_per_second * self.tokens_per_sample
+
+    def compute_mfu(self, samples_per_second: float) -> float | None:
+        """Compute the model FLOPs utilization.
+
+        Args:
+            samples_per_second: Samples per second of all ranks.
+
+        Returns:
+            The achieved FLOP/s divided by the peak FLOP/s. None if the peak is unknown.
+        """
+        if self.peak_flops is None:
+            return None
+        return self.compute_tokens_per_second(samples_per_second) * self.flops_per_token / self.peak_flops
+
+
+class _Reading(NamedTuple):
+    """Reading of the clock that stops during pauses, and the number of samples trained until then."""
+
+    seconds: float
+    samples: int
+
+
+class SpeedMeter:
+    """Measures the speed of a launch in samples per second, and the time that steps wait for batches.
+
+    Evaluations and saves do not count. The first step, which compiles and allocates, only counts until there
+    is a second step. Work after the last measurement, such as the export, does not count either.
+
+    Args:
+        samples_per_step: Number of samples in each step, on all ranks.
+        batches: Batches of the training.
+
+    Attributes:
+        start_time: Time at which the launch started, in seconds of `time.perf_counter`.
+        num_steps: Number of steps of this launch, as of the last measurement.
+        excluded_seconds: Time in seconds of evaluations and saves.
+        samples_per_second: Speed of this launch until the last measurement.
+        wait_share: Share of the time between the last two measurements in which steps waited for batches.
+    """
+
+    def __init__(self, samples_per_step: int, batches: BatchIterator) -> None:
+        self.start_time = time.perf_counter()
+        self.num_steps = 0
+        self.excluded_seconds = 0.0
+        self.samples_per_second = 0.0
+        self.wait_share = 0.0
+        self._samples_per_step = samples_per_step
+        self._batches = batches
+        self._waited_seconds = batches.waited
+        self._start = self._first_step_end = self._last_reading = self._read_clock()
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Seconds from the start of the launch until the end of its first step, which is always logged."""
+        return self._first_step_end.seconds - self.start_time
+
+    def _read_clock(self) -> _Reading:
+        return _Reading(time.perf_counter() - self.excluded_seconds, self.num_steps * self._samples_per_step)
+
+    def compute_seconds_per_step(self) -> float:
+        """Compute the mean duration of the steps of this launch, including evaluations and saves."""
+        return (time.perf_counter() - self.start_time) / max(self.num_steps, 1)
+
+    def measure_speed(self, num_steps: int) -> float:
+        """Measure the speed since the last call, and update the attributes.
+
+        Args:
+            num_steps: Number of steps of this launch so far.
+
+        Returns:
+            The samples per second since the last call.
+        """
+        self.num_steps = num_steps
+        now = self._read_clock()
+        if num_steps == 1:
+            self._first_step_end = now
+        waited_seconds = self._batches.waited
+        self.wait_share = min(
+            1.0,
+            (waited_seconds - self._waited_seconds) / max(now.seconds - self._last_reading.seconds, 1e-9),
+        )
+        self._waited_seconds = waited_seconds
+        start = self._first_step_end if num_steps > 1 else self._start
+        latest_rate = _compute_rate(max(start, self._last_reading), now)
+        self.samples_per_second, self._last_reading = _compute_rate(start, now), now
+        return latest_rate
+
+    def exclude_seconds(self, seconds: float) -> None:
+        """Exclude the duration of an evaluation or a save from the speed."""
+        self.excluded_seconds += seconds
+
+
+def _compute_rate(start: _Reading, end: _Reading) -> float:
+    return (end.samples - start.samples) / max(end.seconds - start.seconds, 1e-9)
