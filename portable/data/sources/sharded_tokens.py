@@ -52,8 +52,8 @@ class ShardedFolder(NamedTuple):
 class ShardLayout(TypedDict, total=False):
     """Description of one shard of tokens, from ``index.json``. Its ``repr`` identifies the shard.
 
-    Both formats have ``file``, ``dtype`` and ``bytes``. Only shards of Mosaic Streaming have ``sizes`` and the
-    keys that describe columns.
+    Shards of both formats have ``file``, ``dtype`` and ``bytes``. Only those of Mosaic Streaming have the keys
+    from ``compression`` on.
     """
 
     file: str
@@ -63,7 +63,9 @@ class ShardLayout(TypedDict, total=False):
     bytes: int | None
     """Size of the decompressed shard in bytes. None if the index does not give it."""
     heads: int
+    """Not read. Kept for the ``repr`` of shards of litdata."""
     before: int
+    """Not read. Kept for the ``repr`` of shards of litdata."""
     compression: str | None
     """Compression of the file, such as ``zstd:7``. None for an uncompressed file."""
     shaped: bool
