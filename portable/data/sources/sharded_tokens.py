@@ -52,8 +52,7 @@ class ShardedFolder(NamedTuple):
 class ShardLayout(TypedDict, total=False):
     """Description of one shard of tokens, from ``index.json``. Its ``repr`` identifies the shard.
 
-    Shards of both formats have ``file``, ``dtype`` and ``bytes``. Only those of Mosaic Streaming have the keys
-    from ``compression`` on.
+    The keys from ``compression`` on are present only for shards of Mosaic Streaming.
     """
 
     file: str
