@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 from typing_extensions import Unpack
 
 from portable.config.sources import ALONE, format_training_key, get_held_out_name, get_weight_schedule
 from portable.data.samples.base import SampleRange, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, map_classes, map_eval_classes
-from portable.data.sizes import DataSizes, compute_sizes
+from portable.data.sizes import DataSizes, EvalSize, compute_sizes
 from portable.data.sources.documents import compute_digest
 from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
 from portable.data.sources.source_kinds import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from portable.config.sections import DataConfig
     from portable.data.samples.base import Samples
+    from portable.data.samples.mixture import MixtureShare
     from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import DataSource, SourceSettings
     from portable.data.stream import Stream
@@ -122,9 +123,14 @@ class Hints(TypedDict, total=False):
     """A causal model gets the last token of a text as well if there is room for it."""
 
 
-def _build_samples(
-    settings: DataConfig, sources: RunSources, classes: Classes | None
-) -> tuple[dict[str, Samples], dict[str, Samples]]:
+class _RunSamples(NamedTuple):
+    """Samples to train on and to evaluate on, keyed by source name."""
+
+    train: dict[str, Samples]
+    evals: dict[str, Samples]
+
+
+def _build_samples(settings: DataConfig, sources: RunSources, classes: Classes | None) -> _RunSamples:
     """The samples of each source: to train on, and to evaluate on, with those held out at the end."""
     first = next(iter(sources.tokenized.values()))
     train: dict[str, Samples] = {}
@@ -145,7 +151,7 @@ def _build_samples(
     for name, tokenized in sources.evaluated.items():
         with tokenized.settings.convert_errors():
             evals[name] = tokenized.build_samples(classes=_map_eval_classes(classes, first, tokenized))
-    return train, evals | held_out
+    return _RunSamples(train, evals | held_out)
 
 
 def build_data(
@@ -267,7 +273,7 @@ class RunSources:
 
     def compute_sizes(self) -> DataSizes:
         local_sources = {name: source for name, source in self.tokenized.items() if name not in self.streams}
-        counts = {name: source.count_samples()[0] for name, source in self.evaluated.items()}
+        counts = {name: source.count_samples().train for name, source in self.evaluated.items()}
         context, trained_on = self.context, self.combined_source.contents if self.evals else frozenset()
         sizes = compute_sizes(self.training, local_sources, self.tokenizer, self.vocab_size)
         evaluated = (source.tokens.meta for source in self.evaluated.values())
@@ -275,7 +281,7 @@ class RunSources:
         return replace(
             sizes,
             notes=tuple(dict.fromkeys([*sizes.notes, *notes])),
-            evals={name: (source.name, counts.get(name)) for name, source in self.evals.items()},
+            evals={name: EvalSize(source.name, counts.get(name)) for name, source in self.evals.items()},
             trained_on=tuple(name for name, source in self.evals.items() if trained_on & source.contents),
             opened=None if context is None else context.tokenizer,
             end_of_turn=self.end_of_turn,
@@ -427,10 +433,12 @@ def _open_tokenizer(run_sources: RunSources, settings: DataConfig, hints: Hints)
     return tokenizer
 
 
-def _list_shares(settings: DataConfig) -> dict[str, tuple[float | None, float | None]]:
+def _list_shares(settings: DataConfig) -> dict[str, MixtureShare]:
     """Weight and epochs of each source of a mixture; one without either is read once."""
+    from portable.data.samples.mixture import MixtureShare
+
     return {
-        source.name: (
+        source.name: MixtureShare(
             source.weight,
             1.0 if source.weight is None and source.epochs is None else source.epochs,
         )
@@ -441,16 +449,15 @@ def _list_shares(settings: DataConfig) -> dict[str, tuple[float | None, float | 
 def _build_mixture(
     settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str
 ) -> Samples:
-    from portable.data.samples.mixture import Mixture, MixtureShare
+    from portable.data.samples.mixture import Mixture
 
     phases = [(step * step_samples, weights) for step, weights in get_weight_schedule(settings)]
-    shares = {name: MixtureShare(*share) for name, share in _list_shares(settings).items()}
-    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+    return Mixture(train, _list_shares(settings), phases, marked=task != CLASSIFICATION)
 
 
 def _compute_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, *share) for name, share in _list_shares(settings).items()]
+    shares = [(name, share.weight, share.epochs) for name, share in _list_shares(settings).items()]
     return compute_digest(repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings))))
 
 
@@ -507,7 +514,9 @@ def _build_finished_data(
         train_samples=train.num_samples,
         eval_samples=held_out.num_samples,
         cached=source.settings.cache,
-        evals={name: (sources.evals[name].name, len(samples)) for name, samples in eval_samples.items()},
+        evals={
+            name: EvalSize(sources.evals[name].name, len(samples)) for name, samples in eval_samples.items()
+        },
     )
     held_out_samples = (
         {get_held_out_name(settings): build_samples(source, held_out)} if held_out.num_samples else {}

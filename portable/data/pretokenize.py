@@ -17,7 +17,15 @@ from tqdm import tqdm
 from portable.converters.storage.folder_operations import files_below, make_folder, put_folder
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.documents import NoTextError
-from portable.data.sources.pretokenized import BEGUN, INDEX, LAST, TOKENIZER, Index, get_shard_folder
+from portable.data.sources.pretokenized import (
+    BEGUN,
+    INDEX,
+    LAST,
+    TOKENIZER,
+    ShardRecord,
+    TokenIndex,
+    get_shard_folder,
+)
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.parallel_map import map_in_order
 from portable.errors import UserError, to_one_line
@@ -33,9 +41,9 @@ if TYPE_CHECKING:
     from portable.data.tokenization import TokenizationContext
     from portable.data.tokens.tokenize import TokenizeJob
 
-Record = tuple[int, int, str]
-"""Documents, tokens and fingerprint of a shard."""
-_EMPTY: Record = (0, 0, "")
+MachinePart = tuple[int, int]
+"""Number of this machine, from 0, and the number of machines that share the work."""
+_EMPTY = ShardRecord(0, 0, "")
 _DRAFTS = ".making"
 _READS = 32  # records that are read at a time: one is a request, or a file and its checksums
 
@@ -60,7 +68,7 @@ def pretokenize_source(
     out: Place,
     *,
     processes: int,
-    part: tuple[int, int] = (0, 1),
+    part: MachinePart = (0, 1),
     progress: bool = False,
 ) -> PretokenizeResult:
     """Write the tokens of ``source`` to ``out``.
@@ -78,7 +86,7 @@ def pretokenize_source(
             job = context.build_job(source.settings, scratch)
             if _begin_output(out, {"files": source.key, "made": job.digest}, source.name):
                 _save_tokenizer(context.tokenizer, out / TOKENIZER, scratch)
-            records: list[Record | None] = [None] * len(source.parts)
+            records: list[ShardRecord | None] = [None] * len(source.parts)
             _read_records(out, records)
             mine = [n for n in range(part[0], len(source.parts), part[1]) if records[n] is None]
             write = _ShardWriter(job, out)
@@ -94,13 +102,13 @@ def pretokenize_source(
             if part[1] > 1:
                 _read_records(out, records)  # the others may have ended meanwhile
             finished_records = [record for record in records if record is not None]
-            tokens = sum(count for _, count, _ in finished_records)
+            tokens = sum(record.tokens for record in finished_records)
             if len(finished_records) == len(records):
                 if not tokens:
                     raise source.build_no_text_error()
                 write_durably(
                     out / INDEX,
-                    Index(job.digest, source.settings.data.format, tuple(finished_records)).to_json(),  # type: ignore[arg-type]
+                    TokenIndex(job.digest, source.settings.data.format, tuple(finished_records)).to_json(),  # type: ignore[arg-type]
                 )
                 shutil.rmtree(scratch, ignore_errors=True)
             return PretokenizeResult(len(finished_records), tokens, len(records) - len(finished_records))
@@ -129,7 +137,7 @@ def _begin_output(out: Place, contents: dict[str, str], name: str) -> bool:
     return True
 
 
-def _read_records(out: Place, records: list[Record | None]) -> None:
+def _read_records(out: Place, records: list[ShardRecord | None]) -> None:
     """Fill in the records of the shards that are whole by now."""
     missing = [number for number, record in enumerate(records) if record is None]
     names = files_below(out / "shards")
@@ -140,19 +148,19 @@ def _read_records(out: Place, records: list[Record | None]) -> None:
             records[number] = record
 
 
-def _read_record(folder: Place) -> Record | None:
+def _read_record(folder: Place) -> ShardRecord | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         meta = json.loads((folder / LAST).read_bytes())
         if not meta["documents"]:
             return _EMPTY
         if not in_store(folder):
             return None if (tokens := TokenCache.open_if_intact(folder)) is None else _build_record(tokens)
-        return int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"])
+        return ShardRecord(int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"]))
     return None
 
 
-def _build_record(tokens: TokenCache) -> Record:
-    return tokens.documents, tokens.total_tokens, tokens.fingerprint
+def _build_record(tokens: TokenCache) -> ShardRecord:
+    return ShardRecord(tokens.documents, tokens.total_tokens, tokens.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -162,7 +170,7 @@ class _ShardWriter:
     job: TokenizeJob
     out: Place
 
-    def __call__(self, item: tuple[int, SourceShard]) -> Record:
+    def __call__(self, item: tuple[int, SourceShard]) -> ShardRecord:
         number, shard = item
         folder = get_shard_folder(self.out, number)
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portable.batch import IGNORED
 from portable.converters.console import escape_control_characters
 from portable.data.samples.base import select_sequence
+from portable.data.samples.order import EpochIndex
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
@@ -23,6 +24,42 @@ SHOWN = 3
 _BINS = 12
 _CHUNK = 1 << 20
 _MOST_CHARS = 20_000
+
+
+class TextPiece(NamedTuple):
+    """Part of the text of a sample whose tokens are either all trained or all not trained."""
+
+    text: str
+    is_trained: bool
+
+
+class LengthBin(NamedTuple):
+    """Bin of the histogram of document lengths.
+
+    Attributes:
+        low: Smallest length in tokens.
+        high: Length at which the next bin begins. None for the last bin.
+        num_documents: Number of documents in the bin.
+    """
+
+    low: int
+    high: int | None
+    num_documents: int
+
+
+class _LengthHistogram(NamedTuple):
+    """Histogram of document lengths, and the number of positions that they fill without packing."""
+
+    bins: list[LengthBin]
+    num_filled: int
+
+
+class _SequenceText(NamedTuple):
+    """Number of tokens and of trained labels of a sequence, and its text."""
+
+    num_tokens: int
+    num_trained: int
+    pieces: list[TextPiece]
 
 
 @dataclass(frozen=True)
@@ -42,7 +79,7 @@ class Sample:
     documents: list[int]
     tokens: int
     trained: int
-    pieces: list[tuple[str, bool]]
+    pieces: list[TextPiece]
     source: str = ""
 
 
@@ -58,7 +95,7 @@ class Preview:
     """
 
     facts: dict[str, str]
-    lengths: list[tuple[int, int | None, int]]
+    lengths: list[LengthBin]
     samples: list[Sample]
 
     def as_json(self) -> dict[str, Any]:
@@ -101,7 +138,7 @@ def build_preview(data: Data, count: int, seed: int) -> Preview:
     return Preview(facts, lengths, samples)
 
 
-def _compute_length_histogram(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
+def _compute_length_histogram(data: Data) -> _LengthHistogram:
     """The histogram of the documents' lengths, and the positions that they fill without packing."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_BINS - 4)))
@@ -123,37 +160,40 @@ def _compute_length_histogram(data: Data) -> tuple[list[tuple[int, int | None, i
             num_filled += int(filled.sum())
     used = np.flatnonzero(counts)
     bins = [
-        (int(edges[index]), int(edges[index + 1]) if index + 1 < len(edges) else None, int(counts[index]))
+        LengthBin(
+            int(edges[index]), int(edges[index + 1]) if index + 1 < len(edges) else None, int(counts[index])
+        )
         for index in range(int(used[0]), int(used[-1]) + 1)
     ]
-    return bins, num_filled
+    return _LengthHistogram(bins, num_filled)
 
 
 def _iter_samples(data: Data, seed: int) -> Iterator[Sample]:
     """Yield the samples of a run in its order, and each document of a packed sample on its own."""
     for position in range(len(data.train)):
         epoch, index = data.train.locate(position, seed)
-        arrays = data.train.build_arrays([(epoch, index)])
+        arrays = data.train.build_arrays([EpochIndex(epoch, index)])
         documents = [int(number) for number in data.train.list_documents(index)]
         source = data.train.get_source_name(index)
         if "document_lengths" in arrays:
             start = 0
             for number, length in zip(documents, arrays["document_lengths"][0].tolist(), strict=False):
                 part = {name: arrays[name][:, start : start + length] for name in ("input_ids", "labels")}
-                yield Sample(position, [number], *_build_pieces(data, part), source)
+                yield Sample(position, [number], *_decode_sequence(data, part), source)
                 start += length
             continue
         several = data.train.sequences  # one after the other
         parts = [select_sequence(arrays, index) for index in range(several)] if several > 1 else [arrays]
-        sequences = [_build_pieces(data, part) for part in parts]
-        pieces = sequences[0][2]
-        for _, _, more in sequences[1:]:
-            pieces = [*pieces, ("\n", False), *more]
-        tokens, trained = sum(counted[0] for counted in sequences), sum(counted[1] for counted in sequences)
+        sequences = [_decode_sequence(data, part) for part in parts]
+        pieces = sequences[0].pieces
+        for sequence in sequences[1:]:
+            pieces = [*pieces, TextPiece("\n", False), *sequence.pieces]
+        tokens = sum(sequence.num_tokens for sequence in sequences)
+        trained = sum(sequence.num_trained for sequence in sequences)
         yield Sample(position, documents, tokens, trained, pieces, source)
 
 
-def _build_pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bool]]]:
+def _decode_sequence(data: Data, arrays: Any) -> _SequenceText:
     """Return the tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
@@ -174,12 +214,12 @@ def _build_pieces(data: Data, arrays: Any) -> tuple[int, int, list[tuple[str, bo
     pieces, remaining = [], _MOST_CHARS
     for ids, trained in runs:
         text = decode(data.tokenizer, ids)
-        pieces.append((text[:remaining] + ("..." if len(text) > remaining else ""), trained))
+        pieces.append(TextPiece(text[:remaining] + ("..." if len(text) > remaining else ""), trained))
         remaining -= len(text)
         if remaining <= 0:
             break
     counted = sum(label != IGNORED for label in labels)
-    return sum(len(ids) for ids, _ in runs), counted, pieces
+    return _SequenceText(sum(len(ids) for ids, _ in runs), counted, pieces)
 
 
 def format_preview(preview: Preview, *, color: bool) -> str:
@@ -212,7 +252,7 @@ def _format_documents(documents: Sequence[int]) -> str:
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
-def _mark_pieces(pieces: list[tuple[str, bool]], color: bool) -> str:
+def _mark_pieces(pieces: list[TextPiece], color: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from portable.config.sources import format_eval_key
 from portable.data.samples.truncation import merge_stats
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
+
+
+class EvalSize(NamedTuple):
+    """Name of an evaluation source, and its number of samples. None before the source is tokenized."""
+
+    source: str
+    num_samples: int | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class DataSizes:
     """The token cache, if it exists."""
     of_sources: Mapping[str, int] = field(default_factory=dict)
     """For a mixture, the samples to train on of each source, by name."""
-    evals: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    evals: Mapping[str, EvalSize] = field(default_factory=dict)
     """Source and samples of each of ``data.eval``, by name."""
     trained_on: tuple[str, ...] = ()
     """The names of those that have files of the training data."""
@@ -147,8 +154,8 @@ def compute_sizes(
         return sizes
     parts = list(tokenized.values())
     counts = {name: source.count_samples() for name, source in tokenized.items()}
-    samples = sum(train for train, _, _ in counts.values())
-    padding = [train * waste for train, _, waste in counts.values() if waste is not None]
+    samples = sum(count.train for count in counts.values())
+    padding = [count.train * count.waste for count in counts.values() if count.waste is not None]
     tokens = sum(source.tokens.total_tokens for source in parts)
     masks = [source.trained_tokens for source in parts]
     trained = sum(
@@ -161,13 +168,13 @@ def compute_sizes(
         documents=sum(source.tokens.documents for source in parts),
         tokens=tokens,
         train_samples=samples,
-        eval_samples=sum(held_out for _, held_out, _ in counts.values()),
-        held_out=sum(source.split_parts()[1].num_samples for source in parts),
+        eval_samples=sum(count.held_out for count in counts.values()),
+        held_out=sum(source.split_parts().held_out.num_samples for source in parts),
         cut=sum(source.count_cut_tokens() for source in parts) / max(1, tokens),
         waste=sum(padding) / max(1, samples) if padding else None,
         truncated=merge_stats(truncated) if len(truncated) > 1 else next(iter(truncated), None),
         trained=None if set(masks) == {None} else trained / max(1, tokens),
         notes=tuple(dict.fromkeys(note for source in parts for note in source.tokens.meta.get("notes", ()))),
         cached=parts[0].tokens.folder,
-        of_sources={name: train for name, (train, _, _) in counts.items() if name},
+        of_sources={name: count.train for name, count in counts.items() if name},
     )

@@ -17,12 +17,12 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.order import derive_seed, get_permutation
+from portable.data.samples.order import EpochIndex, derive_seed, get_permutation
 from portable.data.sources.documents import NoTextError, compute_digest
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
@@ -44,6 +44,18 @@ _SHIFT = 32
 _WINDOWS_AHEAD = 2
 _SPARE = 20  # a share of the limit
 _PRINT = 16  # characters of a fingerprint in the manifest
+
+
+class ShardEntry(NamedTuple):
+    """Entry of a shard in the manifest of a stream.
+
+    Attributes:
+        num_samples: Number of samples of the shard.
+        fingerprint: Beginning of the fingerprint of its tokens. Empty for a shard without text.
+    """
+
+    num_samples: int
+    fingerprint: str
 
 
 class Stream(Samples):
@@ -84,11 +96,11 @@ class Stream(Samples):
         self._processes = processes
         self._disk = _TokenStore(job.cache / TOKENS, limit if processes else None, window)
         self.num_samples = len(self._shards) << _SHIFT
-        self._manifest: dict[int, tuple[int, str]] = {}
+        self._manifest: dict[int, ShardEntry] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
         for number, shard in enumerate(source.parts):
             if (num_samples := count(shard)) is not None:
-                self._manifest[number] = (num_samples, shard.fingerprint[:_PRINT])
+                self._manifest[number] = ShardEntry(num_samples, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -159,7 +171,7 @@ class Stream(Samples):
         if entry is None:
             self._load_shard_samples(shard)
             entry = self._manifest[shard]
-        return entry[0]
+        return entry.num_samples
 
     def _count_epoch_samples(self) -> int | None:
         """The samples of an epoch, once every shard was read."""
@@ -169,12 +181,12 @@ class Stream(Samples):
                 raise UserError(f"{self._name}: no file has enough text for one sample; lower data.seq_len")
         return self._total
 
-    def locate(self, position: int, seed: int) -> tuple[int, int]:
+    def locate(self, position: int, seed: int) -> EpochIndex:
         """See :meth:`Samples.locate`; the seed is the stream's own."""
         with self._lock:
             return self._locate(position)
 
-    def _locate(self, position: int) -> tuple[int, int]:
+    def _locate(self, position: int) -> EpochIndex:
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
         self._begin(epoch)
@@ -192,12 +204,12 @@ class Stream(Samples):
         number = bisect_right(self._ends, shuffled_offset, first, end)
         within = shuffled_offset - (self._ends[number - 1] if number else 0)
         self._read_ahead(epoch, window)
-        return epoch, int(self._order[number]) << _SHIFT | within
+        return EpochIndex(epoch, int(self._order[number]) << _SHIFT | within)
 
     def _derive_window_seed(self, window: int) -> int:
         return derive_seed(f"window {window}", self._seed)
 
-    def find_example(self) -> tuple[int, int]:
+    def find_example(self) -> EpochIndex:
         return self.locate(0, self._seed)
 
     def count_epochs(self, taken: int) -> float | None:
@@ -228,12 +240,12 @@ class Stream(Samples):
             try:
                 tokens = _load_tokens(self._job, self._shards[shard], self._disk)
             except NoTextError:
-                self._manifest[shard] = (0, "")
+                self._manifest[shard] = ShardEntry(0, "")
                 return None
             samples = self._samples(tokens)
             length = 0 if samples is None else len(samples)
             print_ = tokens.fingerprint[:_PRINT]
-            entry = self._manifest.setdefault(shard, (length, print_))
+            entry = self._manifest.setdefault(shard, ShardEntry(length, print_))
             if entry != (length, print_):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the run read it")
             self._open[shard] = samples
@@ -246,20 +258,23 @@ class Stream(Samples):
 
     # -- samples ----------------------------------------------------------------------------------------
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         rows: dict[int, list[int]] = {}
-        for row, (_, index) in enumerate(places):
+        for row, (_, index) in enumerate(indices):
             rows.setdefault(index >> _SHIFT, []).append(row)
         out: Arrays = {}
         for shard, taken in rows.items():
             samples = self._load_shard_samples(shard)
             assert samples is not None
             arrays = samples.build_columns(
-                [(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken]
+                [
+                    EpochIndex(indices[row].epoch, indices[row].sample_index & ((1 << _SHIFT) - 1))
+                    for row in taken
+                ]
             )
             for column, values in arrays.items():
                 if column not in out:
-                    out[column] = np.zeros((len(places), *values.shape[1:]), dtype=values.dtype)
+                    out[column] = np.zeros((len(indices), *values.shape[1:]), dtype=values.dtype)
                 out[column][taken] = values
         return out
 
@@ -290,7 +305,7 @@ class Stream(Samples):
         for shard, length, print_ in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
                 raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
-            entry = self._manifest.setdefault(shard, (length, print_))
+            entry = self._manifest.setdefault(shard, ShardEntry(length, print_))
             if entry != (length, print_):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
 
@@ -309,7 +324,7 @@ class Stream(Samples):
                 np.arange(len(self._shards))
             )
             manifest = _select_consumed(position, manifest, order.tolist())
-        return compute_digest(repr(sorted(manifest.items())))
+        return compute_digest(repr(sorted((shard, tuple(entry)) for shard, entry in manifest.items())))
 
 
 def _build_changed_error(source: str, file: str, since: str) -> RunError:
@@ -317,15 +332,15 @@ def _build_changed_error(source: str, file: str, since: str) -> RunError:
 
 
 def _select_consumed(
-    position: int, manifest: dict[int, tuple[int, str]], order: Sequence[int]
-) -> dict[int, tuple[int, str]]:
+    position: int, manifest: dict[int, ShardEntry], order: Sequence[int]
+) -> dict[int, ShardEntry]:
     """The shards of a manifest that hold the samples before ``position``."""
     consumed, before = {}, 0
     for shard in order:
         if before >= position:
             break
         consumed[shard] = manifest[shard]
-        before += manifest[shard][0]
+        before += manifest[shard].num_samples
     return consumed
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from shutil import disk_usage
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from portable.data.samples.base import (
     PairSamples,
     SampleRange,
     Samples,
+    TrainEvalSplit,
     count_packed_samples,
     split_blocks,
     split_documents,
@@ -48,6 +49,27 @@ if TYPE_CHECKING:
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
     from portable.data.stream import Stream
     from portable.data.tokens.chat_template import ChatTemplate
+
+
+class SampleCounts(NamedTuple):
+    """Number of samples of a source.
+
+    Attributes:
+        train: Number of samples to train on.
+        held_out: Number of samples held out for evaluation.
+        waste: Share of positions to train on that are padding. None unless whole documents are packed.
+    """
+
+    train: int
+    held_out: int
+    waste: float | None
+
+
+class OpenedStream(NamedTuple):
+    """Samples of a stream, and the tokens of its first shard that has a sample."""
+
+    samples: Stream
+    first_shard: TokenizedSource
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,7 @@ class TokenizationContext:
         readable = not source.downloads and source.find_tokenizer_folder() is None
         return self.build_job(source.settings).find_end_of_turn(source) if readable else None
 
-    def open_stream(self, source: StreamedFiles, name: str) -> tuple[Stream, TokenizedSource]:
+    def open_stream(self, source: StreamedFiles, name: str) -> OpenedStream:
         """The samples of a stream, and its first shard as tokens."""
         from portable.data.stream import Stream
 
@@ -191,7 +213,7 @@ class TokenizationContext:
         )
         first = stream.load_first_tokens()
         stream.fingerprint = compute_digest(f"{source.key} {job.digest} {data.seq_len} {data.shuffle_window}")
-        return stream, TokenizedSource(self, source, first)
+        return OpenedStream(stream, TokenizedSource(self, source, first))
 
 
 @dataclass(frozen=True)
@@ -254,7 +276,7 @@ class TokenizedSource:
             return compute_block_truncation(tokens, data.seq_len, self._num_blocks)
         return compute_truncation(tokens, data.truncation, data.seq_len, keep_last_input=self.context.whole)
 
-    def split_parts(self) -> tuple[SampleRange, SampleRange]:
+    def split_parts(self) -> TrainEvalSplit:
         """The samples to train on, and those that are held out to evaluate on; none of a stream."""
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
@@ -266,11 +288,11 @@ class TokenizedSource:
             return split_documents(self.tokens.documents, share, left_out)
         return split_blocks(self._num_blocks, share, left_out)
 
-    def count_samples(self) -> tuple[int, int, float | None]:
+    def count_samples(self) -> SampleCounts:
         """Samples to train and to evaluate on; with packed documents, the share of padding in the first."""
         train, held_out = self.split_parts()
         if self.settings.packing != "documents":
-            return train.num_samples, held_out.num_samples, None
+            return SampleCounts(train.num_samples, held_out.num_samples, None)
         from portable.data.samples.packing import compute_packed_sizes
 
         length = self.settings.data.seq_len
@@ -278,7 +300,7 @@ class TokenizedSource:
         packed, packed_held_out = (
             compute_packed_sizes(self.tokens, part, length, with_last=last) for part in (train, held_out)
         )
-        return packed.samples, packed_held_out.samples, packed.waste
+        return SampleCounts(packed.samples, packed_held_out.samples, packed.waste)
 
     def check_ends(self) -> None:
         """Raise UserError if truncation takes the end of every answer: the model would never stop."""
@@ -297,7 +319,7 @@ class TokenizedSource:
 
     def build_samples(self, part: SampleRange | None = None, classes: Classes | None = None) -> Samples:
         """The samples of a part; of all that is not held out without one."""
-        samples = self._build_samples(self.split_parts()[0] if part is None else part, classes)
+        samples = self._build_samples(self.split_parts().train if part is None else part, classes)
         samples.with_columns = bool(list_number_columns(self.settings.data))
         return samples
 

@@ -10,6 +10,7 @@ from portable.batch_plan import build_batch_plan
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.loader import slice_sequence
+from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import load_backend_package
@@ -178,7 +179,7 @@ def _take_two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) 
     """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
-        batch = samples.build_batch([(0, i % len(samples)) for i in range(sequences)])
+        batch = samples.build_batch([EpochIndex(0, i % len(samples)) for i in range(sequences)])
         batch = slice_sequence(batch, plan.part)
         train_step(
             search.backend,

@@ -15,6 +15,7 @@ import torch
 
 from portable.checkpoint.store import open_checkpoints
 from portable.converters.console import print_line
+from portable.data.samples.order import EpochIndex
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_table
@@ -301,7 +302,7 @@ def _format_sample(run: Prepared, position: int) -> str:
     if len(documents) > 1:
         in_a_row = isinstance(documents, range)
         which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
-    tokens = samples.build_batch([(epoch, index)])["input_ids"][0]
+    tokens = samples.build_batch([EpochIndex(epoch, index)])["input_ids"][0]
     text = to_one_line(decode(run.data.tokenizer, tokens.tolist()))
     source = samples.get_source_name(index) or "the source"
     return f"sample {position}, of {which} of {source}: {text[:_SHOWN]!r}"

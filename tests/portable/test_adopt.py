@@ -27,6 +27,7 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.samples.base import LAST_LABEL
 from portable.data.samples.classes import KnownClasses, number_labels
+from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
 from portable.model.build import build_model, load_model_config
 from portable.model.labels import find_known_classes
@@ -81,7 +82,7 @@ def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_p
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
     config = run_of(folder, TEXT, data__packing=packing, data__seq_len=8, train__micro_batch_size=2)
     with opened(config) as trial:
-        batch = trial.run.data.train.build_batch([(0, i) for i in range(2)])
+        batch = trial.run.data.train.build_batch([EpochIndex(0, i) for i in range(2)])
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         align_special_tokens(theirs, tokenizer)
         logits = theirs(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
@@ -306,7 +307,7 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
     with opened(given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         assert data.label_names == ("POSITIVE", "NEGATIVE")
-        batch = data.train.build_batch([(0, i) for i in range(6)])
+        batch = data.train.build_batch([EpochIndex(0, i) for i in range(6)])
         with torch.no_grad():
             together = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             for row in range(6):
@@ -379,7 +380,7 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
     )
     with opened(given) as trial:
         data = trial.run.data.train
-        batch = data.build_batch([(0, i) for i in range(6)])
+        batch = data.build_batch([EpochIndex(0, i) for i in range(6)])
         tokens = AutoTokenizer.from_pretrained(
             tmp_path / "model", src_lang=languages["source"], tgt_lang=languages["target"]
         )

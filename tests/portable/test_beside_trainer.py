@@ -19,7 +19,7 @@ from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
 from portable.data.samples.loader import EVAL_EPOCH
-from portable.data.samples.order import locate
+from portable.data.samples.order import EpochIndex, locate
 from portable.model.build import AUTO_CLASSES
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -172,11 +172,11 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
             rows = [row_of(data.train, place, task) for place in places]
             orders = [list(range(len(rows)))]
         else:
-            rows = [row_of(data.train, (0, index), task) for index in range(count)]
+            rows = [row_of(data.train, EpochIndex(0, index), task) for index in range(count)]
             orders = [[index for at, index in places if at == epoch] for epoch in range(places[-1][0] + 1)]
         held: Rows = []
         if data.eval is not None:
-            held = [row_of(data.eval, (EVAL_EPOCH, index), task) for index in range(len(data.eval))]
+            held = [row_of(data.eval, EpochIndex(EVAL_EPOCH, index), task) for index in range(len(data.eval))]
         trainer = Ordered(
             orders=orders,
             model=model,
@@ -197,7 +197,7 @@ def beside(config: RunConfig, folder: Path, accumulation: int) -> tuple[list[flo
     return losses, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
 
 
-def row_of(samples: Any, place: tuple[int, int], task: str) -> dict[str, Tensor]:
+def row_of(samples: Any, place: EpochIndex, task: str) -> dict[str, Tensor]:
     return as_transformers_has_it(
         {name: values[0] for name, values in samples.build_batch([place]).items()}, task
     )

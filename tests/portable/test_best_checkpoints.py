@@ -12,6 +12,7 @@ import pytest
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.dataset import build_data
+from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision, EvalHistory
 from portable.reporting.metrics import read_metrics
@@ -213,7 +214,9 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
         )
         data = build_data(settings, task="sequence-classification")
         assert data.eval is not None
-        found: list[Any] = data.eval.build_batch([(0, i) for i in range(len(labels))])["labels"].tolist()
+        found: list[Any] = data.eval.build_batch([EpochIndex(0, i) for i in range(len(labels))])[
+            "labels"
+        ].tolist()
         return sorted(found)
 
     assert evals(["a", "b", "c"] * 3, ["c", "c", "C"]) == [2, 2, 2]  # one class of three

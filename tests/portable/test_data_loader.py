@@ -12,6 +12,7 @@ import torch
 from portable.batch import IGNORED
 from portable.data.samples.base import Arrays, PackedCausal, SampleRange, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
+from portable.data.samples.order import EpochIndex
 from tests.portable.data_support import token_cache
 
 LENGTH, COUNT = 4, 37
@@ -38,11 +39,11 @@ class Counting(Samples):
     def list_documents(self, index: int) -> range:
         return range(index, index + 1)
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         self.reads += 1
         if self.reads - 1 == self.breaks_at:
             raise RuntimeError("the disk is gone")
-        return {"input_ids": torch.zeros(len(places), 2, dtype=torch.int64).numpy()}
+        return {"input_ids": torch.zeros(len(indices), 2, dtype=torch.int64).numpy()}
 
 
 def batches_of(data: Counting) -> BatchIterator:

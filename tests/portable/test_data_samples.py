@@ -19,6 +19,7 @@ from portable.data.samples.base import (
     split_blocks,
     split_documents,
 )
+from portable.data.samples.order import EpochIndex
 from portable.data.samples.tasks import MaskedLM
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.tokenizer import Vocabulary
@@ -142,7 +143,7 @@ def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
 def test_masking_shares(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "big", [[int(n) for n in range(3, 483)] for _ in range(200)])
     samples = masked(cache, packed=True, length=96)
-    batch = samples.build_batch([(0, i) for i in range(len(samples))])
+    batch = samples.build_batch([EpochIndex(0, i) for i in range(len(samples))])
     target = batch["labels"] != IGNORED
     assert abs(target.float().mean().item() - 0.15) < 0.01
     hidden, truth = batch["input_ids"][target], batch["labels"][target]
@@ -152,7 +153,7 @@ def test_masking_shares(tmp_path: Path) -> None:
 
 def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
     samples = masked(cache, packed=True)
-    places = [(epoch, index) for epoch in (0, 1, 2**63 - 1) for index in range(len(samples))]
+    places = [EpochIndex(epoch, index) for epoch in (0, 1, 2**63 - 1) for index in range(len(samples))]
     together = samples.build_batch(places)
     for row, place in enumerate(places):
         alone = masked(cache, packed=True).build_batch([place])

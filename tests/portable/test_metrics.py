@@ -16,6 +16,7 @@ from torch.nn import functional
 from portable.batch import IGNORED
 from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
 from portable.evaluation.builtin_metrics import KNOWN, MetricSettings, build_metrics
 from portable.evaluation.generation import compute_rouge_l
@@ -350,7 +351,7 @@ def alone(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         with trained(config) as (trial, found[kind]):
             held_out = trial.run.data.eval
             assert held_out is not None
-            batch = held_out.build_batch([(0, index) for index in range(len(held_out))])
+            batch = held_out.build_batch([EpochIndex(0, index) for index in range(len(held_out))])
             by_hand = classes_by_hand if kind == "classes" else texts_by_hand
             with torch.no_grad():
                 found[kind, "by hand"] = by_hand(trial.engine.model.eval(), batch, trial.run.data.tokenizer)

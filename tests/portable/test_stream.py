@@ -27,6 +27,7 @@ from portable.config.sections import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
+from portable.data.samples.order import EpochIndex
 from portable.data.sources import file_parts, source_kinds
 from portable.data.sources.file_parts import FilePart
 from portable.data.sources.pretokenized import INDEX
@@ -76,7 +77,7 @@ def length(stream: Any) -> int:
     return int(stream._count_epoch_samples())
 
 
-def ids(stream: Any, first: int, count: int) -> list[tuple[int, int]]:
+def ids(stream: Any, first: int, count: int) -> list[EpochIndex]:
     return [stream.locate(position, 0) for position in range(first, first + count)]
 
 

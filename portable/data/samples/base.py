@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from portable.batch import IGNORED
-from portable.data.samples.order import Permutation, locate
+from portable.data.samples.order import EpochIndex, Permutation, locate
 from portable.data.samples.truncation import KeptOrder, Truncation, get_kept_slice
 from portable.errors import UserError
 
@@ -57,7 +57,7 @@ class Samples(ABC):
         """The number of samples in one pass over the data, as ``train.epochs`` counts."""
         return self.num_samples
 
-    def locate(self, position: int, seed: int) -> tuple[int, int]:
+    def locate(self, position: int, seed: int) -> EpochIndex:
         """Return (epoch, index) of the sample at ``position`` of a run."""
         return locate(position, self.num_samples, seed)
 
@@ -65,9 +65,9 @@ class Samples(ABC):
         """The name of the source of a sample in a mixture; empty without one."""
         return ""
 
-    def find_example(self) -> tuple[int, int]:
+    def find_example(self) -> EpochIndex:
         """The place of a sample that is soon there, to see the columns."""
-        return 0, 0
+        return EpochIndex(0, 0)
 
     def count_epochs(self, taken: int) -> float | None:
         """How many passes the first ``taken`` samples are; None if that is not known yet."""
@@ -100,13 +100,16 @@ class Samples(ABC):
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        return {name: values[0] for name, values in self.build_batch([(0, index % self.num_samples)]).items()}
+        return {
+            name: values[0]
+            for name, values in self.build_batch([EpochIndex(0, index % self.num_samples)]).items()
+        }
 
-    def build_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
-        """Stack the samples at these (epoch, index) places: tensors of shape ``[len(places), ...]``."""
-        arrays = self.build_columns(places)
+    def build_batch(self, indices: Sequence[EpochIndex]) -> Batch:
+        """Stack the samples with these epochs and indices: tensors of shape ``[len(indices), ...]``."""
+        arrays = self.build_columns(indices)
         if self.computed is not None:
-            arrays = {**arrays, **self.computed([index for _, index in places])}
+            arrays = {**arrays, **self.computed([index for _, index in indices])}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     @abstractmethod
@@ -114,12 +117,12 @@ class Samples(ABC):
         """The numbers of the source's documents in a sample, from 0."""
 
     @abstractmethod
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         """The same as :meth:`build_batch` in numpy, without further columns."""
 
-    def build_columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
         """The same with those that the data has."""
-        return self.build_arrays(places)
+        return self.build_arrays(indices)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,13 @@ class SampleRange:
         return range(self(index), self(index) + 1)
 
 
+class TrainEvalSplit(NamedTuple):
+    """Samples of a source to train on, and samples held out for evaluation."""
+
+    train: SampleRange
+    held_out: SampleRange
+
+
 def count_packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
     """Return the number of full blocks in ``tokens`` tokens. ``shifted`` labels need one more token.
 
@@ -158,7 +168,7 @@ def count_packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
 
 def split_blocks(
     blocks: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
-) -> tuple[SampleRange, SampleRange]:
+) -> TrainEvalSplit:
     """Split packed blocks into training and evaluation. The evaluation part is the end of the text.
 
     Args:
@@ -169,14 +179,14 @@ def split_blocks(
         blocks -= len(left_out)
         order = KeptOrder(blocks, left_out, shuffled=False)
     num_held_out = _count_held_out(blocks, eval_fraction)
-    return SampleRange(0, blocks - num_held_out, order), SampleRange(
-        blocks - num_held_out, num_held_out, order
+    return TrainEvalSplit(
+        SampleRange(0, blocks - num_held_out, order), SampleRange(blocks - num_held_out, num_held_out, order)
     )
 
 
 def split_documents(
     documents: int, eval_fraction: float | None, left_out: npt.NDArray[np.int64] | None = None
-) -> tuple[SampleRange, SampleRange]:
+) -> TrainEvalSplit:
     """Split documents into training and evaluation at random, independently of the run's seed.
 
     Args:
@@ -187,8 +197,9 @@ def split_documents(
         documents -= len(left_out)
         order = KeptOrder(documents, left_out)
     num_held_out = _count_held_out(documents, eval_fraction)
-    return SampleRange(0, documents - num_held_out, order), SampleRange(
-        documents - num_held_out, num_held_out, order
+    return TrainEvalSplit(
+        SampleRange(0, documents - num_held_out, order),
+        SampleRange(documents - num_held_out, num_held_out, order),
     )
 
 
@@ -228,12 +239,12 @@ class CacheSamples(Samples):
     def __post_init__(self) -> None:
         self.num_samples = self.part.num_samples
 
-    def build_columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_columns(self, indices: Sequence[EpochIndex]) -> Arrays:
         """With the further numbers, ``[batch]``, of the record that each sample is."""
         if not self.with_columns:
-            return self.build_arrays(places)
-        numbers = [int(self.list_documents(index)[0]) for _, index in places]
-        return {**self.build_arrays(places), **self.cache.read_columns(numbers)}
+            return self.build_arrays(indices)
+        numbers = [int(self.list_documents(index)[0]) for _, index in indices]
+        return {**self.build_arrays(indices), **self.cache.read_columns(numbers)}
 
     def list_documents(self, index: int) -> range:
         return self.part.get_document_range(index)
@@ -254,11 +265,11 @@ class PackedCausal(CacheSamples):
         super().__post_init__()
         self.valid_tokens = self.seq_len if self.cache.trained_bits is None else None
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         length, tokens = self.seq_len, self.cache.tokens["text"]
-        inputs = np.empty((len(places), length), dtype=np.int64)
+        inputs = np.empty((len(indices), length), dtype=np.int64)
         labels = np.empty_like(inputs)
-        for row, (_, index) in enumerate(places):
+        for row, (_, index) in enumerate(indices):
             start = self.part(index) * length
             block = tokens[start : start + length + 1]
             inputs[row] = block[:-1]
@@ -288,8 +299,8 @@ class PaddedCausal(CacheSamples):
     whole: bool = field(default=False, kw_only=True)
     with_last: bool = field(default=False, kw_only=True)
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        return self._build_arrays([self.part(index) for _, index in places])
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        return self._build_arrays([self.part(index) for _, index in indices])
 
     def _build_arrays(self, numbers: Sequence[int]) -> Arrays:
         kept_slice = get_kept_slice(self.truncation, self.seq_len + (not self.whole))
@@ -310,10 +321,10 @@ class PairSamples(PaddedCausal):
 
     sequences = 2
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [2 * self.part(index) + which for _, index in places for which in (0, 1)]
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        numbers = [2 * self.part(index) + which for _, index in indices for which in (0, 1)]
         arrays = self._build_arrays(numbers)
-        return {name: values.reshape(len(places), 2, -1) for name, values in arrays.items()}
+        return {name: values.reshape(len(indices), 2, -1) for name, values in arrays.items()}
 
     def list_documents(self, index: int) -> range:
         first = 2 * self.part(index)
@@ -342,9 +353,19 @@ def count_text_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
 
 
-def pad_rows(
-    rows: Sequence[npt.NDArray[Any]], length: int, pad: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+class PaddedRows(NamedTuple):
+    """Rows padded to one length.
+
+    Attributes:
+        values: Padded rows, int64 ``[rows, length]``.
+        mask: Attention mask, int64 ``[rows, length]``: 1 for a value of a row, 0 for padding.
+    """
+
+    values: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.int64]
+
+
+def pad_rows(rows: Sequence[npt.NDArray[Any]], length: int, pad: int) -> PaddedRows:
     """Pad rows on the right; return them and the attention mask.
 
     A mask has at least one 1 per row, because attention over no position is NaN.
@@ -354,7 +375,7 @@ def pad_rows(
     for number, row in enumerate(rows):
         values[number, : len(row)] = row
         mask[number, : max(1, len(row))] = 1
-    return values, mask
+    return PaddedRows(values, mask)
 
 
 def cut(tokens: npt.NDArray[Any], length: int, suffix: Sequence[int]) -> npt.NDArray[np.int64]:

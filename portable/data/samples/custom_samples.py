@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from portable.data.samples.order import EpochIndex
+
 
 class FinishedSamples(Samples):
     """A part of the samples of an object with a length, which are asked for by number, in any order.
@@ -47,8 +49,8 @@ class FinishedSamples(Samples):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_installed_sources())
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        samples = [self._load_sample(self._part(index)) for _, index in places]
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        samples = [self._load_sample(self._part(index)) for _, index in indices]
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
     def list_documents(self, index: int) -> range:

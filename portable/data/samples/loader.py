@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -23,19 +23,33 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
 from portable.converters.interrupts import ignore_interrupts
 from portable.data.samples.base import Samples, count_text_tokens
-from portable.data.samples.order import compute_rank_start, count_accumulation_steps
+from portable.data.samples.order import EpochIndex, compute_rank_start, count_accumulation_steps
 from portable.errors import RunError, UserError
 from portable.private import torch_internals
 
 _PRELOAD = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # prefetched micro-batches
-Places = list[tuple[int, int]]
-"""Epoch and number of each sample of a batch. A row of sample ``i`` without labels has the number ``~i``."""
+BatchIndices = list[EpochIndex]
+"""Epoch and index of each sample of a batch. A row of sample ``i`` without labels has the index ``~i``."""
+SequencePart = tuple[int, int]
+"""Index of the part of each sequence that this rank computes, and the number of parts."""
+
+
+class RankMicroBatch(NamedTuple):
+    """Sample positions of one micro-batch of a rank.
+
+    Attributes:
+        positions: Positions of the samples in the run. Filler rows repeat the last one.
+        num_trained: Number of leading positions whose labels count. The rest is filler.
+    """
+
+    positions: list[int]
+    num_trained: int
 
 
 def iter_rank_positions(
     *, position: int, global_batch_size: int, micro_batch_size: int, rank: int, world_size: int
-) -> Iterator[tuple[list[int], int]]:
+) -> Iterator[RankMicroBatch]:
     """Iterate over the sample positions of this rank's micro-batches, without end.
 
     Step *s* takes the samples ``[position + s*G, position + (s+1)*G)`` of the run. Of these, rank *r* of *W*
@@ -57,13 +71,15 @@ def iter_rank_positions(
     first, end = (compute_rank_start(global_batch_size, number, world_size) for number in (rank, rank + 1))
     padded = micro_batch_size * count_accumulation_steps(global_batch_size, micro_batch_size, world_size)
 
-    def iter_positions() -> Iterator[tuple[list[int], int]]:
+    def iter_positions() -> Iterator[RankMicroBatch]:
         start = position
         while True:
             for begin in range(start + first, start + first + padded, micro_batch_size):
                 micro_batch = range(begin, begin + micro_batch_size)
                 last = start + end - 1
-                yield [min(number, last) for number in micro_batch], sum(n <= last for n in micro_batch)
+                yield RankMicroBatch(
+                    [min(number, last) for number in micro_batch], sum(n <= last for n in micro_batch)
+                )
             start += global_batch_size
 
     return iter_positions()
@@ -90,7 +106,7 @@ class TrainLoader:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: tuple[int, int] = (0, 1)
+    part: SequencePart = (0, 1)
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -101,7 +117,7 @@ class TrainLoader:
     def micro_batches_per_step(self) -> int:
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
-    def _iter_positions(self) -> Iterator[tuple[list[int], int]]:
+    def _iter_positions(self) -> Iterator[RankMicroBatch]:
         return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -110,14 +126,14 @@ class TrainLoader:
             world_size=self.world_size,
         )
 
-    def _locate(self, positions: list[int], trained: int) -> Places:
-        places = [self.dataset.locate(position, self.seed) for position in positions]
-        return places[:trained] + [(epoch, ~index) for epoch, index in places[trained:]]
+    def _locate(self, positions: list[int], trained: int) -> BatchIndices:
+        indices = [self.dataset.locate(position, self.seed) for position in positions]
+        return indices[:trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[trained:]]
 
     def __iter__(self) -> BatchIterator:
-        places = (self._locate(positions, trained) for positions, trained in self._iter_positions())
+        indices = (self._locate(positions, trained) for positions, trained in self._iter_positions())
         batch = partial(fetch, self.dataset, part=self.part)
-        return BatchIterator(batch, places, self.num_workers, self.pin_memory)
+        return BatchIterator(batch, indices, self.num_workers, self.pin_memory)
 
 
 @dataclass(eq=False)
@@ -133,7 +149,7 @@ class EvalLoader:
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: tuple[int, int] = (0, 1)
+    part: SequencePart = (0, 1)
     pin_memory: bool = False
     most: int | None = None
     """Number of samples to stop after. None for all."""
@@ -148,33 +164,35 @@ class EvalLoader:
 
     def __iter__(self) -> BatchIterator:
         starts = ((number * self.world_size + self.rank) * self.batch_size for number in range(len(self)))
-        places = (
+        indices = (
             [
-                (EVAL_EPOCH, index if index < self._count else ~0)
+                EpochIndex(EVAL_EPOCH, index if index < self._count else ~0)
                 for index in range(start, start + self.batch_size)
             ]
             for start in starts
         )
         batch = partial(fetch, self.dataset, part=self.part)
-        return BatchIterator(batch, places, 0, self.pin_memory)
+        return BatchIterator(batch, indices, 0, self.pin_memory)
 
 
 EVAL_EPOCH = (1 << 63) - 1
 """The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
 
 
-def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -> Batch:
-    """Fetch a batch, or a part of its samples. Places beyond the end become rows without valid labels."""
+def fetch(dataset: Samples, indices: BatchIndices, *, part: SequencePart = (0, 1)) -> Batch:
+    """Fetch a batch, or a part of its samples. Indices beyond the end become rows without valid labels."""
     count = len(dataset)
-    samples = [(epoch, index if index >= 0 else ~index) for epoch, index in places]
-    batch = dataset.build_batch([(epoch, index if index < count else 0) for epoch, index in samples])
-    for row, (_, index) in enumerate(places):
+    samples = [EpochIndex(epoch, index if index >= 0 else ~index) for epoch, index in indices]
+    batch = dataset.build_batch(
+        [EpochIndex(epoch, index if index < count else 0) for epoch, index in samples]
+    )
+    for row, (_, index) in enumerate(indices):
         if not 0 <= index < count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
     return slice_sequence(batch, part)
 
 
-def slice_sequence(batch: Batch, part: tuple[int, int]) -> Batch:
+def slice_sequence(batch: Batch, part: SequencePart) -> Batch:
     """Return a part of the tokens of each sample of ``batch``: which, of how many of equal length.
 
     ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Each label is
@@ -209,8 +227,8 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(
         self,
-        batch: Callable[[Places], Batch],
-        places: Iterable[Places],
+        batch: Callable[[BatchIndices], Batch],
+        indices: Iterable[BatchIndices],
         num_workers: int,
         pin_memory: bool,
     ) -> None:
@@ -220,9 +238,9 @@ class BatchIterator(Iterator[Batch]):
         self._ahead: _ReadAhead | None = None
         self._batches: Iterator[Batch]
         if num_workers:
-            self._batches = _iter_worker_batches(batch, places, num_workers, pin_memory)
+            self._batches = _iter_worker_batches(batch, indices, num_workers, pin_memory)
         else:
-            self._batches = self._ahead = _ReadAhead(batch, places, pin_memory)
+            self._batches = self._ahead = _ReadAhead(batch, indices, pin_memory)
 
     def __next__(self) -> Batch:
         begun = time.perf_counter()
@@ -242,7 +260,10 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _iter_worker_batches(
-    batch: Callable[[Places], Batch], places: Iterable[Places], num_workers: int, pin_memory: bool
+    batch: Callable[[BatchIndices], Batch],
+    indices: Iterable[BatchIndices],
+    num_workers: int,
+    pin_memory: bool,
 ) -> Iterator[Batch]:
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
@@ -262,7 +283,7 @@ def _iter_worker_batches(
         names,
         DataLoader(
             _BatchDataset(batch),
-            sampler=_PlaceSampler(places),
+            sampler=_BatchIndexSampler(indices),
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -369,23 +390,23 @@ class _Flag:
         return bool(self._byte.value)
 
 
-class _PlaceSampler(Sampler[Places]):
-    def __init__(self, places: Iterable[Places]) -> None:
-        self._places = places
+class _BatchIndexSampler(Sampler[BatchIndices]):
+    def __init__(self, indices: Iterable[BatchIndices]) -> None:
+        self._places = indices
 
-    def __iter__(self) -> Iterator[Places]:
+    def __iter__(self) -> Iterator[BatchIndices]:
         return iter(self._places)
 
 
 class _BatchDataset(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
-    def __init__(self, batch: Callable[[Places], Batch]) -> None:
+    def __init__(self, batch: Callable[[BatchIndices], Batch]) -> None:
         self._batch = batch
 
-    def __getitem__(self, places: Places) -> Batch | RunError | UserError:
+    def __getitem__(self, indices: BatchIndices) -> Batch | RunError | UserError:
         try:
-            return self._batch(places)
+            return self._batch(indices)
         except (RunError, UserError) as error:  # if raised here, it would become a worker's traceback
             return error
 
@@ -393,7 +414,9 @@ class _BatchDataset(Dataset[Batch | RunError | UserError]):
 class _ReadAhead(Iterator[Batch]):
     """Batches that a thread of this process fetches, and pins, while the step computes."""
 
-    def __init__(self, batch: Callable[[Places], Batch], places: Iterable[Places], pin_memory: bool) -> None:
+    def __init__(
+        self, batch: Callable[[BatchIndices], Batch], indices: Iterable[BatchIndices], pin_memory: bool
+    ) -> None:
         pin = pin_memory and torch.accelerator.is_available()
         # Pinning uses the current device's context, and a new thread starts on device 0.
         device = torch.accelerator.current_device_index() if pin else None
@@ -401,7 +424,7 @@ class _ReadAhead(Iterator[Batch]):
         stop = threading.Event()
         thread = threading.Thread(
             target=_read_ahead,
-            args=(batch, places, device, self._ready, stop),
+            args=(batch, indices, device, self._ready, stop),
             name="read-ahead",
             daemon=True,
         )
@@ -420,8 +443,8 @@ class _ReadAhead(Iterator[Batch]):
 
 
 def _read_ahead(
-    fetched: Callable[[Places], Batch],
-    places: Iterable[Places],
+    fetched: Callable[[BatchIndices], Batch],
+    indices: Iterable[BatchIndices],
     device: int | None,
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
@@ -429,7 +452,7 @@ def _read_ahead(
     try:
         if device is not None:
             torch.accelerator.set_device_index(device)
-        for batch_places in places:
+        for batch_places in indices:
             batch = fetched(batch_places)
             if device is not None:
                 batch = {name: value.pin_memory() for name, value in batch.items()}

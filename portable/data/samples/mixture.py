@@ -16,17 +16,24 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portable.batch import SOURCE
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.order import derive_seed
+from portable.data.samples.order import EpochIndex, derive_seed
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+class SourceIndex(NamedTuple):
+    """A source of a mixture, and a sample or position within this source, both counted from 0."""
+
+    source: int
+    sample_index: int
 
 
 class Interleave:
@@ -52,7 +59,7 @@ class Interleave:
         left, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
         return middle, (2 * positions * left + total) // (2 * total) if total else 0
 
-    def __call__(self, position: int) -> tuple[int, int]:
+    def __call__(self, position: int) -> SourceIndex:
         """The source at ``position``, and how many positions before it have the same source."""
         first, last = 0, len(self)
         while last - first > 1:
@@ -62,7 +69,7 @@ class Interleave:
                 last, position = middle, before
             else:
                 first, position = middle, position - before
-        return first, position
+        return SourceIndex(first, position)
 
     def count_per_source(self, positions: int) -> list[int]:
         """How many of the first ``positions`` each source has."""
@@ -99,11 +106,11 @@ class MixtureSchedule:
             counted = phase.count_per_source(end - start)
             self._before.append([a + b for a, b in zip(self._before[-1], counted, strict=True)])
 
-    def __call__(self, position: int) -> tuple[int, int]:
+    def __call__(self, position: int) -> SourceIndex:
         """The source at ``position``, and how many positions before it have the same source."""
         phase = bisect_right(self._starts, position) - 1
         source, index = self._phases[phase](position - self._starts[phase])
-        return source, self._before[phase][source] + index
+        return SourceIndex(source, self._before[phase][source] + index)
 
     def count_per_source(self, positions: int) -> list[int]:
         """How many of the first ``positions`` each source has."""
@@ -197,23 +204,23 @@ class Mixture(Samples):
     def epoch_samples(self) -> int:
         return self._pass
 
-    def locate(self, position: int, seed: int) -> tuple[int, int]:
+    def locate(self, position: int, seed: int) -> EpochIndex:
         source, source_position = self.schedule(position)
         epoch, index = self.parts[source].locate(source_position, derive_seed(self.names[source], seed))
-        return epoch, self._starts[source] + index
+        return EpochIndex(epoch, self._starts[source] + index)
 
-    def find_source(self, index: int) -> tuple[int, int]:
+    def find_source(self, index: int) -> SourceIndex:
         """The source of a sample, and its number in it."""
         source = bisect_right(self._starts, index) - 1
-        return source, index - self._starts[source]
+        return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
         source, source_index = self.find_source(index)
         return f"{self.names[source]} {self.parts[source].get_source_name(source_index)}".strip()
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         rows: dict[int, list[int]] = {}
-        owners = [self.find_source(index) for _, index in places]
+        owners = [self.find_source(index) for _, index in indices]
         for row, (source, _) in enumerate(owners):
             rows.setdefault(source, []).append(row)
         out: Arrays = {}
@@ -221,17 +228,18 @@ class Mixture(Samples):
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
             row_indices = np.array(taken)
-            arrays = self.parts[source].build_columns([(places[row][0], owners[row][1]) for row in taken])
+            arrays = self.parts[source].build_columns(
+                [EpochIndex(indices[row].epoch, owners[row].sample_index) for row in taken]
+            )
             for column, values in arrays.items():
                 if column not in out:
-                    out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
+                    out[column] = np.zeros((len(indices), *self._shapes[column]), dtype=values.dtype)
                 region: tuple[Any, ...] = (row_indices, *map(slice, values.shape[1:]))
                 out[column][region] = values
         return out
 
-    def find_example(self) -> tuple[int, int]:
-        epoch, index = self.parts[0].find_example()
-        return epoch, index
+    def find_example(self) -> EpochIndex:
+        return self.parts[0].find_example()
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for part in self.parts for name, value in part.state_dict().items()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,18 @@ _ROUNDS = 8
 _MIN_HALF_BITS = 3  # with fewer bits, the round functions mix tiny data sets poorly
 _U64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+class EpochIndex(NamedTuple):
+    """Epoch and index of a sample.
+
+    Attributes:
+        epoch: Number of the pass over the samples, from 0. It selects the random masking of the sample.
+        sample_index: Index of the sample in its dataset.
+    """
+
+    epoch: int
+    sample_index: int
 
 
 def _mix(value: int) -> int:
@@ -97,10 +110,10 @@ def get_permutation(n: int, seed: int, epoch: int) -> Permutation:
     return Permutation(n, seed, epoch)
 
 
-def locate(position: int, n: int, seed: int) -> tuple[int, int]:
+def locate(position: int, n: int, seed: int) -> EpochIndex:
     """Return (epoch, data set index) of the sample at ``position`` of a run over ``n`` samples."""
     epoch, index = divmod(position, n)
-    return epoch, get_permutation(n, seed, epoch)(index)
+    return EpochIndex(epoch, get_permutation(n, seed, epoch)(index))
 
 
 def derive_seed(name: str, seed: int) -> int:

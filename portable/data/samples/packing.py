@@ -14,7 +14,7 @@ from collections import defaultdict
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from portable.data.samples.order import EpochIndex
+
 Integers = npt.NDArray[np.int64]
 WINDOW = 1 << 20
 _VERSION = 1  # of the plans; a change would alter the samples of every resumed run
 _FIELD = "documents"
+
+
+class PackedWindow(NamedTuple):
+    """Samples of one window of documents.
+
+    Attributes:
+        documents: Numbers of the documents, sample after sample, int64 ``[documents]``.
+        lengths: Positions that each of these documents takes, int64 ``[documents]``.
+        document_counts: Number of documents in each sample, int64 ``[samples]``.
+    """
+
+    documents: Integers
+    lengths: Integers
+    document_counts: Integers
+
+
+class PackedBins(NamedTuple):
+    """Items packed into bins.
+
+    Attributes:
+        items: Numbers of the items, bin after bin, int64 ``[items]``.
+        item_counts: Number of items in each bin, int64 ``[bins]``.
+    """
+
+    items: Integers
+    item_counts: Integers
 
 
 @dataclass(eq=False)
@@ -64,11 +92,11 @@ class PackedDocuments(CacheSamples):
         self.num_samples, self.waste, self._most = sizes.samples, sizes.waste, sizes.most
         self.context = sizes.seen / sizes.filled
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        shape, kept_slice = (len(places), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        shape, kept_slice = (len(indices), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
         inputs, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
-        positions, lengths = np.empty(shape, np.int64), np.zeros((len(places), self._most + 1), np.int64)
-        for row, (_, index) in enumerate(places):
+        positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
+        for row, (_, index) in enumerate(indices):
             start = 0
             for count, number in enumerate(self.list_documents(index)):
                 tokens = self.cache.read_document("text", number)[kept_slice]
@@ -170,7 +198,7 @@ def _get_plan_folder(tokens: TokenCache, part: SampleRange, seq_len: int, with_l
 
 def _iter_packed_windows(
     tokens: TokenCache, part: SampleRange, seq_len: int, with_last: bool
-) -> Iterator[tuple[Integers, Integers, Integers]]:
+) -> Iterator[PackedWindow]:
     """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
     lengths = np.empty(tokens.documents, np.uint32)
     for start in range(0, tokens.documents, WINDOW):
@@ -186,10 +214,10 @@ def _iter_packed_windows(
         numbers, sizes = numbers[sizes > 0], sizes[sizes > 0]
         if len(numbers):
             order, counts = pack_best_fit(sizes, seq_len)
-            yield numbers[order], sizes[order], counts
+            yield PackedWindow(numbers[order], sizes[order], counts)
 
 
-def pack_best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
+def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
     """Pack items into bins: the longest first, each into the fullest bin with room for it.
 
     Items of one length are placed together, and so are bins with the same room. The time beyond the sort
@@ -230,4 +258,4 @@ def pack_best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]
                     rooms[rest].append((first, last))
                     room_bits |= 1 << rest
     longest_first = np.argsort(-lengths, kind="stable")
-    return longest_first[np.argsort(bin_of, kind="stable")], np.bincount(bin_of)
+    return PackedBins(longest_first[np.argsort(bin_of, kind="stable")], np.bincount(bin_of))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.samples.classes import Classes
-    from portable.data.tokens.tokenizer import PairFrame, Vocabulary
+    from portable.data.samples.order import EpochIndex
+    from portable.data.tokens.tokenizer import PairFrame, PairTokenTypes, Vocabulary
 
 LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
+
+
+class _MaskedTokens(NamedTuple):
+    """One masked sample: input tokens with masked targets, and labels with -100 at all other positions."""
+
+    inputs: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
 
 
 @dataclass(eq=False)
@@ -45,10 +53,12 @@ class MaskedLM(CacheSamples):
     packed: bool
     shift: LabelShift | None = None
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        pairs = [self._mask_tokens(epoch, self.part(index)) for epoch, index in places]
-        inputs, mask = pad_rows([hidden for hidden, _ in pairs], self.seq_len, self.vocabulary.pad)
-        labels, _ = pad_rows([targets for _, targets in pairs], self.seq_len, IGNORED)
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        masked_samples = [self._mask_tokens(epoch, self.part(index)) for epoch, index in indices]
+        inputs, mask = pad_rows(
+            [sample.inputs for sample in masked_samples], self.seq_len, self.vocabulary.pad
+        )
+        labels, _ = pad_rows([sample.labels for sample in masked_samples], self.seq_len, IGNORED)
         arrays = {"input_ids": inputs, "labels": labels}
         if not self.packed:
             arrays["attention_mask"] = mask
@@ -65,7 +75,7 @@ class MaskedLM(CacheSamples):
         start = number * self.seq_len
         return np.array(self.cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
-    def _mask_tokens(self, epoch: int, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _mask_tokens(self, epoch: int, number: int) -> _MaskedTokens:
         tokens = self._read_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
         counter = np.array([0, 0, 0, number], dtype=np.uint64)
@@ -79,7 +89,7 @@ class MaskedLM(CacheSamples):
         labels = np.where(chosen, tokens, IGNORED)
         hidden = np.where(chosen & (kind < 0.8), self.mask, tokens)
         hidden = np.where(chosen & (kind >= 0.9), others, hidden)
-        return hidden, labels
+        return _MaskedTokens(hidden, labels)
 
 
 @dataclass(eq=False)
@@ -99,8 +109,8 @@ class Seq2Seq(CacheSamples):
     target_suffix: Sequence[int] | None = None
     target_seq_len: int | None = None
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [self.part(index) for _, index in places]
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        numbers = [self.part(index) for _, index in indices]
         pad, length = self.vocabulary.pad, self.target_seq_len or self.seq_len
         inputs, mask = pad_rows(
             self._read_field("text", numbers, self.seq_len, self.suffix), self.seq_len, pad
@@ -154,8 +164,8 @@ class Classification(CacheSamples):
         elif classes is not None:
             self._ids = np.array(classes.ids, dtype=np.int64)
 
-    def build_arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [self.part(index) for _, index in places]
+    def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
+        numbers = [self.part(index) for _, index in indices]
         pair = self.pair
         if pair is None:
             texts = [
@@ -169,7 +179,7 @@ class Classification(CacheSamples):
             types = [
                 _build_token_types(self._build_pair_parts(number, pair), pair.types) for number in numbers
             ]
-            arrays["token_type_ids"], _ = pad_rows(types, self.seq_len, pair.types[-1])
+            arrays["token_type_ids"], _ = pad_rows(types, self.seq_len, pair.types.padding)
         if self.left:
             for values in arrays.values():
                 for row, text in enumerate(texts):
@@ -202,21 +212,28 @@ class Classification(CacheSamples):
         return multi_hot
 
 
-def truncate_longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
+class PairLengths(NamedTuple):
+    """Lengths of the two texts of a pair, in tokens."""
+
+    first: int
+    second: int
+
+
+def truncate_longest_first(first: int, second: int, limit: int) -> PairLengths:
     """Truncate two lengths to ``limit`` in total, the longer one first.
 
     Equals the tokenizers library's ``longest_first``.
     """
     if first + second <= limit:
-        return first, second
+        return PairLengths(first, second)
     limit = max(0, limit)
     shorter, longer = sorted((first, second))
     shorter, longer = (shorter, limit - shorter) if 2 * shorter <= limit else (limit // 2, limit - limit // 2)
-    return (shorter, longer) if first <= second else (longer, shorter)
+    return PairLengths(shorter, longer) if first <= second else PairLengths(longer, shorter)
 
 
 def _build_token_types(
-    parts: Sequence[npt.NDArray[np.int64]], types: tuple[Any, ...]
+    parts: Sequence[npt.NDArray[np.int64]], types: PairTokenTypes
 ) -> npt.NDArray[np.int64]:
     """The token types of a pair. ``types`` has one value per token or one per part."""
     kinds = (np.array(kind, dtype=np.int64) for kind in types[:5])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portable import plugins
 from portable.converters.console import print_error
 from portable.data.sources.documents import Format, compute_digest
+from portable.data.sources.records import LocatedRow
 from portable.data.sources.source import FINISHED, DataSource, SourceSettings
 from portable.errors import UserError, to_one_line
 
@@ -67,7 +68,7 @@ class UserRecords(DataSource):
         if self.settings.data.format != FINISHED:  # those are checked when they are counted
             super().check()
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         subject = f"data.source: {self.name}"
         with plugins.convert_user_errors(subject):
             records = self.records
@@ -92,7 +93,7 @@ class UserRecords(DataSource):
                 location = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
                     raise UserError(f"data.source: {location} is a {type(row).__name__}, not a mapping")
-                yield location, row
+                yield LocatedRow(location, row)
 
     def _compute_digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

@@ -11,13 +11,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.parquet_rows import drop_nulls
-from portable.data.sources.records import Cell
+from portable.data.sources.records import Cell, LocatedRow
 from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 from portable.temporary_folder import create_scratch_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from portable.data.sources.records import BadRecords, Fields
@@ -34,7 +34,7 @@ def import_datasets(need: str) -> Any:
     return datasets
 
 
-def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """Stream the rows of a .csv file without caching it.
 
     All cells are text. A text may look like a number or like a missing value, and a class may be called NA.
@@ -73,7 +73,7 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, 
                     key: Cell(value) if key in marked and isinstance(value, str) else value
                     for key, value in row.items()
                 }
-                yield f"{name}: row {number}", drop_nulls(row)
+                yield LocatedRow(f"{name}: row {number}", drop_nulls(row))
         except UserError:
             raise
         except Exception as error:

@@ -10,18 +10,19 @@ import hashlib
 import io
 from abc import abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.documents import compute_digest
 from portable.data.sources.parquet_rows import iter_rows, open_parquet
 from portable.data.sources.read_errors import convert_read_errors
+from portable.data.sources.records import LocatedRow
 from portable.data.sources.rows import parse_json_row
 from portable.data.sources.source import DataSource, SourceSettings
 from portable.paths import open_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from typing_extensions import Buffer
 
@@ -97,23 +98,32 @@ class LineRange(FilePart):
                 yield offset, line
                 offset += len(line)
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         for number, (offset, line) in enumerate(self._iter_lines(), start=1):
             location = f"{self._path}, byte {offset}" if self._start else f"{self._path}:{number}"
             if (row := parse_json_row(line, location, self.fields)) is not None:
-                yield location, row
+                yield LocatedRow(location, row)
+
+
+class _OpenRowGroups(NamedTuple):
+    """An open ``ParquetFile``, and the numbers of the row groups of one part of it."""
+
+    file: Any
+    row_groups: list[int]
 
 
 class RowGroupRange(FilePart):
     """The rows of a .parquet file whose row groups begin within some bytes."""
 
     @contextmanager
-    def _open_parquet(self) -> Iterator[tuple[Any, list[int]]]:
+    def _open_parquet(self) -> Iterator[_OpenRowGroups]:
         with self._open() as raw, open_parquet(raw, self._path, pre_buffer=self.downloads) as file:
             # Without columns there is nowhere to begin, and nothing to read.
             groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
             begins = ((number, _get_group_start(file.metadata, number)) for number in groups)
-            yield file, [number for number, begin in begins if self._start <= begin < self._stop]
+            yield _OpenRowGroups(
+                file, [number for number, begin in begins if self._start <= begin < self._stop]
+            )
 
     def _iter_contents(self) -> Iterator[bytes]:
         with self._open_parquet() as (file, groups), self._open() as raw:
@@ -127,7 +137,7 @@ class RowGroupRange(FilePart):
                         yield piece
                         remaining -= len(piece)
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         with self._open_parquet() as (file, groups):
             yield from iter_rows(file, groups, self._path, self.fields)
 

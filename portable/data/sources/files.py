@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.converters.storage.path_or_url import in_store, is_url
 from portable.data.sources.compression import get_format, is_compressed
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.converters.storage.listed_file import Object
     from portable.converters.storage.path_or_url import Place
+    from portable.data.sources.records import LocatedRow
 
 _DIGEST = "digest"
 """The name of the digest beside a copy. Copies always have a suffix."""
@@ -139,7 +140,7 @@ class Files(DataSource):
                 if not remaining:
                     return
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         for path in self._files:
             if _is_text(path):
                 return

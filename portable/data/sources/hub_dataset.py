@@ -11,6 +11,7 @@ from portable.data.sources.documents import compute_digest
 from portable.data.sources.files import Files
 from portable.data.sources.hub_files import check_hub_card, find_hub_files
 from portable.data.sources.parquet_rows import drop_nulls
+from portable.data.sources.records import LocatedRow
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard
 from portable.node_folder import compute_once
 from portable.private.datasets_internals import get_fingerprint
@@ -64,9 +65,9 @@ class HubDataset(DataSource):
         names = getattr(getattr(feature, "feature", feature), "names", None)
         return None if names is None else tuple(map(str, names))
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         for number, row in enumerate(self._load_rows(), start=1):
-            yield f"{self.name}: row {number}", drop_nulls(row)
+            yield LocatedRow(f"{self.name}: row {number}", drop_nulls(row))
 
     @cached_property
     def _files(self) -> Files:

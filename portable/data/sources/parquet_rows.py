@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.compression import check_expanded
+from portable.data.sources.records import LocatedRow
 from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ def _get_expanded_size(group: Any) -> int:
     return int(group.total_byte_size)
 
 
-def iter_rows(
-    file: Any, groups: Iterable[int], name: object, fields: Fields
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def iter_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
     """Yield the place and the columns of the rows of some row groups."""
     columns = _select_columns(file.schema_arrow.names, fields)
     groups = list(groups)
@@ -68,7 +67,7 @@ def iter_rows(
             for values in _iter_dictionaries(batch, row, name, fields):
                 row += 1
                 if values is not None:
-                    yield f"{name}: row {row}", drop_nulls(values)
+                    yield LocatedRow(f"{name}: row {row}", drop_nulls(values))
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:

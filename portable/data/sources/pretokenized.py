@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.storage.folder_operations import copy_folder, files_below
 from portable.converters.storage.path_or_url import in_store
 from portable.data.sources.documents import Format, compute_digest
 from portable.data.sources.listing import find_folder
-from portable.data.sources.source import SourceSettings, SourceShard, TokenSource
+from portable.data.sources.source import SourceSettings, SourceShard, TokenChunk, TokenSource
 from portable.errors import UserError, to_one_line
 from portable.paths import check_folder, convert_storage_errors, read_json
 from portable.temporary_folder import open_or_build
@@ -35,8 +35,16 @@ LAST = "meta.json"
 """The file of a shard that is written last."""
 
 
+class ShardRecord(NamedTuple):
+    """Size and fingerprint of the tokens of a shard; 0, 0 and "" for a shard without text."""
+
+    documents: int
+    tokens: int
+    fingerprint: str
+
+
 @dataclass(frozen=True)
-class Index:
+class TokenIndex:
     """What ``tokens.json`` says.
 
     Attributes:
@@ -47,7 +55,7 @@ class Index:
 
     made: str
     kind: Format
-    shards: tuple[tuple[int, int, str], ...]
+    shards: tuple[ShardRecord, ...]
 
     def to_json(self) -> str:
         content = {"format": FORMAT, "made": self.made, "kind": self.kind, "shards": self.shards}
@@ -58,7 +66,7 @@ def get_shard_folder(place: Place, number: int) -> Place:
     return place / "shards" / f"{number:06}"
 
 
-def read_index(place: Place) -> Index:
+def read_index(place: Place) -> TokenIndex:
     """The list of shards at ``place``.
 
     Raises:
@@ -69,8 +77,11 @@ def read_index(place: Place) -> Index:
             content = read_json(place / INDEX)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, not {FORMAT}")
-        shards = tuple((int(n), int(tokens), str(print_)) for n, tokens, print_ in content["shards"])
-        return Index(str(content["made"]), content["kind"], shards)
+        shards = tuple(
+            ShardRecord(int(documents), int(tokens), str(fingerprint))
+            for documents, tokens, fingerprint in content["shards"]
+        )
+        return TokenIndex(str(content["made"]), content["kind"], shards)
     except UserError:
         raise
     except Exception as error:  # the file may hold any values
@@ -109,7 +120,7 @@ class PreparedTokens(TokenSource):
     def digest(self) -> str:
         return compute_digest(read_index(self._place).to_json())
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         """None of its own: its shards have them."""
         return iter(())
 
@@ -136,7 +147,7 @@ class PreparedShard(TokenSource):
     only_text = ""
 
     def __init__(
-        self, folder: Place, documents: int, fingerprint: str, index: Index, settings: SourceSettings
+        self, folder: Place, documents: int, fingerprint: str, index: TokenIndex, settings: SourceSettings
     ) -> None:
         super().__init__(str(folder), settings)
         self.downloads = in_store(folder)
@@ -157,7 +168,7 @@ class PreparedShard(TokenSource):
     def check(self) -> None:
         """A no-op: the list of shards was read."""
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         """None to copy: see :meth:`find_token_cache`."""
         return iter(())
 

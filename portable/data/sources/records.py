@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from portable.converters.similar_names import find_similar
 from portable.data.sources.conversations import read_documents
@@ -35,6 +35,18 @@ _MAX_PRINTED = 5
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
 """Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
 _PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
+
+
+class LocatedRow(NamedTuple):
+    """A record as its source stores it.
+
+    Attributes:
+        location: Position of the record in its source, such as ``a.jsonl:3``, used in error messages.
+        row: Values of the record, keyed by field.
+    """
+
+    location: str
+    row: Mapping[str, Any]
 
 
 class Cell(str):

@@ -13,6 +13,7 @@ from portable.data.sources.datasets_library import iter_csv_rows
 from portable.data.sources.documents import PIECE_CHARS, Document
 from portable.data.sources.parquet_rows import iter_rows, open_parquet
 from portable.data.sources.read_errors import convert_read_errors
+from portable.data.sources.records import LocatedRow
 from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 
@@ -76,7 +77,7 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
         yield Document("".join(lines).rstrip("\r\n"))
 
 
-def iter_records(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def iter_records(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """The place and the columns of each row of a file that is no text.
 
     Args:
@@ -95,17 +96,17 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
     return open_decompressed(io.BufferedReader(open_file(path), 1 << 20), path)
 
 
-def _iter_parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iter_parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     with convert_read_errors(name), open_file(path) as raw, open_parquet(raw, name) as file:
         yield from iter_rows(file, range(file.metadata.num_row_groups), name, fields)
 
 
-def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     with convert_read_errors(name), _open_decompressed(path) as file:
         for number, line in enumerate(file, start=1):
             location = f"{name}:{number}"
             if (row := parse_json_row(line, location, fields)) is not None:
-                yield location, row
+                yield LocatedRow(location, row)
 
 
 def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, Any] | None:
@@ -142,7 +143,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
 
 
-def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
     decode = json.JSONDecoder().raw_decode
     with (
@@ -186,4 +187,4 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str
                 )
                 fields.reject_record(refusal)
                 continue
-            yield f"{name}: row {number}", row
+            yield LocatedRow(f"{name}: row {number}", row)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from portable.data.sources.documents import compute_digest, format_names
 from portable.data.sources.files import compute_file_digest
 from portable.data.sources.hub_dataset import HubDataset
 from portable.data.sources.listing import find_folder
-from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenSource
+from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenChunk, TokenSource
 from portable.data.sources.token_files import check_vocabulary
 from portable.errors import UserError, to_one_line
 from portable.paths import check_folder, convert_storage_errors, name_inside, open_file, read_json
@@ -42,7 +42,42 @@ _LITDATA = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: 
 _BATCH = 1000  # documents of a saved dataset at a time
 
 
-def find_sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
+class ShardedFolder(NamedTuple):
+    """A folder or URL with shards of tokens, and the content of its ``index.json``."""
+
+    folder: Place
+    index_content: dict[str, Any]
+
+
+class ShardLayout(TypedDict, total=False):
+    """Description of one shard of tokens, from ``index.json``. Its ``repr`` identifies the shard.
+
+    The keys from ``compression`` on are present only for shards of Mosaic Streaming.
+    """
+
+    file: str
+    """Path of the shard below the folder."""
+    dtype: str
+    """Data type of the tokens, such as ``<i4``."""
+    bytes: int | None
+    """Size of the decompressed shard in bytes. None if the index does not give it."""
+    heads: int
+    """Not read. Kept for the ``repr`` of shards of litdata."""
+    before: int
+    """Not read. Kept for the ``repr`` of shards of litdata."""
+    compression: str | None
+    """Compression of the file, such as ``zstd:7``. None for an uncompressed file."""
+    shaped: bool
+    """Whether the index gives the shape of the arrays. Otherwise each array starts with its shape."""
+    sizes: list[int | None]
+    """Size of each column in bytes. None for a column whose values have different sizes."""
+    column: int
+    """Index of the column of tokens."""
+    hashes: dict[str, str]
+    """Hex digests of the decompressed shard, keyed by algorithm."""
+
+
+def find_sharded_tokens(name: str) -> ShardedFolder | None:
     """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
     if (place := find_folder(name, "index.json")) is None:
         return None
@@ -53,10 +88,10 @@ def find_sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
         return None
     if not isinstance(index, dict) or not ("shards" in index or "chunks" in index):
         return None
-    return place, index
+    return ShardedFolder(place, index)
 
 
-def list_shards(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def list_shards(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """The shards that ``index.json`` lists, each with what is needed to read it.
 
     Raises:
@@ -66,7 +101,7 @@ def list_shards(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
         if not index.get("shards", index.get("chunks")):
             raise ValueError("it lists no shards")
         if "shards" in index:
-            return [_read_mosaic_shard(shard, name) for shard in index["shards"]]
+            return [_parse_mosaic_shard(shard, name) for shard in index["shards"]]
         config = index["config"]
         kind = str(config["data_format"][0])
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
@@ -89,7 +124,7 @@ def list_shards(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def _read_mosaic_shard(shard: dict[str, Any], name: str) -> dict[str, Any]:
+def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     names: list[str] = shard["column_names"]
     column = next((candidate for candidate in _COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
@@ -126,7 +161,7 @@ class ShardedTokens(TokenSource):
         pieces: as :func:`list_shards` returns them.
     """
 
-    def __init__(self, place: Place, pieces: Sequence[dict[str, Any]], settings: SourceSettings) -> None:
+    def __init__(self, place: Place, pieces: Sequence[ShardLayout], settings: SourceSettings) -> None:
         super().__init__(str(place) if len(pieces) > 1 else str(place / pieces[0]["file"]), settings)
         self.downloads = in_store(place)
         self._place = place
@@ -136,12 +171,12 @@ class ShardedTokens(TokenSource):
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
-        place_and_index = find_sharded_tokens(names[0])
-        if place_and_index is None:
+        sharded = find_sharded_tokens(names[0])
+        if sharded is None:
             return None
-        if isinstance(place_and_index[0], Path):
-            check_folder("data.source", str(place_and_index[0]), most=None)
-        return cls(place_and_index[0], list_shards(place_and_index[1], names[0]), settings)
+        if isinstance(sharded.folder, Path):
+            check_folder("data.source", str(sharded.folder), most=None)
+        return cls(sharded.folder, list_shards(sharded.index_content, names[0]), settings)
 
     def digest(self) -> str:
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
@@ -164,7 +199,7 @@ class ShardedTokens(TokenSource):
         if not self.downloads:
             self._read_contents(self._pieces[0])
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         for piece in self._pieces:
             with self._convert_read_errors(piece):
                 documents = _parse_documents(self._read_contents(piece), piece)
@@ -172,9 +207,9 @@ class ShardedTokens(TokenSource):
             if documents:
                 tokens = np.concatenate(documents)
                 check_vocabulary(tokens, vocab_size, self._place / piece["file"])
-                yield tokens, lengths
+                yield TokenChunk(tokens, lengths)
 
-    def _read_contents(self, piece: dict[str, Any]) -> bytes:
+    def _read_contents(self, piece: ShardLayout) -> bytes:
         """A shard as it was before it was compressed."""
         with self._convert_read_errors(piece), convert_storage_errors("data.source"):
             path = self._place / piece["file"]
@@ -187,6 +222,7 @@ class ShardedTokens(TokenSource):
                 import pyarrow
 
                 kind = {"zstd": "zstd", "gz": "gzip"}[compression.partition(":")[0]]
+                assert piece["bytes"] is not None
                 check_expanded(piece["bytes"], len(data), path)
                 data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read(
                     piece["bytes"] + 1
@@ -199,7 +235,7 @@ class ShardedTokens(TokenSource):
             return data
 
     @contextmanager
-    def _convert_read_errors(self, piece: dict[str, Any]) -> Iterator[None]:
+    def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
         try:
             yield
         except UserError:
@@ -211,7 +247,7 @@ class ShardedTokens(TokenSource):
             ) from error
 
 
-def _parse_documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
+def _parse_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
     """The tokens of each sample of a shard."""
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
@@ -350,7 +386,7 @@ class SavedTokens(TokenSource):
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         rows, column = self._open_column()
         for table in rows.iter(_BATCH):
             values = table[column].combine_chunks()
@@ -360,7 +396,7 @@ class SavedTokens(TokenSource):
                 raise UserError(f"data.source: {self.name}: {column} has no whole numbers; save tokens")
             if len(tokens):
                 check_vocabulary(tokens, vocab_size, self.name)
-                yield tokens, lengths
+                yield TokenChunk(tokens, lengths)
 
 
 def _build_not_streamed_error(source: DataSource) -> UserError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from portable.config.sections import DataConfig, SourceConfig
 from portable.config.sources import list_number_columns, list_renamed_fields
@@ -33,6 +33,7 @@ from portable.data.sources.records import (
     CollectedErrors,
     EnoughErrors,
     Fields,
+    LocatedRow,
     read_record,
     refuse_columns,
     rename_fields,
@@ -41,7 +42,7 @@ from portable.errors import MissingDataError, MistakesError, RunError, UserError
 from portable.paths import get_default_cache_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -246,7 +247,7 @@ class DataSource(ABC):
 
         return detect_format(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
 
-    def iter_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def iter_rows(self) -> Iterator[LocatedRow]:
         """Yield the place and the columns of each record; nothing for plain text.
 
         Raises:
@@ -256,7 +257,7 @@ class DataSource(ABC):
         with convert_read_errors(self.name):
             yield from self._read_rows()
 
-    def _read_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _read_rows(self) -> Iterator[LocatedRow]:
         return iter(())
 
     def iter_documents(self) -> Iterator[Document]:
@@ -382,6 +383,19 @@ class DataSource(ABC):
         return None
 
 
+class TokenChunk(NamedTuple):
+    """Consecutive tokens of a source that another program has tokenized.
+
+    Attributes:
+        tokens: Token ids, an array of integers ``[tokens]``.
+        lengths: Number of tokens up to each document end in the chunk, counted from the end before it. Tokens
+            beyond the last end belong to a document that continues in the next chunk.
+    """
+
+    tokens: npt.NDArray[Any]
+    lengths: list[int]
+
+
 class TokenSource(DataSource):
     """Tokens that another program made."""
 
@@ -394,7 +408,7 @@ class TokenSource(DataSource):
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
-    def iter_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def iter_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         """Yield tokens, and how many of them there are up to each end of a document from the end before.
 
         The tokens beyond the last end belong to a document that goes on in the next part.
@@ -407,6 +421,4 @@ class TokenSource(DataSource):
             yield from self._read_tokens(vocab_size, end)
 
     @abstractmethod
-    def _read_tokens(
-        self, vocab_size: int, end: int | None
-    ) -> Iterator[tuple[npt.NDArray[Any], list[int]]]: ...
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]: ...

@@ -9,7 +9,7 @@ import sysconfig
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.config.sources import (
     format_eval_key,
@@ -24,9 +24,10 @@ from portable.errors import UserError
 from portable.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from portable.config.sections import DataConfig
+    from portable.data.sources.records import LocatedRow
 
 PART_BYTES = 16 << 20
 """Longer .jsonl and .parquet files are read in parts of this length, so that the first is soon there."""
@@ -124,7 +125,7 @@ class StreamedFiles(DataSource):
         for shard in self.parts:
             yield from shard.open(self.settings).iter_documents()
 
-    def iter_rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def iter_rows(self) -> Iterator[LocatedRow]:
         for shard in self.parts:
             yield from shard.open(self.settings).iter_rows()
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from portable.data.sources.files import compute_file_digest
 from portable.data.sources.read_errors import build_unreadable_error
-from portable.data.sources.source import SourceSettings, SourceShard, TokenSource
+from portable.data.sources.source import SourceSettings, SourceShard, TokenChunk, TokenSource
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file
 
@@ -92,7 +92,7 @@ class TokenFiles(TokenSource):
         for path in self._files:
             _read_layout(path)
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         for path in self._files:
             yield from _iter_tokens(path, vocab_size, end)
 
@@ -175,9 +175,7 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
     return _TokenFileLayout(dtype, 0, int(after[-1]), np.diff(after[ends]))
 
 
-def _iter_tokens(
-    path: Path, vocab_size: int, end: int | None
-) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+def _iter_tokens(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
     layout = _read_layout(path)
     if not layout.count:
         return
@@ -195,4 +193,4 @@ def _iter_tokens(
             inside = np.zeros(0, dtype=np.int64) if end is None else np.flatnonzero(piece == end) + 1
             if last and (not len(inside) or inside[-1] < len(piece)):
                 inside = np.append(inside, len(piece))
-        yield piece, np.diff(inside, prepend=0).tolist()
+        yield TokenChunk(piece, np.diff(inside, prepend=0).tolist())

@@ -26,7 +26,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -328,9 +328,14 @@ class TokenWriter:
             stream.close()
 
 
-def open_writer(
-    folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
-) -> tuple[TokenWriter, dict[str, Any]]:
+class OpenedWriter(NamedTuple):
+    """A writer of a token cache, and the facts that the process which began the cache has saved."""
+
+    writer: TokenWriter
+    facts: dict[str, Any]
+
+
+def open_writer(folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any) -> OpenedWriter:
     """Open a writer that continues what a killed process has saved in the folder, if it can be continued.
 
     Args:
@@ -348,15 +353,29 @@ def open_writer(
         if progress["format"] == FORMAT and digest == progress["digest"]:
             saved = dict(progress["facts"])
             if all(saved[name] == value for name, value in facts.items()):
-                return TokenWriter(folder, *arguments, **options, progress=progress), saved
+                return OpenedWriter(TokenWriter(folder, *arguments, **options, progress=progress), saved)
     for path in folder.iterdir():
         path.unlink()
-    return TokenWriter(folder, *arguments, **options), dict(facts)
+    return OpenedWriter(TokenWriter(folder, *arguments, **options), dict(facts))
 
 
 _MOST_CELLS = 1 << 20
 _NO_NUMBER = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
 """Words for a missing number, in lower case."""
+
+
+class _LabelSummary(NamedTuple):
+    """Kind of the labels of a cache.
+
+    Attributes:
+        kind: Kind of the labels.
+        width: Number of values per document. 0 for ``sets``.
+        names: Class names in the order of their numbers. Empty for ``values``.
+    """
+
+    kind: LabelKind
+    width: int
+    names: list[int | str]
 
 
 class _LabelWriter:
@@ -428,7 +447,7 @@ class _LabelWriter:
                 )
             self._names |= {cell: str(cell) for cell in cells}
 
-    def finish(self) -> tuple[LabelKind, int, list[int | str]]:
+    def finish(self) -> _LabelSummary:
         """Return the kind, values per document and class names; of the files, those of the kind stay."""
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
@@ -440,7 +459,7 @@ class _LabelWriter:
                     "number of values, or classes as integers or strings"
                 )
             self._drop(LABELS, LABEL_ENDS)
-            return "values", width, []
+            return _LabelSummary("values", width, [])
         names = self._sort(self._class_numbers)
         if self._lists and self._repeated:
             raise UserError(
@@ -448,7 +467,7 @@ class _LabelWriter:
                 "a number with a fraction (0.0, 1.0) or a boolean"
             )
         self._drop(VALUES, *(() if self._lists else (LABEL_ENDS,)))
-        return ("sets", 0, names) if self._lists else ("classes", 1, names)
+        return _LabelSummary("sets", 0, names) if self._lists else _LabelSummary("classes", 1, names)
 
     def _drop(self, *names: str) -> None:
         for name in names:

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,8 @@ from portable.data.sources.documents import RecordError, format_names
 from portable.data.tokens import bounded_tokenizer, limited_calls
 from portable.data.tokens.rendering import (
     DAY,
+    AnswerContext,
     Draft,
-    Start,
     TemplateRenderer,
     TrainOn,
     UnstableError,
@@ -114,6 +114,26 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
         f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; give the path "
         f"of a template file, {', '.join(names)}, or null for the template of the tokenizer"
     )
+
+
+class _MaskedDrafts(NamedTuple):
+    """Drafts of one document, their encodings from the tokenizers library, and masks of trained tokens."""
+
+    drafts: list[Draft]
+    encodings: Sequence[Any]
+    masks: list[npt.NDArray[np.bool_]]
+
+
+class _TokenMatch(NamedTuple):
+    """Comparison of the tokens of a text with the first tokens of another text.
+
+    Attributes:
+        num_equal: Number of equal tokens at the start.
+        rest: Remaining tokens of the text.
+    """
+
+    num_equal: int
+    rest: list[int]
 
 
 class ChatTemplate:
@@ -207,7 +227,7 @@ class ChatTemplate:
         encoded = Encoded()
         size = 2 if self._pairs else 1
         for first in range(0, len(documents), size):
-            samples: list[tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]] = []
+            samples: list[_MaskedDrafts] = []
             refusal: RecordError | None = None
             for document, document_drafts in zip(
                 documents[first : first + size], drafts[first : first + size], strict=True
@@ -236,14 +256,14 @@ class ChatTemplate:
 
     def _compute_masks(
         self, document: Document, drafts: list[Draft], encodings: Sequence[Any], encoded: Encoded
-    ) -> tuple[list[Draft], Sequence[Any], list[npt.NDArray[np.bool_]]]:
+    ) -> _MaskedDrafts:
         """Compute the masks of a document's drafts.
 
         Returns:
             Drafts, encodings and masks; one for each answer if the answers cannot be found in one text.
         """
         try:
-            return drafts, encodings, self._build_masks(drafts, encodings, encoded)
+            return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded))
         except UnstableError:
             if document.conversation is None or not drafts[0].turns:
                 raise
@@ -251,7 +271,7 @@ class ChatTemplate:
         encodings = self._encode_texts([draft.text for draft in drafts])
         masks = self._build_masks(drafts, encodings, encoded)
         encoded.counts.update(apart=1, turns=len(drafts))
-        return drafts, encodings, masks
+        return _MaskedDrafts(drafts, encodings, masks)
 
     def _append_samples(
         self,
@@ -331,7 +351,7 @@ class ChatTemplate:
         conversation: Conversation,
         encoding: Any,
         index: int,
-        opened: int | Start,
+        opened: int | AnswerContext,
         encoded: Encoded,
     ) -> int:
         """The first token of an answer."""
@@ -368,7 +388,7 @@ class ChatTemplate:
             raise build_unstable_error(conversation, index)
         return last
 
-    def _match_tokens(self, encoding: Any, text: str) -> tuple[int, list[int]]:
+    def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
         """How many first tokens of ``text`` are those of the whole, and the others of ``text``."""
         ids: list[int] = self._encode_texts([text])[0].ids
         count = next(
@@ -379,7 +399,7 @@ class ChatTemplate:
             ),
             min(len(ids), len(encoding.ids)),
         )
-        return count, ids[count:]
+        return _TokenMatch(count, ids[count:])
 
     # -- the token that ends a turn --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from portable.data.sources.conversations import RARE_ROLES, SYSTEM_ROLES
 from portable.data.sources.documents import (
@@ -40,8 +40,25 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_RENDERED = 1 << 30  # characters written for one conversation
 _TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
 _Span = tuple[int, int]
-Start = tuple[str, str | None]
-"""A conversation before an answer, with the generation prompt and without (None if that cannot be told)."""
+
+
+class AnswerContext(NamedTuple):
+    """The rendered conversation before an answer.
+
+    Attributes:
+        prompted: The conversation with the generation prompt.
+        unprompted: The conversation without the generation prompt. None if it cannot be determined.
+    """
+
+    prompted: str
+    unprompted: str | None
+
+
+class AnswerWords(NamedTuple):
+    """Number of a message, from 0, and its text without reasoning."""
+
+    message_index: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class Draft:
     spans: tuple[_Span, ...] = ()
     answers: tuple[int, ...] = ()
     """Messages whose spans follow from prefixes."""
-    opened: tuple[int | Start, ...] = ()
+    opened: tuple[int | AnswerContext, ...] = ()
     """For each where it begins: how many characters of the text the conversation before it has, with the
     generation prompt; or that conversation, where the text does not begin with it."""
     closed: tuple[int | str, ...] = ()
@@ -68,7 +85,7 @@ class Draft:
     """For each trained answer with reasoning, whether the text has it."""
     turns: tuple[int, ...] = ()
     """The trained answers, if each may become a sample of its own."""
-    words: tuple[tuple[int, str], ...] = ()
+    words: tuple[AnswerWords, ...] = ()
     """Message number and own words of each trained answer. The trained text must contain them."""
     empty: int = 0
     """Trained answers without words, calls and reasoning."""
@@ -195,7 +212,7 @@ class TemplateRenderer:
         shown = tuple(replace_surrogates(thought) in text for thought in thoughts if thought)
         answer_texts = [(number, strip_reasoning(plain.messages[number])) for number in answers]
         words = tuple(
-            (number, answer_text)
+            AnswerWords(number, answer_text)
             for number, answer_text in answer_texts
             if answer_text or plain.messages[number].get("tool_calls")
         )
@@ -268,14 +285,16 @@ class TemplateRenderer:
         start = self._find_start(conversation, text, begin, opened)
         return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
 
-    def _find_start(self, conversation: Conversation, text: str, index: int, opened: str) -> int | Start:
+    def _find_start(
+        self, conversation: Conversation, text: str, index: int, opened: str
+    ) -> int | AnswerContext:
         prefix = _match_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
         try:
-            return prefix, self._render_before(conversation, text, index)
+            return AnswerContext(prefix, self._render_before(conversation, text, index))
         except UnstableError:  # which matters only if the answer is looked for
-            return prefix, None
+            return AnswerContext(prefix, None)
 
     def _render_before(
         self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
@@ -532,7 +551,7 @@ def strip_reasoning(message: Message) -> str:
     )
 
 
-def check_words(conversation: Conversation, words: Sequence[tuple[int, str]], trained_text: str) -> None:
+def check_words(conversation: Conversation, words: Sequence[AnswerWords], trained_text: str) -> None:
     """Refuse a record if the trained text lacks the words or a call of an answer.
 
     Blanks and letter case may differ, because templates trim lines and may change case.

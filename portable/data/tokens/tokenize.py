@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -55,6 +55,30 @@ _SAVE_SECONDS = 30.0
 """Seconds of work that a kill loses at most."""
 _LARGE_BYTES = 4 << 30
 """Size of a source from which a note names faster ways."""
+
+
+class DocumentBatch(NamedTuple):
+    """Documents that are encoded together.
+
+    Attributes:
+        documents: Documents or pieces of documents.
+        continues: Whether the first text continues the last document of the batch before.
+    """
+
+    documents: list[Document]
+    continues: bool
+
+
+class EncodedField(NamedTuple):
+    """Tokens of one field of a batch.
+
+    Attributes:
+        tokens: Tokens of all documents, int64 ``[tokens]``.
+        lengths: Number of tokens of each document that ends in the batch, int64 ``[documents]``.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -215,7 +239,7 @@ class _TokenizeProgress:
         self._batches: int = facts.get("batches", 0)
         self._save_at = time.monotonic() + _SAVE_SECONDS
 
-    def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[tuple[list[Document], bool]]:
+    def iter_unwritten(self, batches: Iterable[list[Document]]) -> Iterator[DocumentBatch]:
         """Yield the batches that have to be encoded.
 
         Yields:
@@ -229,7 +253,7 @@ class _TokenizeProgress:
                 self._advance(batch)
             else:
                 self.pending.append(batch)
-                yield batch, continues
+                yield DocumentBatch(batch, continues)
             continues = not batch[-1].ends
 
     def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
@@ -364,9 +388,7 @@ def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgre
         progress.finish_batch(dict)
 
 
-def _encode_texts(
-    tokenizer: Any, frame: Frame, item: tuple[list[Document], bool]
-) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _encode_texts(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str, EncodedField]:
     """Encode a batch of documents.
 
     Args:
@@ -388,7 +410,7 @@ def _encode_texts(
                 tokens += frame.suffix
             ends.append(len(tokens))
     lengths: npt.NDArray[np.int64] = np.diff([0, *ends]).astype(np.int64)
-    encoded = {"text": (np.array(tokens, np.int64), lengths)}
+    encoded = {"text": EncodedField(np.array(tokens, np.int64), lengths)}
     documents = [document for document in batch if document.ends]
     target_frame = frame.target or frame
     targets = [document.target for document in documents if document.target is not None]
@@ -409,7 +431,7 @@ def _encode_texts(
     ):
         if sequences:
             lengths = np.array([*map(len, sequences)], np.int64)
-            encoded[name] = np.array([*chain.from_iterable(sequences)], np.int64), lengths
+            encoded[name] = EncodedField(np.array([*chain.from_iterable(sequences)], np.int64), lengths)
     return encoded
 
 

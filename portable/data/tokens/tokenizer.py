@@ -12,7 +12,7 @@ import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters import CheckpointError, check_manifest, compute_manifest_entries, format_manifest
 from portable.converters.errors import raise_unless_panic
@@ -344,6 +344,17 @@ class Vocabulary:
         )
 
 
+class PairTokenTypes(NamedTuple):
+    """Token types of a pair of texts, with one value per special token and one value for each text."""
+
+    before: tuple[int, ...]
+    first: int
+    between: tuple[int, ...]
+    second: int
+    after: tuple[int, ...]
+    padding: int
+
+
 @dataclass(frozen=True)
 class PairFrame:
     """The special tokens that a tokenizer puts before, between and after two texts.
@@ -356,7 +367,7 @@ class PairFrame:
     before: tuple[int, ...]
     between: tuple[int, ...]
     after: tuple[int, ...]
-    types: tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int] | None
+    types: PairTokenTypes | None
 
     @staticmethod
     def from_tokenizer(tokenizer: Any) -> PairFrame:
@@ -383,7 +394,9 @@ class PairFrame:
         types = None
         if has_types:
             parts = [tuple(encoded["token_type_ids"][a:b]) for a, b in pairwise(cuts)]
-            types = (parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id)
+            types = PairTokenTypes(
+                parts[0], parts[1][0], parts[2], parts[3][0], parts[4], tokenizer.pad_token_type_id
+            )
         return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
 
     @property
