@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -173,11 +173,25 @@ class MultilabelF1:
         return {"f1_micro": micro} | values
 
 
-def _compare_multilabel(outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+class _MultilabelDecisions(NamedTuple):
+    """Decisions about each class of each text, bool ``[texts, classes]``.
+
+    Attributes:
+        chosen: Whether the classifier predicts the class.
+        wanted: Whether the text has the class.
+        valid: Whether there is a label.
+    """
+
+    chosen: Tensor
+    wanted: Tensor
+    valid: Tensor
+
+
+def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
     """What a classifier of several classes chooses, what is right, and where there is a label."""
     assert outputs.logits is not None
     labels = batch["labels"]
-    return outputs.logits.float() > 0, labels > 0.5, ~labels.isnan()
+    return _MultilabelDecisions(outputs.logits.float() > 0, labels > 0.5, ~labels.isnan())
 
 
 class _Errors:

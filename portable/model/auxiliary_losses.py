@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 ROUTER_LOSS = "load_balancing_loss_func"
 """The function in a model's module that computes its router loss from the logits of every layer's gate."""
+
+
+class OutputWithAuxiliaryLoss(NamedTuple):
+    """Result of :meth:`AuxiliaryLosses.compute`.
+
+    Attributes:
+        output: Output of the model.
+        auxiliary_loss: Sum of the auxiliary losses, an fp32 scalar. None if the model has none.
+    """
+
+    output: Any
+    auxiliary_loss: Tensor | None
 
 
 class AuxiliaryLosses:
@@ -55,7 +67,7 @@ class AuxiliaryLosses:
 
     def compute(
         self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], labels: Tensor
-    ) -> tuple[Any, Tensor | None]:
+    ) -> OutputWithAuxiliaryLoss:
         """Run a forward pass and compute the auxiliary losses.
 
         Args:
@@ -67,7 +79,7 @@ class AuxiliaryLosses:
             The model's output, and the sum of the auxiliary losses. The sum is None if there are none.
         """
         if not self._possible:
-            return forward(**inputs), None
+            return OutputWithAuxiliaryLoss(forward(**inputs), None)
         zero = torch.zeros((), device=labels.device)
         self._zero = zero
         replaced = nullcontext() if self._calls_loss_function else _CrossEntropyIs(zero)
@@ -80,8 +92,8 @@ class AuxiliaryLosses:
         # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
         # step.
         if loss is None or (loss is zero and torch_internals.get_version(loss) == 0):
-            return output, None
-        return output, loss.float()
+            return OutputWithAuxiliaryLoss(output, None)
+        return OutputWithAuxiliaryLoss(output, loss.float())
 
     def _compute_cross_entropy(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute the cross-entropy of the model: 0 during :meth:`compute`, otherwise as before."""

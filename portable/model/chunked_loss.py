@@ -9,7 +9,7 @@ accumulated in fp32.
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,12 +26,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    _Functions = tuple[Callable[..., Tensor], Callable[..., Tensor]]
-
 LOGITS_HELD = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
 _BYTES_HELD = 1 << 29
 """Bytes of a chunk's logits where the loss is compiled: it holds them and their gradient, neither in fp32."""
+
+
+class _ChunkFunctions(NamedTuple):
+    """Functions that compute one chunk of tokens, which may be compiled."""
+
+    compute_statistics: Callable[..., Tensor]
+    compute_logits_gradient: Callable[..., Tensor]
+
+
+class MeasuredOutput(NamedTuple):
+    """Result of :meth:`ChunkedHead.measure`.
+
+    Attributes:
+        output: Output of the model, with None for its logits.
+        statistics: Statistics of each token by name, fp32 ``[batch, tokens]``.
+    """
+
+    output: Any
+    statistics: dict[str, Tensor]
 
 
 class ChunkedHead(nn.Linear):
@@ -50,7 +67,7 @@ class ChunkedHead(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._given = tokens
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
-        self._functions: _Functions = (_measure, _to_logits)
+        self._functions = _ChunkFunctions(_measure, _to_logits)
         self._labels: Tensor | None = None
         self._names: tuple[str, ...] = ()
         self.most_parts: int | None = None
@@ -62,8 +79,7 @@ class ChunkedHead(nn.Linear):
         Args:
             how: Arguments of ``torch.compile``.
         """
-        measure, to_logits = (torch.compile(function, **how) for function in (_measure, _to_logits))
-        self._functions = (measure, to_logits)
+        self._functions = _ChunkFunctions(torch.compile(_measure, **how), torch.compile(_to_logits, **how))
 
     def needs_chunking(self, labels: Tensor) -> bool:
         """Return whether a micro-batch has more than one chunk of tokens."""
@@ -71,7 +87,7 @@ class ChunkedHead(nn.Linear):
 
     def measure(
         self, forward: Callable[..., Any], inputs: Mapping[str, Any], labels: Tensor, names: Sequence[str]
-    ) -> tuple[Any, dict[str, Tensor]]:
+    ) -> MeasuredOutput:
         """Run a forward pass of the model in which the head computes statistics of each token, not logits.
 
         Args:
@@ -94,7 +110,7 @@ class ChunkedHead(nn.Linear):
         statistics: Tensor = output.logits  # a model returns there what its head returns
         assert statistics.shape == (*labels.shape, len(names))
         output["logits"] = None
-        return output, dict(zip(names, statistics.unbind(dim=-1), strict=True))
+        return MeasuredOutput(output, dict(zip(names, statistics.unbind(dim=-1), strict=True)))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute the logits or, during :meth:`measure`, the statistics, fp32 ``[batch, tokens, names]``."""
@@ -118,7 +134,7 @@ class ChunkedHead(nn.Linear):
 
     def _get_chunk_size(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
-        if self._functions[0] is _measure or self._given is not None:
+        if self._functions.compute_statistics is _measure or self._given is not None:
             return self._tokens
         return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
 
@@ -221,18 +237,18 @@ class _TokenStatistics(torch.autograd.Function):
         most_parts: int | None,
         dtype: torch.dtype,
         wanted: Sequence[str],
-        functions: _Functions,
+        functions: _ChunkFunctions,
     ) -> Tensor:
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_split_rows(len(labels), tokens), most_parts))
-        measure, ctx.to_logits = functions
+        ctx.to_logits = functions.compute_logits_gradient
         ctx.dtype, ctx.wanted = dtype, wanted
         values = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, dtype)
             for part in ctx.parts:
-                values[part] = measure(hidden[part], head, offset, labels[part], wanted)
+                values[part] = functions.compute_statistics(hidden[part], head, offset, labels[part], wanted)
         return values
 
     @staticmethod

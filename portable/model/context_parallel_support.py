@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.errors import require
 from portable.model.auxiliary_losses import ROUTER_LOSS
@@ -70,8 +70,15 @@ def repeat_heads(size: int, tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(size // heads, 1) if heads % size else tensor
 
 
-def count_heads(model: Any) -> tuple[int, int]:
-    """The heads of queries, and of keys."""
+class HeadCounts(NamedTuple):
+    """Numbers of attention heads in a layer."""
+
+    queries: int
+    keys: int
+
+
+def count_heads(model: Any) -> HeadCounts:
+    """Return the numbers of query heads and of key heads."""
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads
+    return HeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads)

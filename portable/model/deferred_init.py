@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -75,6 +75,14 @@ class _Write:
     size: int = 0
 
 
+class _TileRange(NamedTuple):
+    """A tile of a storage: its number, its first element, and the end of its elements."""
+
+    number: int
+    start: int
+    stop: int
+
+
 @dataclass(eq=False)
 class _Storage:
     """The recorded values of the storage of a fake tensor.
@@ -93,7 +101,7 @@ class _Storage:
     dtype: torch.dtype
     last: _Write | None = None
 
-    def iter_tiles(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
         """Yield number, start and stop of each tile with any of the elements ``start`` to ``stop``."""
         while start < stop:
             if self.columns >= _TILE:
@@ -102,12 +110,12 @@ class _Storage:
                 index = column // _TILE
                 first = row * self.columns + index * _TILE
                 last = min(first + _TILE, (row + 1) * self.columns)
-                yield row * per_row + index, first, last
+                yield _TileRange(row * per_row + index, first, last)
             else:
                 length = _TILE // self.columns * self.columns
                 number = start // length
                 first, last = number * length, min((number + 1) * length, self.size)
-                yield number, first, last
+                yield _TileRange(number, first, last)
             start = last
 
     def count_tiles(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict
 from weakref import WeakSet
 
 import torch
@@ -31,7 +31,7 @@ from portable.model.document_attention import keep_documents_apart
 from portable.model.dynamic_rope import rotate_by_text
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import has_peft_adapter
-from portable.model.training_loss import LOGITS, STATISTICS, Outputs
+from portable.model.training_loss import LOGITS, STATISTICS, LossSums, Outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -134,9 +134,19 @@ RETURNED_WEIGHT = "returned weight"
 """Name under which a step adds up the weights that a custom loss returns."""
 
 
-def divide_by_global_weight(
-    output: LossOutput, weight: Tensor, global_batch_size: int
-) -> tuple[Tensor, StepSums]:
+class StepContribution(NamedTuple):
+    """Contribution of a micro-batch to the mean loss of the global batch.
+
+    Attributes:
+        loss: The contribution, an fp32 scalar with a gradient.
+        sums: The contribution without a gradient, together with the logged values.
+    """
+
+    loss: Tensor
+    sums: StepSums
+
+
+def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_size: int) -> StepContribution:
     """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
     Args:
@@ -160,7 +170,7 @@ def divide_by_global_weight(
         metrics[RETURNED_WEIGHT] = output.weight
     if metrics:
         values = torch.cat([values, torch.stack(list(metrics.values())) / divisor])
-    return loss, StepSums(values, tuple(metrics))
+    return StepContribution(loss, StepSums(values, tuple(metrics)))
 
 
 # -- the forward method of a model in training -------------------------------------------------------------
@@ -265,15 +275,15 @@ class TaskLoss:
     def __init__(self, problem_type: str | None = None) -> None:
         self._criterion = _CRITERIA.get(problem_type, _compute_cross_entropy)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, None, dict[str, Tensor]]:
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
         """Compute the loss from the logits or, if they are not all computed, from the log-probabilities."""
         if outputs.log_probs is not None:
-            return -outputs.log_probs.sum(), None, {}
+            return LossSums(-outputs.log_probs.sum(), None, {})
         labels = batch["labels"]
         # A config may keep the problem_type of an earlier classification task.
         criterion = self._criterion if labels.is_floating_point() else _compute_cross_entropy
         assert outputs.logits is not None
-        return criterion(outputs.logits, labels), None, {}
+        return LossSums(criterion(outputs.logits, labels), None, {})
 
 
 def forward_loss(
@@ -341,6 +351,21 @@ def forward_loss(
     )
 
 
+class ModelRun(NamedTuple):
+    """Result of :func:`run_model`.
+
+    Attributes:
+        outputs: What the loss gets.
+        auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
+        hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``. None if all logits are
+            computed, or if the caller did not request ``hits``.
+    """
+
+    outputs: Outputs
+    auxiliary_loss: Tensor | None
+    hits: Tensor | None
+
+
 def run_model(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
@@ -351,7 +376,7 @@ def run_model(
     head: ChunkedHead | None = None,
     with_auxiliary_losses: bool = False,
     logits_suffice: bool = False,
-) -> tuple[Outputs, Tensor | None, Tensor | None]:
+) -> ModelRun:
     """Run a model on a micro-batch, and split what it returns into what a loss needs.
 
     A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
@@ -398,7 +423,7 @@ def run_model(
         values["predictions"] = values["predictions"].long()
     if is_split:
         values = {name: value.unflatten(0, shape[:2]) for name, value in values.items()}
-    return Outputs(**values, model=output), result["auxiliary_loss"], hits
+    return ModelRun(Outputs(**values, model=output), result["auxiliary_loss"], hits)
 
 
 class Objective:
@@ -507,7 +532,7 @@ class Objective:
             head = self.head if other is None else None
             inputs = self.select_inputs(batch)
             with nullcontext() if adapter else disable_adapter(self._model):
-                return run_model(model, inputs, batch["labels"], loss.needs, head=head)[0]
+                return run_model(model, inputs, batch["labels"], loss.needs, head=head).outputs
 
         training = self._model.training
         self._model.eval()
@@ -558,8 +583,8 @@ def compute_token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None 
     return_loss_parts(rotate_by_text(keep_documents_apart(model)))
     loss, labels = TaskLoss(), batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    outputs, *_ = run_model(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
-    return loss(outputs, batch)[0]
+    result = run_model(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
+    return loss(result.outputs, batch).loss_sum
 
 
 _COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def _match_tensors(
     translated = _translate_names(model, tensors)
     if translated is None:
         return _load_with_transformers(settings, model)
-    sources, unclaimed = translated
+    sources = translated.sources
     if rows is not None:
         sources = {
             name: GrownTensor(source, wanted[name].shape[0], seed=rows)
@@ -147,15 +147,30 @@ def _match_tensors(
             f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
     missing = [name for name in wanted if name not in weights]
-    return PretrainedWeights(weights, missing, transformers_internals.find_unexpected_names(model, unclaimed))
+    return PretrainedWeights(
+        weights, missing, transformers_internals.find_unexpected_names(model, translated.unclaimed)
+    )
 
 
 Sources = dict[str, ReadableTensor]
+"""Converted tensors of a checkpoint by the model's names."""
+
+
+class _TranslatedTensors(NamedTuple):
+    """Tensors of a checkpoint after the conversion to the names of a model.
+
+    Attributes:
+        sources: The converted tensors by the model's names.
+        unclaimed: Map from unused names of the checkpoint to transformers' names for them.
+    """
+
+    sources: Sources
+    unclaimed: dict[str, str]
 
 
 def _translate_names(
     model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
-) -> tuple[Sources, dict[str, str]] | None:
+) -> _TranslatedTensors | None:
     """Convert the checkpoint's tensors to the model's names and shapes.
 
     Follows transformers' ``convert_and_load_state_dict_in_model``.
@@ -182,7 +197,15 @@ def _translate_names(
             sources.update(group.build_results())
     except (AttributeError, TypeError, NotImplementedError):  # what converts them needs their values
         return None
-    return sources, unclaimed
+    return _TranslatedTensors(sources, unclaimed)
+
+
+class _GroupMember(NamedTuple):
+    """A tensor of a checkpoint, and how transformers renames it."""
+
+    key: str
+    pattern: str
+    tensor: StoredTensor
 
 
 class _Group:
@@ -195,14 +218,14 @@ class _Group:
         self._name = name
         self._converter = converter
         self._model = model
-        self._members: list[tuple[str, str, StoredTensor]] = []
+        self._members: list[_GroupMember] = []
 
     def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
-        self._members.append((key, pattern, tensor))
+        self._members.append(_GroupMember(key, pattern, tensor))
 
     @property
     def dtype(self) -> str:
-        dtypes = {tensor.dtype for _, _, tensor in self._members}
+        dtypes = {member.tensor.dtype for member in self._members}
         return dtypes.pop() if len(dtypes) == 1 else "F32"
 
     def build_results(self) -> dict[str, ReadableTensor]:
@@ -211,9 +234,9 @@ class _Group:
         If the conversion only moves elements, reading a slice of a result reads only these elements.
         Otherwise, the whole group is read and converted.
         """
-        for key, _, tensor in self._members:
-            _refuse_packed(key, tensor)
-        sources = [LazyTensor(tensor.shape, partial(_read_floats, tensor)) for _, _, tensor in self._members]
+        for member in self._members:
+            _refuse_packed(member.key, member.tensor)
+        sources = [LazyTensor(m.tensor.shape, partial(_read_floats, m.tensor)) for m in self._members]
         try:
             moved = trace_moves(self._convert, sources)
         except NotTraceableError:
@@ -227,14 +250,14 @@ class _Group:
     def _compute(self, name: str) -> torch.Tensor:
         if _Group._latest is None or _Group._latest[0] is not self:
             _Group._latest = None  # free its memory first
-            _Group._latest = (self, self._convert([_read_floats(tensor) for _, _, tensor in self._members]))
+            _Group._latest = (self, self._convert([_read_floats(m.tensor) for m in self._members]))
         return _Group._latest[1][name]
 
     def _convert(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the values of the members, given in the order of the members."""
         converter = copy.deepcopy(self._converter)
-        for (key, pattern, _), tensor in zip(self._members, tensors, strict=True):
-            converter.add_tensor(self._name, key, pattern, lambda tensor=tensor: tensor)
+        for member, tensor in zip(self._members, tensors, strict=True):
+            converter.add_tensor(self._name, member.key, member.pattern, lambda tensor=tensor: tensor)
         with torch.no_grad():
             results = converter.convert(self._name, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
@@ -404,9 +427,19 @@ def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> Pr
     return _collect_weights(loaded, info)
 
 
-def _load(
-    settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
-) -> tuple[Any, Mapping[str, Any]]:
+class _LoadedModel(NamedTuple):
+    """A model that transformers has loaded into host memory.
+
+    Attributes:
+        model: The model.
+        info: Report of ``from_pretrained``, with ``missing_keys`` and ``unexpected_keys``.
+    """
+
+    model: Any
+    info: Mapping[str, Any]
+
+
+def _load(settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig) -> _LoadedModel:
     """Load a model like ``model`` into host memory; also return transformers' loading report."""
     load = partial(
         type(model).from_pretrained,
@@ -417,7 +450,7 @@ def _load(
         trust_remote_code=settings.trust_remote_code,
     )
     loaded, info = ask_hub(str(settings.name_or_path), "model", load)
-    return loaded, info
+    return _LoadedModel(loaded, info)
 
 
 def _collect_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,18 @@ def build_name_rules(model: PreTrainedModel) -> NameRules:
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     rules = tuple(parse_rule(value) for value in transformers_internals.list_name_rules(model))
     return NameRules(rules, model.base_model_prefix, config)
+
+
+class PublishedModel(NamedTuple):
+    """Result of :meth:`PublishedNames.publish`.
+
+    Attributes:
+        checkpoint: The model to export, with published names and shapes.
+        unchanged_names: Published names of the tensors that are identical to the base model's.
+    """
+
+    checkpoint: Checkpoint
+    unchanged_names: set[str]
 
 
 class PublishedNames:
@@ -241,7 +253,7 @@ class PublishedNames:
         except UserError:
             return None
 
-    def publish(self, checkpoint: Checkpoint) -> tuple[Checkpoint, set[str]]:
+    def publish(self, checkpoint: Checkpoint) -> PublishedModel:
         """Convert a checkpoint of this run to the published names and shapes.
 
         Frozen tensors, and tensors that transformers does not load, are read from the base model.
@@ -255,13 +267,14 @@ class PublishedNames:
         written = self._rename_tied(rename_to_published(checkpoint, self.rules))
         written = self._remove_computed(written)
         if self.base is None:
-            return written, set()
+            return PublishedModel(written, set())
         base = self.base.tensors
         frozen = [name for name in written.tensors if name in self._frozen_files and name in base]
         untouched = {name for name in frozen if _have_same_values(written.tensors[name], base[name])}
         untouched |= set(self.not_loaded) - written.tensors.keys()
         tensors = {**written.tensors, **{name: base[name] for name in base if name in untouched}}
-        return written.with_tensors(tensors, {}, written.companions).with_shards(self._shards), untouched
+        published = written.with_tensors(tensors, {}, written.companions).with_shards(self._shards)
+        return PublishedModel(published, untouched)
 
     def _remove_computed(self, written: Checkpoint) -> Checkpoint:
         """Remove tensors that ``save_pretrained`` does not write, unless the base model's files have them."""

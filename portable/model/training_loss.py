@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -102,6 +102,20 @@ class Loss(Protocol):
         """
 
 
+class LossSums(NamedTuple):
+    """Loss of a micro-batch, summed over its labels or rows.
+
+    Attributes:
+        loss_sum: The summed loss, an fp32 scalar.
+        weight: The weight by which the sum is divided. None for the number of valid labels.
+        metrics: Sums to log by name, which are divided by the same weight.
+    """
+
+    loss_sum: Tensor
+    weight: Tensor | None
+    metrics: dict[str, Tensor]
+
+
 class TrainingLoss:
     """A loss of the user's or a built-in variant, checked and with its defaults filled in.
 
@@ -151,7 +165,7 @@ class TrainingLoss:
             raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
         return weight
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
         """Compute the loss of a micro-batch. The first training micro-batch also checks what it returns.
 
         Returns:
@@ -166,7 +180,7 @@ class TrainingLoss:
             }
             device = batch["labels"].device
             scalars = {name: _to_scalar(value, device) for name, value in sums.items()}
-            return total.float(), _to_scalar(weight, device), scalars
+            return LossSums(total.float(), _to_scalar(weight, device), scalars)
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
         """Call the loss and check the result. In training, this syncs the host with the device."""

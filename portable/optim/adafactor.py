@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,18 @@ RULES = {
 }
 
 
+class _ParameterStatistics(NamedTuple):
+    """Scalars of a parameter in a step.
+
+    Attributes:
+        rms: Root mean square of the parameter.
+        row_mean: Mean of ``row_var`` of a matrix. None for other parameters.
+    """
+
+    rms: Tensor
+    row_mean: Tensor | None = None
+
+
 class Adafactor(torch.optim.Optimizer):
     """Has the state of ``torch.optim.Adafactor`` and its update rule, or that of transformers' ``Adafactor``.
 
@@ -150,9 +162,9 @@ class Adafactor(torch.optim.Optimizer):
         fresh = (self._rule.compute_new_share(counted) * allowed).unbind()
         rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
         rates = self._rule.limit_rate(rates, counted)
-        sizes = self._measure(parameters, gradients, states, fresh)
-        lengths = self._scale_gradients(parameters, gradients, states, sizes)
-        rates = self._rule.scale_rate(rates, torch.stack([size for size, *_ in sizes]))
+        statistics = self._measure(parameters, gradients, states, fresh)
+        lengths = self._scale_gradients(parameters, gradients, states, statistics)
+        rates = self._rule.scale_rate(rates, torch.stack([each.rms for each in statistics]))
         rates = rates / compute_update_divisor(torch.stack(lengths)) * allowed
         for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
             part = to_local(parameter)
@@ -165,7 +177,7 @@ class Adafactor(torch.optim.Optimizer):
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
         fresh: tuple[Tensor, ...],
-    ) -> list[tuple[Tensor, ...]]:
+    ) -> list[_ParameterStatistics]:
         """Update the moments with the gradients.
 
         Returns:
@@ -185,32 +197,32 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 to_local(state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), weight)
         totals = iter(_sum_over_shards(sums, parameters[0]))
-        sizes: list[tuple[Tensor, ...]] = []
+        statistics = []
         for parameter, state, weight in zip(parameters, states, fresh, strict=True):
-            size = (next(totals) / parameter.numel()).sqrt()
+            rms = (next(totals) / parameter.numel()).sqrt()
             if parameter.dim() == 2:
                 mean = next(totals) / parameter.shape[0]
                 state["col_var"].lerp_(next(totals).view(1, -1) / parameter.shape[0], weight)
-                sizes.append((size, mean))
+                statistics.append(_ParameterStatistics(rms, mean))
             else:
-                sizes.append((size,))
-        return sizes
+                statistics.append(_ParameterStatistics(rms))
+        return statistics
 
     def _scale_gradients(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
-        sizes: list[tuple[Tensor, ...]],
+        statistics: list[_ParameterStatistics],
     ) -> list[Tensor]:
         """Replace each gradient by its update before clipping; return the RMS of the updates."""
         sums = []
-        for parameter, gradient, state, size in zip(parameters, gradients, states, sizes, strict=True):
+        for parameter, gradient, state, each in zip(parameters, gradients, states, statistics, strict=True):
             if parameter.dim() < 2:
                 variance = to_local(state["variance"]).clone()
             else:
                 rows, columns = to_local(state["row_var"]), to_local(state["col_var"])
-                mean = size[1] if parameter.dim() == 2 else rows.mean(dim=-2, keepdim=True)
+                mean = rows.mean(dim=-2, keepdim=True) if each.row_mean is None else each.row_mean
                 variance = self._rule.estimate(rows, columns, mean)
             gradient.mul_(self._rule.compute_inverse_root(variance))
             sums.append(gradient.square().sum())

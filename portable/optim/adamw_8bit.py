@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,19 @@ def build_levels(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
+class BlockQuantized(NamedTuple):
+    """Values in 8 bits.
+
+    Attributes:
+        codes: Indices into :func:`build_levels`, uint8 of the shape of the values.
+        scales: Largest magnitude of each block, fp32 ``[rows, blocks]``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+def encode(values: Tensor, block: int, *, signed: bool) -> BlockQuantized:
     """Quantize ``values``, fp32 ``[rows, ...]``, in blocks of ``block`` elements of a row.
 
     Returns:
@@ -53,7 +65,7 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
     if not signed:
         # A second moment rounded to zero would make the next update explode.
         codes.clamp_(min=1)
-    return codes.view(values.shape), scales
+    return BlockQuantized(codes.view(values.shape), scales)
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

@@ -466,15 +466,20 @@ def has_neutral_initial_state(train: TrainConfig) -> bool:
     return all(torch.allclose(value, other, rtol=1e-6, atol=1e-7) for value, other in pairs)
 
 
-def get_state_layout(train: TrainConfig, shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], int], ...]:
+class StateTensorLayout(NamedTuple):
+    """Shape of a tensor in the state of a parameter, and the bytes of one element."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+def get_state_layout(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
     """Shape and bytes of an element of each tensor that the state of a parameter has."""
     return _compute_state_layout(_extract_settings(train), shape)
 
 
 @lru_cache(maxsize=4096)
-def _compute_state_layout(
-    settings: _Settings, shape: tuple[int, ...]
-) -> tuple[tuple[tuple[int, ...], int], ...]:
+def _compute_state_layout(settings: _Settings, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
     states: dict[str, Any] = {}
     for device in ("meta", "cpu"):  # one that reads values fails on the first
         parameter = nn.Parameter(torch.zeros(shape, device=device))
@@ -485,4 +490,6 @@ def _compute_state_layout(
         except UserError:
             if device == "cpu":
                 raise
-    return tuple((tuple(v.shape), v.itemsize) for v in states.values() if isinstance(v, torch.Tensor))
+    return tuple(
+        StateTensorLayout(tuple(v.shape), v.itemsize) for v in states.values() if isinstance(v, torch.Tensor)
+    )

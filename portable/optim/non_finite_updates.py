@@ -9,7 +9,7 @@ further update and the run ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -55,7 +55,19 @@ def get_allowed_streak(on_non_finite: str) -> int:
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
 
-def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+class CountedUpdate(NamedTuple):
+    """Result of :func:`count_update`.
+
+    Attributes:
+        counters: Counters after the update, fp32 ``[5]``.
+        skip: Whether to skip the update, a boolean scalar on the device.
+    """
+
+    counters: Tensor
+    skip: Tensor
+
+
+def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> CountedUpdate:
     """Count an update.
 
     Args:
@@ -73,7 +85,7 @@ def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> 
     start = torch.where(begins, updates, start)
     kind = torch.where(begins, (~torch.isfinite(loss)).float(), kind)
     streak = torch.where(skip, streak + 1, 0.0)
-    return torch.stack([updates + 1, skipped + skip.float(), streak, start, kind]), skip
+    return CountedUpdate(torch.stack([updates + 1, skipped + skip.float(), streak, start, kind]), skip)
 
 
 @torch.no_grad()
