@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from portable.command_line import Invocation
 
 COMMANDS = {
-    "init": "init:init",
-    "completion": "completion:print_completion",
-    "import": "importing:import_files",
+    "init": "init:write_starter_config",
+    "completion": "completion:print_completion_script",
+    "import": "importing:print_imported_config",
     "schema": "init:print_schema",
     "chat": "chat:main",
     "--dry-run": "dry_run:print_dry_run",
-    "--show-data": "show_data:show_data",
-    "--resume-info": "resume_info:describe_checkpoint",
+    "--show-data": "show_data:print_samples",
+    "--resume-info": "resume_info:print_checkpoint_info",
 }
 """Commands other than training. Each value is the module in ``portable.commands`` and its function."""
 

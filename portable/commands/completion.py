@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LONGEST = 90
 
 
-def print_completion(argv: Sequence[str]) -> int:
+def print_completion_script(argv: Sequence[str]) -> int:
     """Print the script of a shell.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.checks import check
 from portable.command_line import CommandOptions, Count, read_command
@@ -74,7 +74,7 @@ def pretokenize_sources(argv: Sequence[str]) -> int:
     check(config)
     if "out" not in options:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
-    number, count = _parse_part(options.get("part", "1/1"))
+    number, num_parts = _parse_part(options.get("part", "1/1"))
     out = place_of("--out", options["out"])
     with show_loading():
         from portable.adapters.settings import with_exports
@@ -101,7 +101,7 @@ def pretokenize_sources(argv: Sequence[str]) -> int:
             source,
             place,
             processes=options.get("processes", count_cores()),
-            part=(number - 1, count),
+            part=(number - 1, num_parts),
             progress=sys.stderr.isatty(),
         )
         remaining = f"; {format_count(result.left, 'shard')} left to other machines" if result.left else ""
@@ -119,11 +119,24 @@ def _find_vocab_size(config: RunConfig) -> int | None:
     return size
 
 
-def _parse_part(text: str) -> tuple[int, int]:
+class _ShardPart(NamedTuple):
+    """The part of the shards that this machine writes.
+
+    Attributes:
+        number: Number of the part, from 1.
+        num_parts: Number of parts.
+    """
+
+    number: int
+    num_parts: int
+
+
+def _parse_part(text: str) -> _ShardPart:
+    """Parse the value of ``--part``, such as ``2/8``."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
-    return int(match[1]), int(match[2])
+    return _ShardPart(int(match[1]), int(match[2]))
 
 
 if __name__ == "__main__":

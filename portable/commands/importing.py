@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.checks import check
 from portable.config import keys, load_config
@@ -38,7 +38,7 @@ _MISSING = {
 _OTHERWISE = {"model.name_or_path": "model.config", "data.source": "data.sources"}
 
 
-def import_files(argv: Sequence[str]) -> int:
+def print_imported_config(argv: Sequence[str]) -> int:
     """Print a config made from files of other programs.
 
     Args:
@@ -130,8 +130,20 @@ def _read_document(path: Path) -> YamlDocument:
     return YamlDocument(parse_json(read_text(path), str(path)), {})  # with tabs or comments
 
 
-def format_config(imported: ImportedRun) -> tuple[str, list[str]]:
-    """The file of settings with its comments, and what must be changed before use, one line each."""
+class ImportedConfig(NamedTuple):
+    """A config that was made from files of other programs.
+
+    Attributes:
+        text: The YAML file with comments.
+        mistakes: What must be corrected before the config can be used, one line each. Empty if nothing.
+    """
+
+    text: str
+    mistakes: list[str]
+
+
+def format_config(imported: ImportedRun) -> ImportedConfig:
+    """Format the settings as a YAML file with comments, and check that a run accepts them."""
     for key in list(imported.values):
         if (mistake := find_mistake(RunConfig, key, imported.values[key])) is not None:
             imported.refused.append(f"{imported.origins[key].text}: {mistake}")
@@ -159,7 +171,7 @@ def format_config(imported: ImportedRun) -> tuple[str, list[str]]:
         missing += error.lines
     except UserError as error:
         missing.append(str(error))
-    return text, missing
+    return ImportedConfig(text, missing)
 
 
 def _format_settings(imported: ImportedRun) -> Iterator[str]:

@@ -9,7 +9,7 @@ import shlex
 import textwrap
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.commands.machines import list_targets, write_launch_file, write_new
 from portable.config import load_config
@@ -100,7 +100,7 @@ def _build_parser(templates: Collection[str], starters: Mapping[str, str], names
     return parser
 
 
-def init(argv: Sequence[str]) -> int:
+def write_starter_config(argv: Sequence[str]) -> int:
     """Write the starter of a task, and say how to go on.
 
     Args:
@@ -207,7 +207,19 @@ def _to_yaml(value: object) -> str:
     return as_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
-def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> tuple[str, str]:
+class _SizedConfig(NamedTuple):
+    """A config whose run fits on a device.
+
+    Attributes:
+        text: The YAML file.
+        size_note: Phrase that names the device and the planned memory.
+    """
+
+    text: str
+    size_note: str
+
+
+def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> _SizedConfig:
     """Set the values with which a config fits on a device, and add comments that describe the plan.
 
     Args:
@@ -215,9 +227,6 @@ def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_da
         device: Value of ``--device``, such as ``h100:8``.
         cheaper: Texts of configs that need less memory, by the flag that selects them.
         has_data: Whether the user has named the data.
-
-    Returns:
-        The config, and a phrase that names the device and the planned memory.
     """
     from portable.commands.recipe import describe, find_recipe, measure_records
     from portable.planner.device_lookup import parse_devices
@@ -239,4 +248,4 @@ def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_da
     ]
     title, rest = set_values(text, recipe.settings).split("\n", 1)
     phrase = f", sized for {count} x {kind.name}: {recipe.summary}"
-    return "\n".join([title, "#", *(f"# {line}" for line in comments), rest]), phrase
+    return _SizedConfig("\n".join([title, "#", *(f"# {line}" for line in comments), rest]), phrase)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from glob import iglob
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import portable
 from portable.config import keys, load_config
@@ -90,6 +90,18 @@ class Machines:
     def get_name(self, program: str) -> str:
         """What ``program`` calls the device."""
         return str(self.names.get(program, self.device.name.upper()))
+
+
+class LocalFileSetting(NamedTuple):
+    """A setting that names a file or folder on this machine.
+
+    Attributes:
+        key: Dotted key of the setting.
+        value: Value of the setting.
+    """
+
+    key: str
+    value: Any
 
 
 def list_targets(folder: Traversable) -> dict[str, Traversable]:
@@ -240,7 +252,7 @@ def _build_machines(text: str, table: Mapping[str, Any], config: RunConfig, targ
     return Machines(device, machines.count, {**machines.names, "labels": labels})
 
 
-def _find_local_files(config: RunConfig) -> list[tuple[str, Any]]:
+def _find_local_files(config: RunConfig) -> list[LocalFileSetting]:
     """The settings that name what lies on this machine, with their values."""
     values = {
         setting.key: config.get(setting.key)
@@ -255,13 +267,13 @@ def _find_local_files(config: RunConfig) -> list[tuple[str, Any]]:
         f"{format_eval_key(name)}.source": source.source
         for name, source in get_evaluation_sources(config.data).items()
     }
-    local_files: list[tuple[str, Any]] = []
+    local_files: list[LocalFileSetting] = []
     for key, value in values.items():
         names = value if isinstance(value, list | tuple) else (value,)
         texts = (name for name in names if isinstance(name, str) and not is_url(name))
         # Those of pathlib raise OSError for a name that is too long.
         if any(os.path.exists(text) or any(iglob(text)) for text in texts):  # noqa: PTH110, PTH207
-            local_files.append((key, value))
+            local_files.append(LocalFileSetting(key, value))
     return local_files
 
 

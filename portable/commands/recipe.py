@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.derived_defaults import BY_TRAINING, find_largest_divisor
 from portable.data.sources.source_kinds import detect_run_format, get_training_settings, open_source
@@ -67,6 +67,30 @@ _ON_THE_HUB = Records(10_000, 5_000_000, _LONGEST_SEQUENCE, measured=False)
 """Assumed size of a dataset that is not on this machine."""
 
 
+class RejectedCandidate(NamedTuple):
+    """Settings with which a run does not fit.
+
+    Attributes:
+        settings: Values by dotted key.
+        needed_bytes: Memory that the run needs on each device.
+    """
+
+    settings: dict[str, Any]
+    needed_bytes: int
+
+
+class CandidatePlanner(NamedTuple):
+    """Planner for one candidate.
+
+    Attributes:
+        planner: The planner.
+        work: The amount of training. None if it is unknown.
+    """
+
+    planner: Planner
+    work: Work | None
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Settings with which a run fits, and their plan.
@@ -76,14 +100,14 @@ class Recipe:
         planner: Planner of the config with these settings.
         option: The planned memory.
         work: The amount of training. None if it is unknown.
-        rejected: Settings of the best candidate, and the bytes that it needs. None if this candidate fits.
+        rejected: The best candidate, which does not fit. None if the best candidate fits.
     """
 
     settings: dict[str, Any]
     planner: Planner
     option: Option
     work: Work | None
-    rejected: tuple[dict[str, Any], int] | None
+    rejected: RejectedCandidate | None
 
     @property
     def summary(self) -> str:
@@ -147,7 +171,7 @@ class Sizing:
             planner, work = self._plan(settings, device, devices)
             option = planner.find_best(planner.list_options(offloading=False))
             if option is None:
-                rejected = rejected or (settings, planner.compute_least_bytes())
+                rejected = rejected or RejectedCandidate(settings, planner.compute_least_bytes())
                 continue
             planned = {
                 "train.micro_batch_size": option.micro_batch,
@@ -267,13 +291,13 @@ class Sizing:
             "train.micro_batch_size": find_largest_divisor(batch // devices, largest_micro_batch),
         }
 
-    def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> tuple[Planner, Work | None]:
+    def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> CandidatePlanner:
         config, target = choose_target(self.config.replaced(dict(settings)), device, devices, notes=False)
         key = config.backend, config.precision, config.adapter.base, config.data.seq_len
         if key not in self._models:
             self._models[key] = build_meta_model(config, with_data=False)
         model, work = self._models[key]
-        return Planner(config, model, target), work
+        return CandidatePlanner(Planner(config, model, target), work)
 
     def _estimate_work(self, settings: Mapping[str, Any]) -> Work | None:
         """Estimate the amount of training. Returns None if the records have not been read."""

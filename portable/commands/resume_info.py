@@ -139,7 +139,7 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
     return fitting
 
 
-def describe_checkpoint(path: str, backend_name: str) -> int:
+def print_checkpoint_info(path: str, backend_name: str) -> int:
     """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on.
 
     No code that its config names is run.

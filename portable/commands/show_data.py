@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.run.stages import Resolved
 
 
-def show_data(resolved: Resolved, count: int) -> int:
+def print_samples(resolved: Resolved, count: int) -> int:
     """Print the first ``count`` samples; builds the token cache, and nothing else."""
     config = resolved.config
     if config.model.task != "causal-lm":

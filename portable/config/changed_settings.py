@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config import keys
 from portable.config.derived_defaults import BY_TRAINING, INSTEAD_OF
@@ -85,6 +85,18 @@ class SettingChange:
         return f"{self.key}: {self.before} and {self.after}"
 
 
+class _FlatValue(NamedTuple):
+    """A value of a fingerprint, or one item of a mapping in it.
+
+    Attributes:
+        setting: Dotted key of the setting in the schema. None if the run does not have the setting.
+        value: The value, or ``_MISSING``.
+    """
+
+    setting: str | None
+    value: Any
+
+
 def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[SettingChange]:
     """Find the settings that define a run and differ between two runs.
 
@@ -98,12 +110,13 @@ def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, A
         The changes in the order of the schema. Empty for the same run.
     """
     left, right = _flatten(a), _flatten(b)
+    absent = _FlatValue(None, _MISSING)
     changes = []
     for key in dict.fromkeys([*left, *right]):
-        setting, before = left.get(key, (None, _MISSING))
-        other, after = right.get(key, (None, _MISSING))
-        if before != after:
-            changes.append(SettingChange(key, setting or other or key, _show(before), _show(after)))
+        before, after = left.get(key, absent), right.get(key, absent)
+        if before.value != after.value:
+            setting = before.setting or after.setting or key
+            changes.append(SettingChange(key, setting, _show(before.value), _show(after.value)))
     return changes
 
 
@@ -157,22 +170,22 @@ def _is_default_warmup(config: RunConfig, key: str) -> bool:
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
-def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
     """Give each item of a mapping in a fingerprint a dotted key, so that items are compared one by one.
 
     Returns:
-        ``(setting, value)`` by dotted key.
+        Settings and values by dotted key.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_settings(RunConfig).items():
         if setting.is_identity:
             values.setdefault(key, keys.to_plain(setting.default))
-    flat: dict[str, tuple[str, Any]] = {}
+    flat: dict[str, _FlatValue] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat.update({f"{key}.{name}": (key, item) for name, item in value.items()})
+            flat.update({f"{key}.{name}": _FlatValue(key, item) for name, item in value.items()})
         elif value is not None:
-            flat[key] = (key, value)
+            flat[key] = _FlatValue(key, value)
     return flat
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
     # RunConfig calls this module to complete itself, so each of the two modules needs the other.
@@ -18,8 +18,14 @@ WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
 """Schedules without a warmup. A custom schedule has none, either."""
 CONVERSATIONS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
-PRETRAINING, CONTINUED, FINETUNING = "pretraining", "continued pretraining", "fine-tuning"
-"""Kinds of training, which have different defaults; see :func:`classify_training`."""
+TrainingKind = NewType("TrainingKind", str)
+"""One of :data:`PRETRAINING`, :data:`CONTINUED` and :data:`FINETUNING`."""
+PRETRAINING = TrainingKind("pretraining")
+"""Training from random weights."""
+CONTINUED = TrainingKind("continued pretraining")
+"""Training of pretrained weights on plain text."""
+FINETUNING = TrainingKind("fine-tuning")
+"""Training of an adapter, or of a pretrained model on conversations, pairs or other tasks."""
 _DECAYING = ("cosine", "linear", "wsd")
 """Schedules that end at ``train.min_learning_rate_ratio``."""
 
@@ -40,7 +46,7 @@ class DefaultByTraining:
     finetuning: Any
     condition: str = ""
 
-    def get(self, kind: str) -> Any:
+    def get(self, kind: TrainingKind) -> Any:
         """Return the default for a kind of training."""
         return {PRETRAINING: self.pretraining, CONTINUED: self.continued, FINETUNING: self.finetuning}[kind]
 
@@ -88,7 +94,7 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     return min(20, total_steps // 10) if has_warmup(settings.schedule) else 0
 
 
-def classify_training(config: RunConfig) -> str:
+def classify_training(config: RunConfig) -> TrainingKind:
     """Return the kind of training, which determines the defaults in :data:`BY_TRAINING`.
 
     ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve` replaces it by the format

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 
 _PLAIN_WORDS = {bool: "true | false", str: "text", int: "integer", float: "number"}
 _NUMBER_WORDS = {2: "two", 3: "three"}
+
+
+class TypePart(NamedTuple):
+    """One alternative of an annotation, or of its items.
+
+    Attributes:
+        kind: The type without ``Annotated``, such as ``int`` or ``tuple[str, ...]``.
+        constraints: Metadata of the annotation, such as bounds and marks.
+    """
+
+    kind: Any
+    constraints: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -185,9 +197,7 @@ def nest_keys(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _iter_alternatives(
-    annotation: Any, metadata: tuple[Any, ...] = ()
-) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def _iter_alternatives(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
     """Yield the alternatives of a type, each with its constraints."""
     if get_origin(annotation) is Annotated:
         inner, *constraints = get_args(annotation)
@@ -196,15 +206,16 @@ def _iter_alternatives(
         for member in get_args(annotation):
             yield from _iter_alternatives(member, metadata)
     else:
-        yield annotation, metadata
+        yield TypePart(annotation, metadata)
 
 
-def iter_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def iter_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
     """Yield the alternatives of a type and of its items, each with its constraints."""
-    for kind, constraints in _iter_alternatives(annotation, metadata):
-        yield kind, constraints
-        if get_origin(kind) in (tuple, dict):
-            yield from (part for item in get_args(kind) for part in iter_parts(item))
+    for alternative in _iter_alternatives(annotation, metadata):
+        yield alternative
+        if get_origin(alternative.kind) in (tuple, dict):
+            for item in get_args(alternative.kind):
+                yield from iter_parts(item)
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from portable.config import flags, keys
 from portable.config.origins import Assignment, Origin, Path, format_short_value
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
     Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
     """A YAML file, or its content."""
+
+
+class _SourceContent(NamedTuple):
+    """Settings of a YAML file or of a mapping from Python.
+
+    Attributes:
+        values: Values nested as in the YAML file.
+        origins: Origin of every key by its path. Empty for a mapping from Python.
+    """
+
+    values: dict[str, Any]
+    origins: dict[Path, Origin]
 
 
 def load_config(
@@ -93,18 +105,15 @@ def _has_pretrained_model(draft: _Draft, overrides: Sequence[Assignment]) -> boo
     return is_named or any(item.path == path and item.value is not None for item in overrides)
 
 
-def _read_source(source: Source, first_line: int) -> tuple[dict[str, Any], dict[Path, Origin]]:
+def _read_source(source: Source, first_line: int) -> _SourceContent:
     """Read a YAML file, or copy a mapping from Python.
 
     Args:
         source: The file or the mapping.
         first_line: Position of the file's first line among the lines of all files.
-
-    Returns:
-        The nested values and the origin of every key. A mapping from Python has no origins.
     """
     if isinstance(source, Mapping):
-        return {str(key): deepcopy(value) for key, value in source.items()}, {}
+        return _SourceContent({str(key): deepcopy(value) for key, value in source.items()}, {})
     path = FilePath(flags.expand_path("--config", source)) if isinstance(source, str) else source
     document = parse_file(path)
     if document.value is None:
@@ -112,7 +121,7 @@ def _read_source(source: Source, first_line: int) -> tuple[dict[str, Any], dict[
     if not isinstance(document.value, dict):
         raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
     origins = {key: Origin(f"{path}:{line}", first_line + line) for key, line in document.lines.items()}
-    return document.value, origins
+    return _SourceContent(document.value, origins)
 
 
 @dataclass

@@ -6,7 +6,7 @@ standard library.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -48,6 +48,18 @@ Strategy = Literal[
 ]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+
+
+class _AttributeLocation(NamedTuple):
+    """The Python attribute that holds a setting.
+
+    Attributes:
+        owner: The config itself, or the section that contains the setting.
+        attribute: Name of the attribute in ``owner``.
+    """
+
+    owner: Section
+    attribute: str
 
 
 class RunConfig(Section):
@@ -117,10 +129,11 @@ class RunConfig(Section):
             object.__setattr__(self, setting.section, section)
         return self
 
-    def _locate(self, key: str) -> tuple[Section, str]:
-        """Return the section that has ``key``, and the name of the attribute in the section."""
+    def _find_attribute(self, key: str) -> _AttributeLocation:
+        """Find the section and the attribute of a setting. Raises ``KeyError`` for an unknown key."""
         setting = keys.get_settings(type(self))[key]
-        return (getattr(self, setting.section) if setting.section else self), setting.attribute
+        owner = getattr(self, setting.section) if setting.section else self
+        return _AttributeLocation(owner, setting.attribute)
 
     def is_set(self, key: str) -> bool:
         """Whether the user set ``key`` (dotted, such as ``train.steps``) in a file or by a flag.
@@ -129,7 +142,7 @@ class RunConfig(Section):
         """
         if key in keys.get_sections(type(self)):
             return bool(getattr(self, key).model_fields_set)
-        section, attribute = self._locate(key)
+        section, attribute = self._find_attribute(key)
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
@@ -173,7 +186,7 @@ class RunConfig(Section):
 
     def get(self, key: str) -> Any:
         """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
-        return getattr(*self._locate(key))
+        return getattr(*self._find_attribute(key))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that define the run, by dotted key, as plain JSON values."""
@@ -195,7 +208,7 @@ class RunConfig(Section):
         copy._origins = self._origins
         copy._documents = self._documents
         for key in put.keys() - self.given().keys():
-            section, attribute = copy._locate(key)
+            section, attribute = copy._find_attribute(key)
             section.model_fields_set.discard(attribute)
         return copy
 

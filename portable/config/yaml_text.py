@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -23,14 +23,31 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 20
 """Size of a config file at most."""
-CORE_SCHEMA: tuple[tuple[str, str, list[str]], ...] = (
-    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+
+
+class ScalarRule(NamedTuple):
+    """A rule that gives a plain scalar its type.
+
+    Attributes:
+        tag: Tag of the type without the prefix, such as ``int``.
+        pattern: Regular expression that the complete scalar must match.
+        first_characters: Possible first characters, by which PyYAML looks a rule up. An empty string is an
+            empty scalar.
+    """
+
+    tag: str
+    pattern: str
+    first_characters: list[str]
+
+
+CORE_SCHEMA = (
+    ScalarRule("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ScalarRule("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ScalarRule("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ScalarRule("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ScalarRule("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
 )
-"""Tag, pattern and possible first characters of each kind of scalar."""
+"""Rules of the YAML 1.2 core schema. A scalar that matches none of them is text."""
 
 TAG = "tag:yaml.org,2002:"
 _MAX_NODES = 100_000

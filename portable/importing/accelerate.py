@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.field_types import parse_truth
 from portable.config.origins import format_short_value
@@ -571,14 +571,23 @@ def find_key_of_variable(variable: str, text: str) -> str:
     return ""
 
 
-def read_variables(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
+class LaunchEnvironment(NamedTuple):
+    """The variables of ``accelerate launch`` as the content of a config file.
+
+    Attributes:
+        values: Content of the file.
+        variables: Name of the environment variable of each key, by the path of the key.
+    """
+
+    values: dict[str, Any]
+    variables: dict[Path, str]
+
+
+def read_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Convert the variables of a launcher to the content of a config file.
 
     Args:
         environment: Environment of a process that the launcher has started.
-
-    Returns:
-        Content of the file, and the variable of each key.
     """
     values: dict[str, Any] = {}
     variables: dict[Path, str] = {}
@@ -596,4 +605,4 @@ def read_variables(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
         target = values.setdefault(section, {}) if section else values
         target[name] = None if text == "None" else parse_value(text)
         variables[tuple(dotted.split("."))] = variable
-    return values, variables
+    return LaunchEnvironment(values, variables)

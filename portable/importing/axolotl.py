@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.origins import format_short_value
 from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
@@ -142,7 +142,8 @@ def _read_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict
         columns = {ours: entry[theirs] for theirs, ours in PAIR_COLUMNS.items() if entry.get(theirs)}
     else:
         try:
-            data_format, columns = read_format(str(kind), entry)
+            record_format = read_format(str(kind), entry)
+            data_format, columns = record_format.name, record_format.columns
         except NoCounterpart as reason:
             file.refuse(file.path, f"entry {number}: {reason}")
     columns |= {ours: entry[f"field_{ours}"] for ours in ("system", "tools") if entry.get(f"field_{ours}")}
@@ -156,29 +157,41 @@ def _read_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict
     }
 
 
-def read_format(kind: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+class RecordFormat(NamedTuple):
+    """Format of the records of a dataset.
+
+    Attributes:
+        name: Value of ``data.format``.
+        columns: Value of ``data.columns``: fields of the records by the names that the format reads.
+    """
+
+    name: str
+    columns: dict[str, str]
+
+
+def read_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
     """Return ``data.format`` and ``data.columns`` of an entry of ``datasets``.
 
     Raises:
         NoCounterpart: If no format reads such records.
     """
     if kind in QUESTION_FIELDS:
-        return "alpaca", {"instruction": QUESTION_FIELDS[kind], "output": "answer"}
+        return RecordFormat("alpaca", {"instruction": QUESTION_FIELDS[kind], "output": "answer"})
     base = kind.partition(".")[0]
     if base == "alpaca":
         answer = entry.get("field_output") or entry.get("field_model")
         question = entry.get("field_instruction") or entry.get("field_human")
         fields = {"instruction": question, "input": entry.get("field_input"), "output": answer}
-        return "alpaca", {ours: theirs for ours, theirs in fields.items() if theirs}
+        return RecordFormat("alpaca", {ours: theirs for ours, theirs in fields.items() if theirs})
     if base in ("chat_template", "sharegpt"):
         return _read_message_format(entry, is_sharegpt=base == "sharegpt")
     if kind not in FORMATS:
         reason = "records of this kind are not read; write them as messages, alpaca or text"
         raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} has no counterpart: {reason}")
-    return FORMATS[kind], {}
+    return RecordFormat(FORMATS[kind], {})
 
 
-def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> tuple[str, dict[str, str]]:
+def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
     mapping = entry.get("message_property_mappings") or {}
     role = mapping.get("role") or entry.get("message_field_role") or ("from" if is_sharegpt else "role")
     content = mapping.get("content") or entry.get("message_field_content")
@@ -193,8 +206,8 @@ def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> tupl
     field = MESSAGE_FIELDS[role, content]
     theirs = entry.get("field_messages") or ("conversations" if is_sharegpt else "messages")
     if field == "messages" and theirs == "conversations":
-        return "messages", {}
-    return ("sharegpt" if field == "conversations" else "messages"), {field: theirs}
+        return RecordFormat("messages", {})
+    return RecordFormat("sharegpt" if field == "conversations" else "messages", {field: theirs})
 
 
 ENTRY_KEYS: ForeignKeys = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from portable.config.yaml_text import parse_value
 from portable.errors import UserError, to_one_line
@@ -11,18 +11,27 @@ PROCESS_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
 """Options of launchers for the number of processes on a machine."""
 
 
-def split_launcher(words: list[str]) -> tuple[int | None, list[str]]:
-    """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
+class LaunchedScript(NamedTuple):
+    """A command line, separated into its launcher and its script.
 
-    Returns:
-        Number of processes if the launcher names one, and the words from the script on.
+    Attributes:
+        num_processes: Number of processes per machine. None if the launcher does not name it.
+        words: The script and its arguments, or all words if there is no script.
+    """
+
+    num_processes: int | None
+    words: list[str]
+
+
+def split_launcher(words: list[str]) -> LaunchedScript:
+    """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
 
     Raises:
         UserError: If the script has no arguments.
     """
     script = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
-        return None, words
+        return LaunchedScript(None, words)
     if script + 1 == len(words):
         raise build_script_error(words[script], "command line: ")
     processes = None
@@ -30,7 +39,7 @@ def split_launcher(words: list[str]) -> tuple[int | None, list[str]]:
         name, _, value = word.lstrip("-").replace("-", "_").partition("=")
         if name in PROCESS_OPTIONS and (value or words[position + 1]).isdigit():
             processes = int(value or words[position + 1])
-    return processes, words[script:]
+    return LaunchedScript(processes, words[script:])
 
 
 def build_script_error(path: str, prefix: str = "") -> UserError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.field_types import parse_truth
 from portable.config.origins import Origin, format_short_value
@@ -218,6 +218,18 @@ def find_key(keys: ForeignKeys, name: str) -> ForeignKey | None:
     return next(starred, None)
 
 
+class ForeignValue(NamedTuple):
+    """A value in a file of another program.
+
+    Attributes:
+        path: Path of its key.
+        value: The value, which may be a mapping if the table has an entry for the key.
+    """
+
+    path: Path
+    value: Any
+
+
 @dataclass
 class ForeignFile:
     """A file of another program while its keys are converted.
@@ -295,7 +307,7 @@ class ForeignFile:
                     path, f"{format_short_value(value)} has no counterpart: it is not of the expected kind"
                 )
 
-    def _iter_leaves(self, values: Mapping[str, Any], section: Path) -> Iterator[tuple[Path, Any]]:
+    def _iter_leaves(self, values: Mapping[str, Any], section: Path) -> Iterator[ForeignValue]:
         """Yield the path and the value of each key that is in the table or in none of its sections."""
         for key, value in values.items():
             path = (*section, str(key))
@@ -306,7 +318,7 @@ class ForeignFile:
             elif is_section and dotted not in self.program.keys and not is_off(value):
                 self.refuse(path, f"must be a mapping, not {format_short_value(value)}")
             elif not is_section or dotted in self.program.keys:
-                yield path, value
+                yield ForeignValue(path, value)
 
     def _convert_key(self, path: Path, value: Any) -> None:
         key = self.program.find_key(".".join(path))

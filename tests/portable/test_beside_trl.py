@@ -12,7 +12,7 @@ import yaml
 from datasets import Dataset
 
 from portable.batch import IGNORED
-from portable.commands.importing import import_files
+from portable.commands.importing import print_imported_config
 from portable.config import load_config
 from portable.data.samples.order import locate
 from portable.data.tokens.chat_template import ChatTemplate
@@ -123,7 +123,7 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
     given = {**RUNS["common"], **more}
     Path("theirs.yaml").write_text(json.dumps(given))
     capsys.readouterr()
-    assert import_files(["theirs.yaml"]) == 0
+    assert print_imported_config(["theirs.yaml"]) == 0
     Path("run.yaml").write_text(capsys.readouterr().out)
     always = {"backend": "cpu", "precision": "fp32", "log.every_steps": 1, "log.sample_tokens": 0}
     always["data.seq_len"] = given["max_length"] - 1  # TRL's last token of a text that is cut has no label

@@ -17,7 +17,7 @@ from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig  # type: igno
 from trl.scripts.utils import DatasetConfig
 
 from portable.cli import main
-from portable.commands.importing import import_files
+from portable.commands.importing import print_imported_config
 from portable.config import RunConfig, keys, load_config
 from portable.config.origins import Origin
 from portable.config.yaml_text import YamlDocument, parse
@@ -37,7 +37,7 @@ TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
 
 def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """The settings that are printed, by dotted key, and the text."""
-    import_files(words)
+    print_imported_config(words)
     text = capsys.readouterr().out
     config = load_config(parse(text, "run.yaml").value)
     return {key: keys.to_plain(config.get(key)) for key in TABLE if config.is_set(key)}, text
