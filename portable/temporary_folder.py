@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.writers.replace_folder import lock_folder, release_lock
 from portable.errors import RunError, UserError, to_one_line
@@ -88,12 +88,20 @@ def create_scratch_folder(kind: str) -> Iterator[Path]:
         release_lock(lock)
 
 
-def _create_folder(kind: str) -> tuple[Path, int | None]:
+class LockedFolder(NamedTuple):
+    """Folder that other processes do not remove."""
+
+    folder: Path
+    lock: int | None
+    """File descriptor that holds the lock. None if the file system has no locks."""
+
+
+def _create_folder(kind: str) -> LockedFolder:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
         lock = lock_folder(folder)
         if folder.exists():  # another process may have removed it before it was locked
-            return folder, lock
+            return LockedFolder(folder, lock)
         release_lock(lock)
 
 

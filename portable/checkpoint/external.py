@@ -43,7 +43,7 @@ HALF_TYPES = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
-class Count:
+class SourcedCount:
     """A number and its source."""
 
     number: int
@@ -96,15 +96,15 @@ class ExternalCheckpoint:
         return self.checkpoint.optimizer
 
     @cached_property
-    def steps(self) -> list[Count]:
+    def steps(self) -> list[SourcedCount]:
         """The step counts of all sources except the optimizer."""
         counts = []
         if self.trainer is not None:
-            counts.append(Count(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
+            counts.append(SourcedCount(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
         for name in _STEP_COUNTERS:
             value = self.checkpoint.counters.get(name)
             if isinstance(value, int):
-                counts.append(Count(value, f"{name} in the shards"))
+                counts.append(SourcedCount(value, f"{name} in the shards"))
         return counts
 
     @cached_property
@@ -117,10 +117,10 @@ class ExternalCheckpoint:
         return counts
 
     @property
-    def samples(self) -> Count | None:
+    def samples(self) -> SourcedCount | None:
         """Sequences consumed, if they were counted."""
         counted = self.checkpoint.counters.get("global_samples")
-        return Count(counted, "global_samples in the shards") if isinstance(counted, int) else None
+        return SourcedCount(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
     @cached_property
     def scheduler(self) -> Mapping[str, Any]:

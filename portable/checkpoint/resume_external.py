@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
+from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint, SourcedCount
 from portable.config.origins import format_short_value
 from portable.converters import Checkpoint, CheckpointError
 from portable.converters import Tensor as StoredTensor
@@ -88,10 +88,12 @@ def adopt_checkpoint(
     """
     try:
         external = external.rename_for(model)
-        tensors, warnings = _match_weights(external, model)  # before the optimizer, whose errors say less
+        weights = _match_weights(external, model)  # before the optimizer, whose errors say less
         if external.optimizer is None:
             raise _build_error(external, "has no optimizer state", _describe_weights_only(external))
-        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(tensors, warnings, rate)
+        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(
+            weights.tensors, weights.warnings, rate
+        )
     except OptimizerStateError as error:
         raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
     except CheckpointError as error:
@@ -113,9 +115,16 @@ def _describe_weights_only(external: ExternalCheckpoint) -> str:
     )
 
 
-def _match_weights(
-    external: ExternalCheckpoint, model: nn.Module
-) -> tuple[dict[str, StoredTensor], list[str]]:
+class MatchedWeights(NamedTuple):
+    """Weights of an external checkpoint that fit a model."""
+
+    tensors: dict[str, StoredTensor]
+    """Every tensor of the model, keyed by the model's name for it."""
+    warnings: list[str]
+    """Warnings for the user, such as about weights that are only stored in 16 bits."""
+
+
+def _match_weights(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
     """Return every tensor of the model by the model's names, and warnings.
 
     Raises:
@@ -171,7 +180,7 @@ def _match_weights(
             f"{tensors[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
             "values"
         )
-    return {name: tensors[name] for name in wanted}, warnings
+    return MatchedWeights({name: tensors[name] for name in wanted}, warnings)
 
 
 class _CheckpointMatcher:
@@ -191,8 +200,9 @@ class _CheckpointMatcher:
         self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
     ) -> AdoptedCheckpoint:
         self.check_rule()
-        step, step_source = self.find_step()
-        samples, samples_source = self.find_samples(step)
+        counted_steps = self.find_step()
+        step = counted_steps.number
+        counted_samples = self.find_samples(step)
         state = self.build_state(step)
         self.compare_settings()
         moments = [value for values in state.values() for value in values.values()]
@@ -204,8 +214,11 @@ class _CheckpointMatcher:
                 "restored",
                 f"{len(tensors)} weights and buffers; {', '.join(names)} of {len(state)} parameters",
             ),
-            ("step", f"{step}: {step_source}"),
-            ("samples", f"{samples}: {samples_source}; the data order is this run's own"),
+            ("step", f"{step}: {counted_steps.source}"),
+            (
+                "samples",
+                f"{counted_samples.number}: {counted_samples.source}; the data order is this run's own",
+            ),
             ("rate", self._describe_rates(step, rate)),
             ("not restored", "data order, random number generators, loss scales"),
             *(("differs", note) for note in self.notes),
@@ -223,7 +236,7 @@ class _CheckpointMatcher:
             optimizer=OptimizerState(state, [{"params": list(self.trained)}]),
             metadata={"step": step},
         )
-        return AdoptedCheckpoint(checkpoint, step, samples, rows, warnings)
+        return AdoptedCheckpoint(checkpoint, step, counted_samples.number, rows, warnings)
 
     # -- the optimizer -----------------------------------------------------------------------------------
 
@@ -396,7 +409,7 @@ class _CheckpointMatcher:
 
     # -- step and samples --------------------------------------------------------------------------------
 
-    def find_step(self) -> tuple[int, str]:
+    def find_step(self) -> SourcedCount:
         """Return the steps done, and the source of the number.
 
         Raises:
@@ -408,7 +421,7 @@ class _CheckpointMatcher:
         if resume_step is not None:
             others = [*map(str, counts), *([f"{most} (optimizer)"] if stepped else [])]
             aside = f"; the checkpoint has {', '.join(others)}" if others else ""
-            return resume_step, f"checkpoint.resume_step{aside}"
+            return SourcedCount(resume_step, f"checkpoint.resume_step{aside}")
         remedy = "set checkpoint.resume_step to the number of steps done"
         if len({count.number for count in counts}) > 1:
             raise _build_error(
@@ -422,10 +435,10 @@ class _CheckpointMatcher:
                 )
             source = " and ".join(count.source for count in counts)
             if stepped and most < done:
-                return done, f"{source}; the optimizer has taken {most} of them"
-            return done, f"{source}{' and the optimizer' if stepped else ''}"
+                return SourcedCount(done, f"{source}; the optimizer has taken {most} of them")
+            return SourcedCount(done, f"{source}{' and the optimizer' if stepped else ''}")
         if len(stepped) == 1:
-            return most, "the optimizer's step count"
+            return SourcedCount(most, "the optimizer's step count")
         reason = (
             f"has no step count, and its optimizer has taken {min(stepped)} to {most} steps by parameter"
             if stepped
@@ -433,15 +446,15 @@ class _CheckpointMatcher:
         )
         raise _build_error(self.external, reason, remedy)
 
-    def find_samples(self, step: int) -> tuple[int, str]:
+    def find_samples(self, step: int) -> SourcedCount:
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.samples
         if resume_samples is not None:
             aside = f"; the checkpoint has {counted}" if counted is not None else ""
-            return resume_samples, f"checkpoint.resume_samples{aside}"
+            return SourcedCount(resume_samples, f"checkpoint.resume_samples{aside}")
         if counted is not None and self.config.checkpoint.resume_step is None:
-            return counted.number, counted.source
+            return counted
         batch = self.config.train.global_batch_size
-        return step * batch, f"step {step} x train.global_batch_size {batch}"
+        return SourcedCount(step * batch, f"step {step} x train.global_batch_size {batch}")
 
 
 def _shorten_names(names: list[str]) -> str:

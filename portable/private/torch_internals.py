@@ -6,7 +6,7 @@ import copy
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -64,14 +64,22 @@ get_version: Callable[[Tensor], int] = attrgetter("_version")
 """Number of in-place changes of a tensor, without a host-device sync. A C function, as steps call it."""
 
 
+class ViewOrigin(NamedTuple):
+    """Tensor that another tensor is a view of."""
+
+    root: Tensor
+    replay: Callable[[Tensor], Tensor] | None
+    """Function that applies the same view to another tensor. None if the tensor is not a view."""
+
+
 @_torch.guard("xla.scan_layers")
-def get_root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+def get_root_and_replay(tensor: Tensor) -> ViewOrigin:
     """What ``tensor`` is a view of, and what makes the same view of another; itself and None if no view."""
     if not tensor._is_view():
-        return tensor, None
+        return ViewOrigin(tensor, None)
     root, replay = tensor._base, tensor._view_func  # type: ignore[attr-defined]
     assert root is not None
-    return root, replay
+    return ViewOrigin(root, replay)
 
 
 @contextmanager

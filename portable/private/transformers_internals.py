@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -335,15 +335,33 @@ def require_input_gradients(model: PreTrainedModel) -> None:
 # -- weights -----------------------------------------------------------------------------------------------
 
 
+class MappedName(NamedTuple):
+    """Name of a tensor in a checkpoint, and its counterpart in a model."""
+
+    stored_name: str
+    model_name: str
+    pattern: str | None
+    """Key in :attr:`MappedNames.converters`. None if the tensor is only renamed."""
+
+
+class MappedNames(NamedTuple):
+    """Names of a checkpoint's tensors in a model."""
+
+    names: list[MappedName]
+    converters: dict[str, Any]
+    """Objects of transformers that convert the tensors of a group, keyed by pattern."""
+
+
 @_transformers.guard("model.name_or_path")
-def map_names(
-    model: PreTrainedModel, keys: Iterable[str]
-) -> tuple[list[tuple[str, str, str | None]], dict[str, Any]]:
-    """The model's names for the names in a checkpoint.
+def map_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
+    """Map the names in a checkpoint to the model's names, as transformers does when it loads the checkpoint.
+
+    Args:
+        model: Model to load the checkpoint into.
+        keys: Names in the checkpoint.
 
     Returns:
-        (name in the checkpoint, name in the model, pattern or None) for each, sorted, and by its pattern what
-        converts the tensors of a group.
+        The names, sorted, and the converters that some of the tensors need.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -362,8 +380,9 @@ def map_names(
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
-        mapped_names.append((key, name, pattern))
-    return mapped_names, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        mapped_names.append(MappedName(key, name, pattern))
+    converters_by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    return MappedNames(mapped_names, converters_by_pattern)
 
 
 @_transformers.guard("model.name_or_path")

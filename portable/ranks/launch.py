@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.console import print_error
 from portable.converters.interrupts import ignore_interrupts
@@ -207,16 +207,24 @@ def _build_world_variables(ranks: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int, int] | None:
+class RankExit(NamedTuple):
+    """End of a rank's process without a result."""
+
+    rank: int
+    code: int
+    """Exit code. Negative if a signal killed the process: the number of the signal."""
+
+
+def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> RankExit | None:
     """Wait for all processes, or for one that fails: its rank, and its exit code."""
     while True:
         codes = [process.exitcode for process in processes]
         if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
             code, rank = min(failed)  # one that was killed: the number of a signal is negative
-            return rank, code
+            return RankExit(rank, code)
         for rank, ended in enumerate(codes):  # something in it may have called os._exit(0)
             if ended == 0 and not _get_exit_code_path(scratch, rank).exists():
-                return rank, ended
+                return RankExit(rank, ended)
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         if not running:
             return None

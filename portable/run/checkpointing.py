@@ -80,7 +80,7 @@ class Saving(Callback):
     def __init__(self, run: Run, watchdog: Watchdog) -> None:
         self._saved = run.step
         self._watchdog = watchdog
-        run.checkpoints.on_complete = partial(run.call, "completed")
+        run.checkpoints.on_complete = partial(run.call, "handle_completed_checkpoint")
 
     def log_step(self, run: Run) -> None:
         run.checkpoints.finish_if_written()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable import plugins
 from portable.errors import require
@@ -62,8 +62,17 @@ def compute_code_digests(config: RunConfig) -> dict[str, str]:
     return {key: value for key, value in all_digests.items() if value}
 
 
-def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The settings whose code has changed: those that the training depends on, and others."""
+class CodeChanges(NamedTuple):
+    """Settings whose custom code differs from the code at a checkpoint."""
+
+    affecting_training: list[str]
+    """Settings on which the steps depend, such as ``train.loss``."""
+    harmless: list[str]
+    """Metrics and callbacks."""
+
+
+def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> CodeChanges:
+    """Compare two results of :func:`compute_code_digests`."""
     differ = [key for key, value in now.items() if before.get(key, value) != value]
     harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]
-    return [key for key in differ if key not in harmless], harmless
+    return CodeChanges([key for key in differ if key not in harmless], harmless)

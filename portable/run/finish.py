@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -240,7 +240,7 @@ def finish(
     exported = _choose_export_checkpoint(run, reporter) if run.rank == 0 else None
     writers: NodeWriters | None = None
     if run.complete and _has_partial_export(prepared):
-        exported, writers = _form_writers(run, exported)
+        exported, writers = _form_writers(run, exported)  # a collective
     if run.rank != 0:
         if exported is not None and writers is not None:
             _export_part(run, output, exported, writers)
@@ -301,7 +301,16 @@ def _has_partial_export(prepared: Prepared) -> bool:
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
 
 
-def _form_writers(run: Run, exported: Place | None) -> tuple[Place | None, NodeWriters | None]:
+class ExportWork(NamedTuple):
+    """Part of this rank in the export of the final model."""
+
+    checkpoint: Place | None
+    """Checkpoint to export. None if the run has none."""
+    writers: NodeWriters | None
+    """Group of the ranks that write the model together. None if this rank does not write."""
+
+
+def _form_writers(run: Run, exported: Place | None) -> ExportWork:
     """Choose the ranks that write the final model. A collective call of all ranks.
 
     Args:
@@ -314,9 +323,9 @@ def _form_writers(run: Run, exported: Place | None) -> tuple[Place | None, NodeW
     """
     name = gather_text("" if exported is None else exported.name)[0]
     if not name:
-        return None, None
+        return ExportWork(None, None)
     checkpoint: Place = run.checkpoints.path / name
-    return checkpoint, form_node_writers(lambda: (checkpoint / STATE_FILE).is_file())
+    return ExportWork(checkpoint, form_node_writers(lambda: (checkpoint / STATE_FILE).is_file()))
 
 
 def _export_part(run: Run, output: Output, checkpoint: Place, writers: NodeWriters) -> None:
@@ -334,7 +343,16 @@ def _is_chat_model(prepared: Prepared) -> bool:
     return prepared.data.end_of_turn is not None and bool(prepared.data.tokenizer.chat_template)
 
 
-def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
+class UntrainedTensors(NamedTuple):
+    """Names of the base model's tensors that transformers does not load. Numbers are replaced with ``*``."""
+
+    copied: list[str]
+    """Tensors that the export copies from the base model."""
+    missing: list[str]
+    """Tensors that the export lacks."""
+
+
+def _list_untrained(prepared: Prepared) -> UntrainedTensors:
     """List the base model's tensors that transformers does not load.
 
     Args:
@@ -345,8 +363,8 @@ def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
         lacks. Numbers are replaced with ``*``.
     """
     if prepared.adapter is not None:
-        return [], []
-    return collapse_numbers(prepared.names.not_loaded), prepared.names.missing
+        return UntrainedTensors([], [])
+    return UntrainedTensors(collapse_numbers(prepared.names.not_loaded), prepared.names.missing)
 
 
 def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:

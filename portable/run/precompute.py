@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import copytree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -218,18 +218,27 @@ def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.N
     (folder / _META).write_text(json.dumps(meta), "utf-8")
 
 
+class TableContents(NamedTuple):
+    """Contents of a table of precomputed columns."""
+
+    shapes: dict[str, list[int]]
+    """Shape of one row of each column, keyed by the column's name."""
+    values: CheckedArray
+    """All columns side by side, flattened, float32 ``[samples, numbers]``."""
+
+
 @dataclass
 class PrecomputedTable:
     """The columns that a folder has of each sample, from the start of the training on."""
 
     folder: Path
-    _opened: tuple[dict[str, list[int]], CheckedArray] | None = field(default=None, init=False, repr=False)
+    _opened: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that prepares batches: the file is opened there."""
         return {"folder": self.folder, "_opened": None}
 
-    def open(self) -> tuple[dict[str, list[int]], CheckedArray]:
+    def open(self) -> TableContents:
         """The shapes of the columns by name, and the numbers.
 
         Raises:
@@ -243,7 +252,7 @@ class PrecomputedTable:
                 if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
                     raise CacheDamagedError(f"{path}: damaged")
                 sums = np.array(meta["sums"], dtype="<u4")
-                self._opened = meta["shapes"], CheckedArray(path, _FLOAT, sums, width)
+                self._opened = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
             except (CacheDamagedError, MemoryError):
                 raise
             except Exception as error:  # the file may hold any values

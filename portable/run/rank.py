@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import traceback
@@ -27,6 +26,7 @@ from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
 from portable.run.custom_code import compute_code_digests, prepare_code
 from portable.run.evaluation import check_evaluation_data, evaluate_all
+from portable.run.garbage_collection import free_unreachable_objects
 from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.resolve import resolve
 from portable.run.restore import restore
@@ -266,7 +266,7 @@ def _build_out_of_memory_error(
     """The error of a rank that ran out of device memory, with what would fit."""
     from portable.run import micro_batch
 
-    gc.collect()
+    free_unreachable_objects()
     when = "at the start" if step is None else f"in step {step}"
     message = (
         f"train.micro_batch_size: out of memory {when} with {sequences} sequences at a time; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -132,9 +132,18 @@ def _take_steps_before(
         raise UserError(f"--replay: step {earlier} before it is not finite; use --replay {earlier}")
 
 
+class HookedStep(NamedTuple):
+    """Forward and backward passes of a step, without its update."""
+
+    micro_batches: list[MicroBatch]
+    """Results of this rank's micro-batches."""
+    loss: Tensor
+    """Loss of the global batch, a device scalar."""
+
+
 def _run_with_hooks(
     run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
-) -> tuple[list[MicroBatch], Tensor]:
+) -> HookedStep:
     """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
     backend, plan = run.backend, run.plan
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
@@ -167,7 +176,7 @@ def _run_with_hooks(
                 bad_sample=None if row is None or row < 0 else first + index * rows + row,
             )
         )
-    return results, backend.sum(torch.stack(losses).sum())
+    return HookedStep(results, backend.sum(torch.stack(losses).sum()))
 
 
 def drop_duplicates(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from portable.run.checkpointing import Saving
 from portable.run.custom_callbacks import list_callback_names, load_callbacks
 from portable.run.evaluation import Evaluations, describe_end
 from portable.run.finish import export_with_card, finish, format_headline, sample
+from portable.run.garbage_collection import freeze_existing_objects
 from portable.run.restore import restore
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def train_run(
         run.callbacks = [callback for callback in ordered if callback is not None]
         for line in (*prepared.notes, format_headline(prepared, restored)):
             reporter.say(line)
-        with _freeze_gc(), ExitStack() as opened:  # closes the last first
+        with freeze_existing_objects(), ExitStack() as opened:  # closes the last first
             for callback in run.callbacks:
                 opened.callback(callback.close)
             opened.callback(prepared.data.train.close)
@@ -211,17 +211,6 @@ def _build_uploads(run: Run, output: Output, hub: Hub) -> Uploads:
     if every:
         run.checkpoints.in_use = uploads.list_steps_in_use
     return uploads
-
-
-@contextmanager
-def _freeze_gc() -> Iterator[None]:
-    """Within this context the model and the libraries stay: no collection need visit them."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

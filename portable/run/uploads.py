@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.callbacks import Callback
 from portable.checkpoint.store import run_in_background
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from portable.callbacks import Run
     from portable.converters.storage.path_or_url import Place
     from portable.output.hub import Hub
+
+
+class UploadOutcome(NamedTuple):
+    """Result of all uploads of a launch."""
+
+    url: str | None
+    """Address of the repository. None if it does not have the final model."""
+    problems: list[str]
+    """Descriptions of what was not uploaded, one line each."""
 
 
 class Uploads(Callback):
@@ -52,7 +61,7 @@ class Uploads(Callback):
         self._reason = ""
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed launch
 
-    def completed(self, run: Run, checkpoint: Place) -> None:
+    def handle_completed_checkpoint(self, run: Run, checkpoint: Place) -> None:
         if self._checkpoints:
             self.add(checkpoint)
 
@@ -71,7 +80,7 @@ class Uploads(Callback):
             steps = [parse_step(place.name) for place in (self._waiting, self._reading) if place is not None]
         return {step for step in steps if step is not None}
 
-    def finish(self, final: Place | None, checkpoint: Place | None) -> tuple[str | None, list[str]]:
+    def finish(self, final: Place | None, checkpoint: Place | None) -> UploadOutcome:
         """Wait for what is under way, and upload the final model.
 
         Args:
@@ -86,10 +95,10 @@ class Uploads(Callback):
                 self._waiting = None  # the final model takes its place
         while (worker := self._worker) is not None:
             worker.result()
-        url, lines = None, []
+        url, problems = None, list[str]()
         if self._missed:
             missed = format_count(self._missed, "checkpoint")
-            lines.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
+            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
         if final is not None and checkpoint is not None:
             message = f"Final model, step {parse_step(checkpoint.name)}"
             try:
@@ -98,12 +107,12 @@ class Uploads(Callback):
                 else:
                     url = self._upload(checkpoint, message)
             except Exception as error:
-                lines.append(
+                problems.append(
                     f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
                     + ("" if not in_store(final) else "copy it to a local folder, FOLDER, and run: ")
                     + self._hub.format_upload_command("FOLDER" if in_store(final) else final)
                 )
-        return url, lines
+        return UploadOutcome(url, problems)
 
     def _upload_waiting(self) -> None:
         while True:
