@@ -85,7 +85,7 @@ def run(invocation: Invocation) -> int:
         from portable.checkpoint.store import open_checkpoints
         from portable.ranks import launch
         from portable.registry import load_backend_package, resolve_backend
-        from portable.run.rank import run_rank
+        from portable.run.rank import LaunchMode, run_rank
         from portable.run.resolve import resolve
 
     config = invocation.config
@@ -103,7 +103,9 @@ def run(invocation: Invocation) -> int:
         return run_command("--resume-info", str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     package = load_backend_package(name)
-    switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.json)
+    mode = LaunchMode(
+        invocation.eval_only, invocation.profile, replay=invocation.replay, json_file=invocation.json
+    )
     if joined:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
@@ -118,7 +120,7 @@ def run(invocation: Invocation) -> int:
         launch.check_meeting_place()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
-        return run_rank(name, config, *switches)
+        return run_rank(name, config, mode)
     ranks = package.count_local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
@@ -127,16 +129,15 @@ def run(invocation: Invocation) -> int:
     if invocation.show_data is not None:
         resolved = resolve(config, name, ranks, writes=False, downloads=True)
         return run_command("--show-data", resolved, invocation.show_data)
-    trains = not invocation.eval_only and invocation.replay is None
-    resolved = resolve(config, name, ranks, writes=trains)
+    resolved = resolve(config, name, ranks, writes=mode.writes_output)
     if ranks == 1 and not resolved.config.memory.offloads:
-        return run_rank(name, resolved, *switches)
+        return run_rank(name, resolved, mode)
     os.environ.update(package.launch_environment(ranks))
     # Every rank is a child process, also a single one that may fill the host: the parent survives an OOM kill
     # and reports it.
     return launch.launch(
         run_rank,
-        (name, resolved, *switches),
+        (name, resolved, mode),
         ranks=ranks,
         memory_advice=package.get_host_memory_advice(resolved.config),
         saved=lambda: open_checkpoints(resolved.place).find_latest(),

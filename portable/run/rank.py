@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,23 +44,36 @@ _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO,
 _IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
-def run_rank(
-    backend_name: str,
-    resolved: Resolved | RunConfig,
-    eval_only: bool = False,
-    profile: bool = False,
-    replay: int | None = None,
-    json_file: str | None = None,
-) -> int:
+@dataclass(frozen=True)
+class LaunchMode:
+    """Options of a launch that are not settings of the run.
+
+    Attributes:
+        eval_only: Whether to evaluate instead of training.
+        profile: Whether to write a trace of a few steps into ``profile`` in the run's folder.
+        replay: Number of a step, counted from 1, to repeat with :mod:`portable.run.replay` instead of
+            training. None to train.
+        json_file: Path of an additional file for the values of ``eval_only``. None for no file.
+    """
+
+    eval_only: bool = False
+    profile: bool = False
+    replay: int | None = None
+    json_file: str | None = None
+
+    @property
+    def writes_output(self) -> bool:
+        """Whether the launch trains, and so writes into ``output_dir``."""
+        return not self.eval_only and self.replay is None
+
+
+def run_rank(backend_name: str, resolved: Resolved | RunConfig, mode: LaunchMode | None = None) -> int:
     """Train, or resume, as one rank of this launch.
 
     Args:
         backend_name: cpu, cuda or xla.
         resolved: from our launcher. A config is resolved here: another program (torchrun) launched this rank.
-        eval_only: only evaluate.
-        profile: write a trace of a few steps into ``profile`` in the run's folder.
-        replay: only take this step again, with :mod:`portable.run.replay`.
-        json_file: where the values of ``eval_only`` are written, too.
+        mode: Options of the launch. None for plain training.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -69,26 +82,18 @@ def run_rank(
     backend = create_backend(backend_name)
     set_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
     with RunLog(backend.rank) as log:
-        return _run(backend, resolved, log, eval_only, profile, replay, json_file)
+        return _run(backend, resolved, log, mode or LaunchMode())
 
 
-def _run(
-    backend: Backend,
-    resolved: Resolved | RunConfig,
-    log: RunLog,
-    eval_only: bool,
-    profile: bool,
-    replay: int | None,
-    json_file: str | None,
-) -> int:
+def _run(backend: Backend, resolved: Resolved | RunConfig, log: RunLog, mode: LaunchMode) -> int:
     config = resolved.config if isinstance(resolved, Resolved) else resolved
     if isinstance(resolved, Resolved):  # otherwise settling does
         prepare_code(config)
     output = open_output(config, backend.rank)
-    prepared = _try_prepare(backend, resolved, eval_only, replay)
+    prepared = _try_prepare(backend, resolved, mode)
     peers = PeerWatch(lambda failure: log.record_failure(RunError(failure.describe())))
     with peers:
-        return _run_with_peers(backend, prepared, output, log, peers, eval_only, profile, replay, json_file)
+        return _run_with_peers(backend, prepared, output, log, peers, mode)
 
 
 def _run_with_peers(
@@ -97,10 +102,7 @@ def _run_with_peers(
     output: Output,
     log: RunLog,
     peers: PeerWatch,
-    eval_only: bool,
-    profile: bool,
-    replay: int | None,
-    json_file: str | None,
+    mode: LaunchMode,
 ) -> int:
     try:
         backend.start()
@@ -110,13 +112,13 @@ def _run_with_peers(
         if prepared.config.log.memory_snapshot:
             backend.diagnostics.record_memory()
         prepared = with_agreed_micro_batch(prepared)
-        if eval_only:
-            return _evaluate_only(prepared, json_file)
-        if replay is not None:
+        if mode.eval_only:
+            return _evaluate_only(prepared, mode.json_file)
+        if mode.replay is not None:
             from portable.run.replay import replay_step
 
-            return replay_step(prepared, replay)
-        return train_run(prepared, output, log, peers, profile=profile)
+            return replay_step(prepared, mode.replay)
+        return train_run(prepared, output, log, peers, profile=mode.profile)
     except ReportedElsewhereError:
         peers.announce_end()
         raise
@@ -172,15 +174,12 @@ def _report_error(error: Exception, peers: PeerWatch) -> Exception:
     return RunError(f"{first.describe()}{'' if isinstance(error, RunError) else ' (traceback above)'}")
 
 
-def _try_prepare(
-    backend: Backend, resolved: Resolved | RunConfig, eval_only: bool, replay: int | None
-) -> Prepared | UserError:
+def _try_prepare(backend: Backend, resolved: Resolved | RunConfig, mode: LaunchMode) -> Prepared | UserError:
     """The run, or of several ranks why this one has none: they end together."""
     try:
         if not isinstance(resolved, Resolved):
-            writes = not eval_only and replay is None
-            resolved = resolve(resolved, backend.name, writes=writes)
-        if replay is not None:  # compiled layers cannot be looked into
+            resolved = resolve(resolved, backend.name, writes=mode.writes_output)
+        if mode.replay is not None:  # compiled layers cannot be looked into
             resolved = replace(
                 resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
             )

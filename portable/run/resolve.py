@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portable.adapters.settings import resolve_adapter as settled_adapter
+from portable.adapters.settings import resolve_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.config.changed_settings import find_unset_changes
@@ -55,7 +55,7 @@ def resolve(
     place = place_of("output_dir", config.output_dir)
     existing = read_existing_run(place)
     check(config)  # as it was given, which messages can name
-    config = settled_adapter(package.adopt(config, world))
+    config = resolve_adapter(package.adopt(config, world))
     resolved_values: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
         precision = _find_resumed_precision(config, existing) or package.choose_default_precision(
