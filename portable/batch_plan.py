@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.config.derived_defaults import find_largest_divisor
 from portable.data.samples.order import compute_rank_start, count_accumulation_steps
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
+
+
+class SequencePart(NamedTuple):
+    """Part of each sequence that a context-parallel rank processes."""
+
+    part_index: int
+    num_parts: int
+    """Number of parts into which each sequence is divided. 1 if ranks process whole sequences."""
+
+
+WHOLE_SEQUENCE = SequencePart(0, 1)
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,8 @@ class BatchPlan:
     seed: int
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
-    part: tuple[int, int] = (0, 1)
-    """Which part of each sequence this rank takes, of how many."""
+    part: SequencePart = WHOLE_SEQUENCE
+    """Part of each sequence that this rank processes."""
     groups: int = 1
     """Devices of a rank, or groups of them that share sequences."""
     accumulation_steps: int = field(init=False)
@@ -70,7 +81,7 @@ class BatchPlan:
         A resumed run repeats it, so no generator state is saved.
         """
         sample = first_sample + self.first_of_rank + micro_batch * self.micro_batch_size
-        part = f"/{self.part[0]}" if self.part[0] else ""
+        part = f"/{self.part.part_index}" if self.part.part_index else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -125,7 +136,8 @@ def plan_batches(
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * groups
-    cut = (0, 1) if one_program or config.context_parallel_size == 1 else (part, parts)
+    is_cut = not one_program and config.context_parallel_size > 1
+    cut = SequencePart(part, parts) if is_cut else WHOLE_SEQUENCE
     return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, cut, groups)
 
 

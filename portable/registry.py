@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from portable.config.derived_defaults import ZERO
 from portable.errors import UserError
@@ -25,14 +25,22 @@ if TYPE_CHECKING:
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
 
-BACKENDS: dict[str, tuple[str, str]] = {
-    "cpu": ("portable.engines.package", "CPU"),
-    "cuda": ("portable.gpu.package", "CUDA"),
-    "xla": ("portable.tpu.xla.package", "XLA"),
-    "tpu": ("portable.tpu.torchtpu.package", "TPU"),
+
+class RecordLocation(NamedTuple):
+    """Location of a backend's record."""
+
+    module: str
+    attribute: str
+    """Name of the record in its module."""
+
+
+BACKENDS: dict[str, RecordLocation] = {
+    "cpu": RecordLocation("portable.engines.package", "CPU"),
+    "cuda": RecordLocation("portable.gpu.package", "CUDA"),
+    "xla": RecordLocation("portable.tpu.xla.package", "XLA"),
+    "tpu": RecordLocation("portable.tpu.torchtpu.package", "TPU"),
 }
-"""Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
-later ones."""
+"""Location of each backend's record, keyed by the backend's name. ``auto`` prefers later backends."""
 
 
 FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
@@ -167,9 +175,7 @@ def load_backend_package(name: str) -> BackendPackage:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        others = ", ".join(
-            sorted(n for n, (backend_module, _) in BACKENDS.items() if backend_module != module)
-        )
+        others = ", ".join(sorted(other for other, location in BACKENDS.items() if location.module != module))
         raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
     return package
 
