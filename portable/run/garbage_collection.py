@@ -1,7 +1,8 @@
-"""When a run collects garbage: once before its first step, and after a rank has run out of memory.
+"""When a run collects garbage: before its first step, and after a rank has run out of memory.
 
-Python's collector visits every object that it tracks. A model and the imported libraries are hundreds of
-thousands of objects that live until the run ends, so visiting them again during training only costs time.
+Python's garbage collector visits every object that it tracks. The model and the imported libraries consist of
+hundreds of thousands of objects that live until the run ends, so visiting them during training only costs
+time.
 """
 
 from __future__ import annotations
