@@ -45,14 +45,14 @@ _RULES: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """An external checkpoint, matched to the run.
+    """Checkpoint of another program that is matched to the run.
 
     Attributes:
-        checkpoint: the model's tensors and the optimizer state, for an engine to load.
-        step: optimizer steps that count as done.
-        samples: sequences that count as consumed.
-        rows: two columns of text for the user.
-        warnings: for the user.
+        checkpoint: Tensors and optimizer state of the model, for an engine to load.
+        step: Number of optimizer steps that count as taken.
+        samples: Number of sequences that count as consumed.
+        rows: Table for the user with two columns.
+        warnings: Warnings for the user.
     """
 
     checkpoint: Checkpoint
@@ -74,17 +74,20 @@ class AdoptedCheckpoint:
 def adopt_checkpoint(
     external: ExternalCheckpoint, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
 ) -> AdoptedCheckpoint:
-    """Match an external checkpoint to the run.
+    """Match a checkpoint of another program to the run.
 
     Args:
-        external: opened with the order of the model's parameters.
-        config: of the run.
-        model: the unsharded model, on any device.
-        rate: the run's learning rate by step.
+        external: Checkpoint that was opened with the order of the model's parameters.
+        config: Config of the run.
+        model: Unsharded model on any device.
+        rate: Function that returns the run's learning rate of a step.
+
+    Returns:
+        The matched checkpoint.
 
     Raises:
-        UserError: if the checkpoint is of another model or optimizer, or a setting is needed.
-        DamagedError: if the checkpoint is damaged.
+        UserError: If the checkpoint is of another model or optimizer, or if a setting must be set explicitly.
+        DamagedError: If the checkpoint is damaged.
     """
     try:
         external = external.rename_for(model)
@@ -105,7 +108,7 @@ def _build_error(external: ExternalCheckpoint, reason: str, remedy: str) -> User
 
 
 def _describe_weights_only(external: ExternalCheckpoint) -> str:
-    """The remedy: start from the weights without the optimizer state."""
+    """Describe how to start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
         return f"to start from its weights alone, set model.name_or_path to {external.root} instead"
@@ -125,10 +128,10 @@ class MatchedWeights(NamedTuple):
 
 
 def _match_weights(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
-    """Return every tensor of the model by the model's names, and warnings.
+    """Match the weights to the model, and rename tied weights to the name that the model uses.
 
     Raises:
-        UserError: for a missing tensor, another shape or an unexpected tensor.
+        UserError: If a tensor is missing, unexpected, or has another shape.
     """
     wanted = get_stored_tensors(model)
     tensors = dict(external.checkpoint.tensors)
@@ -184,7 +187,7 @@ def _match_weights(external: ExternalCheckpoint, model: nn.Module) -> MatchedWei
 
 
 class _CheckpointMatcher:
-    """Matches a checkpoint with optimizer state to a run."""
+    """Matches a checkpoint that has optimizer state to a run."""
 
     def __init__(
         self, external: ExternalCheckpoint, optimizer: OptimizerState, config: RunConfig, model: nn.Module
@@ -199,6 +202,13 @@ class _CheckpointMatcher:
     def adopt(
         self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
     ) -> AdoptedCheckpoint:
+        """Check the optimizer, and build the result of :func:`adopt_checkpoint`.
+
+        Args:
+            tensors: Weights by the names of the model.
+            warnings: Warnings about the weights. Warnings about the optimizer state are added.
+            rate: Function that returns the run's learning rate of a step.
+        """
         self.check_rule()
         counted_steps = self.find_step()
         step = counted_steps.number
@@ -241,10 +251,13 @@ class _CheckpointMatcher:
     # -- the optimizer -----------------------------------------------------------------------------------
 
     def build_state(self, step: int) -> dict[str, State]:
-        """Return the run's optimizer state for every trained parameter that has had an update.
+        """Build the run's optimizer state for every trained parameter that has had an update.
+
+        Args:
+            step: Step count of parameters for which the checkpoint has none.
 
         Raises:
-            UserError: if the state is of another optimizer or a trained parameter has none.
+            UserError: If the state is of another optimizer, or if a trained parameter has no state.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(find_embedding_weights(self.model))
@@ -298,6 +311,7 @@ class _CheckpointMatcher:
         return state
 
     def _suggest_remedy(self, values: Mapping[str, object]) -> str:
+        """Suggest the optimizer that uses the stored values, or to start from the weights."""
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
@@ -319,10 +333,10 @@ class _CheckpointMatcher:
                     )
 
     def compare_settings(self) -> None:
-        """Compare the optimizer's settings with the run's.
+        """Compare the settings of the checkpoint's optimizer with the run's, and note the differences.
 
         Raises:
-            UserError: if a setting differs from the run's default.
+            UserError: If a setting differs that the run does not set explicitly.
         """
         differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_settings()]
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
@@ -340,7 +354,10 @@ class _CheckpointMatcher:
         ]
 
     def _iter_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the optimizer's settings by our keys, if the checkpoint has a single value for each."""
+        """Yield the settings of the checkpoint's optimizer, named as in the run's config.
+
+        Settings with different values per parameter group are not yielded. They are added to the notes.
+        """
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
         decay: dict[str, set[float]] = {"matrices": set(), "vectors": set()}
@@ -381,7 +398,7 @@ class _CheckpointMatcher:
             self._compare_groups("initial_lr", "train.learning_rate")
 
     def _compare_groups(self, key: str, setting: str) -> None:
-        """Add a note if a value that differs between the groups there is another here."""
+        """Add a note if parameters have another value of a parameter group than in the run."""
         ours = assign_groups(self.model, self.config.train)
         theirs = {
             name: group[key]
@@ -410,10 +427,10 @@ class _CheckpointMatcher:
     # -- step and samples --------------------------------------------------------------------------------
 
     def find_step(self) -> SourcedCount:
-        """Return the steps done, and the source of the number.
+        """Return the number of steps taken, and where it was read.
 
         Raises:
-            UserError: if there is no source, or the sources disagree.
+            UserError: If no source has the number, or if the sources disagree.
         """
         counts, stepped = self.external.steps, self.external.optimizer_steps
         most = max(stepped, default=0)
@@ -447,6 +464,7 @@ class _CheckpointMatcher:
         raise _build_error(self.external, reason, remedy)
 
     def find_samples(self, step: int) -> SourcedCount:
+        """Return the number of consumed sequences, computed from the step if the checkpoint has no count."""
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.samples
         if resume_samples is not None:
             aside = f"; the checkpoint has {counted}" if counted is not None else ""
@@ -467,12 +485,12 @@ def _is_number(value: object) -> bool:
 
 
 def _to_hashable(value: Any) -> Any:
-    """Convert a setting to a hashable value."""
+    """Convert a stored setting to a float or a tuple of floats, so that values can be collected in a set."""
     return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)
 
 
 def _is_close(theirs: Any, ours: Any) -> bool:
-    """Whether two settings are equal up to rounding to fp32."""
+    """Return whether two settings are equal up to rounding to fp32."""
     if isinstance(theirs, tuple):
         return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

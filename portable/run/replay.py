@@ -158,7 +158,7 @@ def _run_with_hooks(
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(engine.objective.compute_weight(batch) for batch in step_batches))
     (all_tokens,) = backend.read([valid])
-    # The first sample of this rank. If all ranks run one program, `plan.rank` is 0.
+    # Index of the first sample in this rank's share of the global batch.
     share = plan.global_batch_size // plan.world_size
     first = progress.samples + plan.rank * share
     results, losses = [], []
