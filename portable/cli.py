@@ -1,4 +1,4 @@
-"""``portable-train``."""
+"""Command line program ``portable-train``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ COMMANDS = {
     "--show-data": "show_data:show_data",
     "--resume-info": "resume_info:describe_checkpoint",
 }
-"""Commands other than training. Each value is the module in ``portable.commands`` and its function."""
+"""Commands other than training. Each value is a module in ``portable.commands`` and a function in it."""
 
 
 def run_command(name: str, *arguments: Any) -> int:
-    """Do one of :data:`COMMANDS`, whose module is imported for it; return the exit code."""
+    """Call the function of a command in :data:`COMMANDS`, and return the exit code.
+
+    Imports only its module.
+    """
     module, _, function = COMMANDS[name].partition(":")
     code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
     return code
@@ -42,7 +45,14 @@ def run_command(name: str, *arguments: Any) -> int:
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-train``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
+    """Run ``portable-train`` in this process.
+
+    Args:
+        argv: Arguments, or None for ``sys.argv``.
+
+    Returns:
+        The exit code; see :data:`portable.converters.commands.EXIT_CODES`.
+    """
     try:
         from portable.command_line import parse_args
 
@@ -66,20 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """:func:`main` as a process of its own, which may be a rank of a launcher."""
+    """Run :func:`main` as a process of its own, which may be a rank of a launcher."""
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_exit_code(code)
 
 
 def _strip_local_rank(argv: Sequence[str]) -> list[str]:
-    """``argv`` without the ``--local_rank=N`` that the ``deepspeed`` launcher adds to it."""
+    """Remove the ``--local_rank=N`` that the ``deepspeed`` launcher adds to the arguments."""
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
     return [argument for argument in argv if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
 
 
 def run(invocation: Invocation) -> int:
-    """Launch local ranks, or be a rank of another launcher."""
+    """Carry out a parsed command: launch local ranks, or run this process as a rank of another launcher.
+
+    Returns:
+        The exit code.
+    """
     with show_loading():
         from portable import plugins
         from portable.checkpoint.store import open_checkpoints
@@ -145,6 +159,7 @@ def run(invocation: Invocation) -> int:
 
 
 def _check_switches(invocation: Invocation) -> None:
+    """Raise UserError if options of the command line do not work together."""
     if invocation.json is not None and not invocation.eval_only:
         raise UserError("--json: has the values of an evaluation; add --eval-only")
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
@@ -168,7 +183,7 @@ def _check_switches(invocation: Invocation) -> None:
 
 
 def _may_replace(path: Path) -> bool:
-    """Whether there is no file, an empty one, or one with the values of an evaluation."""
+    """Return whether ``path`` does not exist, is empty, or contains the values of an evaluation."""
     from portable.paths import read_json
 
     try:
