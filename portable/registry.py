@@ -89,13 +89,11 @@ class BackendPackage(Protocol):
 
     name: str
     extra: str | None
-    """Extra of this distribution that installs the requirements of the backend, or None if it has no
-    requirements."""
+    """Extra of this distribution that installs the backend's requirements, or None if there are none."""
     typical_device: str
     """Name of the device that a plan assumes if only the memory is given."""
     runs_cuda: bool
-    """Whether models run with CUDA kernels and CUDA's autocast rules, which affect the memory of activations.
-    """
+    """Whether models run with CUDA kernels and CUDA's autocast rules, on which activation memory depends."""
     runs_zero: bool
     """Whether DeepSpeed supports the backend."""
 

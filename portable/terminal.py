@@ -1,5 +1,4 @@
-"""Terminal output: status lines through the logger ``portable``, progress bars, and filters for library
-output."""
+"""Terminal output: status lines of the logger ``portable``, progress bars, and filters for libraries."""
 
 from __future__ import annotations
 
