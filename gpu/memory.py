@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.backend import Diagnostics
+from portable.backend import Diagnostics, DriverMemory
 from portable.planner.device import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
 from portable.private import torch_internals
 
@@ -37,9 +37,9 @@ class CudaDiagnostics(Diagnostics):
             # torchfrtrace expects this name.
             (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_internals.dump_nccl_trace())
 
-    def query_driver_memory(self) -> tuple[int, int] | None:
+    def query_driver_memory(self) -> DriverMemory | None:
         free, total = torch.cuda.mem_get_info(self._device)
-        return total - free, total
+        return DriverMemory(used_bytes=total - free, total_bytes=total)
 
 
 @contextmanager

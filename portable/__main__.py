@@ -1,4 +1,4 @@
-"""``python -m portable`` is ``portable-train``."""
+"""Run ``portable-train`` as ``python -m portable``."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of :func:`train`. A notebook shows its report.
+    """Result of :func:`train`. A notebook shows its report.
 
     Attributes:
-        folder: of the run, or its URL.
-        stopped: whether a signal (Ctrl-C, the notebook's stop button) ended it early. Its checkpoint is
-            saved; the same call resumes from it.
+        folder: Output folder of the run, or its URL.
+        stopped: Whether a signal (Ctrl-C, the stop button of a notebook) stopped the run early. It has saved
+            a checkpoint, and the same call resumes from it.
     """
 
     folder: Place
@@ -36,23 +36,23 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of ``metrics.jsonl``, for example for ``pandas.DataFrame``."""
+        """Rows of ``metrics.jsonl``, for example for ``pandas.DataFrame``."""
         return read_metrics(self.folder)
 
     @property
     def checkpoint(self) -> Place | None:
-        """The newest complete checkpoint."""
+        """Newest complete checkpoint, or None if there is none."""
         newest: Place | None = open_checkpoints(self.folder).find_latest()
         return newest
 
     @property
     def final(self) -> Place | None:
-        """The folder for ``from_pretrained``; None before the schedule is complete."""
+        """Folder for ``from_pretrained``, or None before the schedule is complete."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
 
     def _repr_html_(self) -> str | None:
-        """The run's report, for a notebook, in a frame whose styles and script are its own."""
+        """Return the report of the run in a frame that isolates its styles and script from the notebook."""
         path = self.folder / REPORT_FILE
         if not path.exists():
             return None
@@ -71,10 +71,17 @@ def with_objects(
     schedule: Any = None,
     optimizer: Any = None,
 ) -> RunConfig:
-    """``config`` with names in place of objects, and the source text that ranks need to make them.
+    """Replace the settings for which objects are passed to :func:`train` by names of these objects.
+
+    Args:
+        config: Config of the run.
+        loss, metrics, callbacks, data, model, schedule, optimizer: See :func:`train`.
+
+    Returns:
+        A config that also contains the source text that ranks need to create the objects.
 
     Raises:
-        UserError: for an object that ranks could not make.
+        UserError: If ranks cannot create an object.
     """
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -180,6 +180,22 @@ class Engine(Protocol):
         """
 
 
+class DriverMemory(NamedTuple):
+    """Memory of a device, as counted by its driver."""
+
+    used_bytes: int
+    """Memory in use, which includes the memory of libraries and of other processes."""
+    total_bytes: int
+    """Memory of the device."""
+
+
+class MemoryUsage(NamedTuple):
+    """Memory that this process uses on its device, or in host memory if the device is a CPU."""
+
+    current_bytes: int
+    peak_bytes: int
+
+
 class Diagnostics:
     """Debugging hooks provided by a backend.
 
@@ -195,12 +211,11 @@ class Diagnostics:
     def dump_collectives(self, folder: Path) -> None:
         """Write the most recent collectives on this rank's device, if they are being recorded."""
 
-    def query_driver_memory(self) -> tuple[int, int] | None:
-        """Query the device driver for this rank's memory usage.
+    def query_driver_memory(self) -> DriverMemory | None:
+        """Query the device driver for the memory of this rank's device.
 
         Returns:
-            Bytes in use and total bytes. Bytes in use include the memory of libraries and other processes.
-            None if there is no driver to query.
+            The memory in use and the total memory. None if there is no driver to query.
         """
         return None
 
@@ -319,7 +334,7 @@ class Backend(Protocol):
     def barrier(self) -> None:
         """Block until all ranks have reached the barrier."""
 
-    def measure_memory(self) -> tuple[int, int]:
+    def measure_memory(self) -> MemoryUsage:
         """Return the current and peak memory usage of this rank's device, in bytes.
 
         On a CPU, this is the resident memory of the process.
@@ -341,11 +356,11 @@ class Backend(Protocol):
         """Return additional backend metrics for ``metrics.jsonl``, keyed by name."""
 
 
-def measure_host_memory() -> tuple[int, int]:
+def measure_host_memory() -> MemoryUsage:
     """Return the current and peak resident memory of this process, in bytes."""
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     statm = Path("/proc/self/statm")
     now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
-    return now, peak
+    return MemoryUsage(current_bytes=now, peak_bytes=peak)

@@ -1,11 +1,11 @@
-"""How the global batch is divided, and how many steps a run takes."""
+"""Division of the global batch into micro-batches, and the number of steps of a run."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.config.derived_defaults import find_largest_divisor
 from portable.data.samples.order import compute_rank_start, count_accumulation_steps
@@ -18,34 +18,46 @@ if TYPE_CHECKING:
 MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
 
 
+class SequencePart(NamedTuple):
+    """Part of each sequence that a context-parallel rank processes."""
+
+    part_index: int
+    num_parts: int
+    """Number of parts into which each sequence is divided. 1 if ranks process whole sequences."""
+
+
+WHOLE_SEQUENCE = SequencePart(0, 1)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the global batch is divided into ranks and micro-batches.
+    """Division of the global batch into ranks and micro-batches.
 
     Rank ``r`` takes the ``r``-th of ``world_size`` contiguous parts of each global batch, in
-    ``accumulation_steps`` micro-batches. If the global batch does not divide, parts differ by one sequence,
-    and sequences without labels fill up the micro-batches: all ranks call the same collectives, and the loss
-    is divided by the tokens of the global batch, so the mean is exact. The devices of a rank share a
-    micro-batch. If several ranks share each sequence or layer, ``world_size`` and ``rank`` count their
-    groups. Under ``one_program``, devices share sequences, and the compiler splits the sequences.
+    ``accumulation_steps`` micro-batches. If the global batch cannot be divided evenly, the parts differ by
+    one sequence, and sequences without labels fill up the micro-batches. All ranks therefore call the same
+    collectives, and the loss is divided by the tokens of the global batch, so the mean is exact. The devices
+    of a rank share a micro-batch. Under context or tensor parallelism, ``world_size`` and ``rank`` count
+    groups of ranks instead of ranks. Under ``one_program``, devices share sequences, and the compiler splits
+    the sequences.
     """
 
     global_batch_size: int
     micro_batch_size: int
-    """Sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups``."""
+    """Number of sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups``."""
     world_size: int
     rank: int
     seed: int
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
-    part: tuple[int, int] = (0, 1)
-    """Which part of each sequence this rank takes, of how many."""
+    part: SequencePart = WHOLE_SEQUENCE
+    """Part of each sequence that this rank processes."""
     groups: int = 1
-    """Devices of a rank, or groups of them that share sequences."""
+    """Number of devices of a rank, or of groups of its devices that share sequences."""
     accumulation_steps: int = field(init=False)
-    """Micro-batches of each rank in a step."""
+    """Number of micro-batches of each rank in a step."""
     first_of_rank: int = field(init=False)
-    """Position of this rank's first sequence in a global batch; 0 under ``one_program``."""
+    """Index of this rank's first sequence in a global batch. 0 under ``one_program``."""
 
     def __post_init__(self) -> None:
         steps = count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
@@ -56,21 +68,26 @@ class BatchPlan:
 
     @property
     def sequences_per_rank(self) -> int:
-        """Sequences of the ranks that take most."""
+        """Number of sequences in a step of the rank that has the most."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
     def padded_batch_size(self) -> int:
-        """Sequences of all micro-batches of a step, with those that only fill them up."""
+        """Number of sequences in all micro-batches of a step, including padding sequences."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def compute_dropout_seed(self, first_sample: int, micro_batch: int) -> int:
-        """Seed of the dropout in a micro-batch. It depends only on the run's seed and the samples.
+        """Compute the seed of the dropout in a micro-batch.
 
-        A resumed run repeats it, so no generator state is saved.
+        The seed depends only on the seed of the run and on the samples. A resumed run uses the same seeds, so
+        no generator state is saved.
+
+        Args:
+            first_sample: Index of the first sample of the global batch, in the order of the run.
+            micro_batch: Index of the micro-batch on this rank, within the step.
         """
         sample = first_sample + self.first_of_rank + micro_batch * self.micro_batch_size
-        part = f"/{self.part[0]}" if self.part[0] else ""
+        part = f"/{self.part.part_index}" if self.part.part_index else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -78,14 +95,21 @@ class BatchPlan:
 def plan_batches(
     config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
 ) -> BatchPlan:
-    """Compute the gradient accumulation from the global batch.
+    """Compute the division of the global batch, including the number of gradient accumulation steps.
 
     The default micro-batch size is lowered to a divisor of the sequences of a rank. A micro-batch size that
-    was set must divide this number. If the number of ranks does not divide the global batch, the last
-    micro-batch of a rank may have fewer sequences and is filled up with sequences without labels.
+    the user has set must divide this number. If the number of ranks does not divide the global batch, the
+    last micro-batch of a rank may have fewer sequences, and sequences without labels fill it up.
+
+    Args:
+        config: Config of the run.
+        world_size: Number of ranks.
+        rank: Rank to compute the plan for.
+        devices_per_rank: Number of devices of each rank.
+        one_program: Whether all ranks run one program; see ``Backend.one_program``.
 
     Raises:
-        UserError: If there are more ranks than sequences, or the micro-batch size does not divide.
+        UserError: If there are more ranks than sequences, or if a size does not divide.
     """
     total, parts = config.train.global_batch_size, config.ranks_together
     key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
@@ -113,7 +137,7 @@ def plan_batches(
         )
     share = -(-total // devices)
     micro = config.train.micro_batch_size
-    assert micro != "auto"  # the backend has replaced or refused it
+    assert micro != "auto"  # replaced or rejected before
     chosen = config.is_set("train.micro_batch_size")
     fitting = find_largest_divisor(share, micro)
     if total % devices:
@@ -125,18 +149,19 @@ def plan_batches(
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * groups
-    cut = (0, 1) if one_program or config.context_parallel_size == 1 else (part, parts)
+    is_cut = not one_program and config.context_parallel_size > 1
+    cut = SequencePart(part, parts) if is_cut else WHOLE_SEQUENCE
     return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, cut, groups)
 
 
 def describe_padding(plan: BatchPlan) -> str:
-    """Describe the sequences without labels, for the line about the batch; empty if there are none."""
+    """Describe the sequences without labels in a step. Empty if there are none."""
     padding = plan.padded_batch_size - plan.global_batch_size
     return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
 
 
 def build_batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
-    """How this rank goes through the global batch."""
+    """Compute the batch plan of this rank."""
     return plan_batches(
         config,
         world_size=backend.world_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -92,7 +92,7 @@ class Callback:
     def save_step(self, run: Run) -> None:
         """Save a checkpoint after the latest step."""
 
-    def skipped(self, run: Run, count: int, message: str) -> None:
+    def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
         """Handle skipped optimizer updates.
 
         Args:
@@ -101,14 +101,23 @@ class Callback:
             message: Description of the most recent streak of skipped updates.
         """
 
-    def paused(self, run: Run, seconds: float) -> None:
+    def record_pause(self, run: Run, seconds: float) -> None:
         """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
 
-    def completed(self, run: Run, checkpoint: Place) -> None:
+    def handle_completed_checkpoint(self, run: Run, checkpoint: Place) -> None:
         """Handle a completed checkpoint. Only called on rank 0."""
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""
+
+
+class StepRequests(NamedTuple):
+    """Requests of callbacks after a step, which are the same on all ranks."""
+
+    stop: bool
+    """Whether to end the run."""
+    save: bool
+    """Whether to save a checkpoint."""
 
 
 class Run:
@@ -257,9 +266,9 @@ class Run:
             self.call("log_step")
         if self.step == self.until or (self.evaluation_is_due and not self.stopped):
             self.call("evaluate_step")
-        stop, save = self.take_requests()
-        self.progress.ended = self.progress.ended or stop
-        if self.last or stop or save or self.save_is_due:
+        requests = self.take_requests()
+        self.progress.ended = self.progress.ended or requests.stop
+        if self.last or requests.stop or requests.save or self.save_is_due:
             self.call("save_step")
 
     def call(self, method: str, *values: Any) -> None:
@@ -272,9 +281,9 @@ class Run:
         """Exclude the time within this context from the throughput of the steps."""
         begun = time.perf_counter()
         yield
-        self.call("paused", time.perf_counter() - begun)
+        self.call("record_pause", time.perf_counter() - begun)
 
-    def take_requests(self) -> tuple[bool, bool]:
+    def take_requests(self) -> StepRequests:
         """Take the requests of all ranks' callbacks since the last call. Must be called on all ranks.
 
         Returns:
@@ -282,12 +291,12 @@ class Run:
         """
         if not self.config.train.callbacks:  # an evaluation requests the same on all ranks
             save, self.saving = self.saving, False
-            return False, save
+            return StepRequests(stop=False, save=save)
         requests, self.saving = (self.stopping, self.saving), False
         if not self.backend.reduce_any(any(requests)):  # one collective in most steps
-            return False, False
+            return StepRequests(stop=False, save=False)
         self.stopping, save = (self.backend.reduce_any(request) for request in requests)
-        return self.stopping, save
+        return StepRequests(self.stopping, save)
 
     def take_logged(self) -> dict[str, float]:
         """Read the values logged since the last call from the device."""
@@ -345,7 +354,7 @@ class HealthReporter:
         ranks = 1 if run.backend.one_program else run.world_size
         remedy = f"to locate the cause: {launch.format_command(ranks, config=self._config, replay=step)}"
         if not health.halted:
-            run.call("skipped", new, f"{problem}; {remedy}")
+            run.call("record_skipped_updates", new, f"{problem}; {remedy}")
             return
         if health.halted > 1:
             problem += f", nor in the next {health.halted - 1} steps"

@@ -1,4 +1,4 @@
-"""``portable-train``."""
+"""Command line program ``portable-train``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ COMMANDS = {
     "--show-data": "show_data:print_samples",
     "--resume-info": "resume_info:print_checkpoint_info",
 }
-"""Commands other than training. Each value is the module in ``portable.commands`` and its function."""
+"""Commands other than training. Each value is a module in ``portable.commands`` and a function in it."""
 
 
 def run_command(name: str, *arguments: Any) -> int:
-    """Do one of :data:`COMMANDS`, whose module is imported for it; return the exit code."""
+    """Call the function of a command in :data:`COMMANDS`, and return the exit code.
+
+    Imports only its module.
+    """
     module, _, function = COMMANDS[name].partition(":")
     code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
     return code
@@ -42,7 +45,14 @@ def run_command(name: str, *arguments: Any) -> int:
 
 @wrap_main
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-train``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
+    """Run ``portable-train`` in this process.
+
+    Args:
+        argv: Arguments, or None for ``sys.argv``.
+
+    Returns:
+        The exit code; see :data:`portable.converters.commands.EXIT_CODES`.
+    """
     try:
         from portable.command_line import parse_args
 
@@ -66,26 +76,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """:func:`main` as a process of its own, which may be a rank of a launcher."""
+    """Run :func:`main` as a process of its own, which may be a rank of a launcher."""
     code = main()
     return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_exit_code(code)
 
 
 def _strip_local_rank(argv: Sequence[str]) -> list[str]:
-    """``argv`` without the ``--local_rank=N`` that the ``deepspeed`` launcher adds to it."""
+    """Remove the ``--local_rank=N`` that the ``deepspeed`` launcher adds to the arguments."""
     if "LOCAL_RANK" not in os.environ:
         return list(argv)
     return [argument for argument in argv if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
 
 
 def run(invocation: Invocation) -> int:
-    """Launch local ranks, or be a rank of another launcher."""
+    """Carry out a parsed command: launch local ranks, or run this process as a rank of another launcher.
+
+    Returns:
+        The exit code.
+    """
     with show_loading():
         from portable import plugins
         from portable.checkpoint.store import open_checkpoints
         from portable.ranks import launch
         from portable.registry import load_backend_package, resolve_backend
-        from portable.run.rank import run_rank
+        from portable.run.rank import LaunchMode, run_rank
         from portable.run.resolve import resolve
 
     config = invocation.config
@@ -103,7 +117,9 @@ def run(invocation: Invocation) -> int:
         return run_command("--resume-info", str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     package = load_backend_package(name)
-    switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.json)
+    mode = LaunchMode(
+        invocation.eval_only, invocation.profile, replay=invocation.replay, json_file=invocation.json
+    )
     if joined:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
@@ -118,7 +134,7 @@ def run(invocation: Invocation) -> int:
         launch.check_meeting_place()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
-        return run_rank(name, config, *switches)
+        return run_rank(name, config, mode)
     ranks = package.count_local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
@@ -127,16 +143,15 @@ def run(invocation: Invocation) -> int:
     if invocation.show_data is not None:
         resolved = resolve(config, name, ranks, writes=False, downloads=True)
         return run_command("--show-data", resolved, invocation.show_data)
-    trains = not invocation.eval_only and invocation.replay is None
-    resolved = resolve(config, name, ranks, writes=trains)
+    resolved = resolve(config, name, ranks, writes=mode.writes_output)
     if ranks == 1 and not resolved.config.memory.offloads:
-        return run_rank(name, resolved, *switches)
+        return run_rank(name, resolved, mode)
     os.environ.update(package.launch_environment(ranks))
     # Every rank is a child process, also a single one that may fill the host: the parent survives an OOM kill
     # and reports it.
     return launch.launch(
         run_rank,
-        (name, resolved, *switches),
+        (name, resolved, mode),
         ranks=ranks,
         memory_advice=package.get_host_memory_advice(resolved.config),
         saved=lambda: open_checkpoints(resolved.place).find_latest(),
@@ -144,6 +159,7 @@ def run(invocation: Invocation) -> int:
 
 
 def _check_switches(invocation: Invocation) -> None:
+    """Raise UserError if options of the command line do not work together."""
     if invocation.json is not None and not invocation.eval_only:
         raise UserError("--json: has the values of an evaluation; add --eval-only")
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
@@ -167,7 +183,7 @@ def _check_switches(invocation: Invocation) -> None:
 
 
 def _may_replace(path: Path) -> bool:
-    """Whether there is no file, an empty one, or one with the values of an evaluation."""
+    """Return whether ``path`` does not exist, is empty, or contains the values of an evaluation."""
     from portable.paths import read_json
 
     try:

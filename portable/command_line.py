@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -162,9 +162,15 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     return Invocation(config, tuple(map(Path, files)), notes=notes, **options)
 
 
-def read_command(
-    argv: Sequence[str], options: type[CommandOptions], usage: str
-) -> tuple[RunConfig, dict[str, Any]]:
+class ParsedCommand(NamedTuple):
+    """Parsed command line of a command with a config."""
+
+    config: RunConfig
+    options: dict[str, Any]
+    """Values of the options on the command line, keyed by name, together with the list ``notes``."""
+
+
+def read_command(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
     """Read the command line of a command with a config. ``--help`` and ``--version`` print and exit.
 
     Args:
@@ -204,7 +210,7 @@ def read_command(
         for settings in settings_of_accelerate
         for key, value in settings.values.items()
     ]
-    return assemble(values.get("config", ()), command_line.settings, imported), values
+    return ParsedCommand(assemble(values.get("config", ()), command_line.settings, imported), values)
 
 
 def _read_accelerate(values: dict[str, Any]) -> list[ImportedRun]:

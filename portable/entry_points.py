@@ -1,4 +1,4 @@
-"""Entry points of the commands. Ctrl-C before and after the command ends the process without a traceback."""
+"""Entry points of the commands. Ctrl-C before and after a command ends the process without a traceback."""
 
 from __future__ import annotations
 

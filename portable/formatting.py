@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``. The plural of ``noun`` must end in s."""
+    """Format a count with its noun, such as ``1 rank`` or ``2 ranks``.
+
+    The plural of ``noun`` must end in s.
+    """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -34,14 +37,20 @@ def format_short_count(count: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """``1:02:03``, or ``2:03`` under an hour."""
+    """Format a duration as ``1:02:03``, or as ``2:03`` if it is below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def align_columns(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Columns. The first ``text_columns`` of them are text, the others numbers."""
+    """Format rows of cells as aligned columns.
+
+    Args:
+        lines: Cells of each row. All rows have the same number of cells.
+        text_columns: Number of columns at the start that are aligned to the left. The others are aligned to
+            the right.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -53,11 +62,11 @@ def align_columns(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
 
 
 def format_table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
-    """Two aligned columns.
+    """Format a table with two columns, names and values.
 
     Args:
-        rows: the cells.
-        width: of a line; longer values go on below themselves, with whole words. None for no limit.
+        rows: Name and value of each row.
+        width: Maximum length of a line, or None for no limit. Longer values are wrapped between words.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []

@@ -1,7 +1,7 @@
-"""Local paths, URLs of object stores (``s3://bucket/run``), the cache folder; and writes that last.
+"""Local paths and URLs of object stores (``s3://bucket/run``), the cache folder, and durable writes.
 
 Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
-What is written durably is on disk, contents and names, before a function returns.
+A durable write returns after the contents and the names are on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
 
 CONFIG_FILE, FINAL, REPORT_FILE = "config.yaml", "final", "report.html"
-"""In the folder of a run: its config, the folder of the exported model, and the report."""
+"""Names in the folder of a run: its config, the folder of the exported model, and the report."""
 __all__ = [
     "CONFIG_FILE",
     "FINAL",
@@ -53,18 +53,18 @@ __all__ = [
 ]
 _MOST_JSON = 1 << 30
 _FLUSHES = 16
-"""Files that are flushed at a time."""
+"""Number of files that are flushed in parallel."""
 
 
 def place_of(key: str, text: str) -> Place:
-    """Return the path or URL that a setting names.
+    """Convert the value of a setting to a path or URL.
 
     Args:
-        key: the setting, for error messages.
-        text: its value.
+        key: Setting, used in error messages.
+        text: Value of the setting.
 
     Raises:
-        UserError: if the URL is invalid, contains credentials or needs a package that is not installed.
+        UserError: If the URL is not valid, contains credentials, or needs a package that is not installed.
     """
     with convert_storage_errors(key):
         try:
@@ -76,18 +76,18 @@ def place_of(key: str, text: str) -> Place:
 
 
 def get_default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer``."""
+    """Return ``$XDG_CACHE_HOME/portable-trainer``, or ``~/.cache/portable-trainer``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "portable-trainer"
 
 
 @contextmanager
 def convert_storage_errors(key: str) -> Iterator[None]:
-    """Convert errors of an object store to errors of the setting ``key``.
+    """Convert errors of an object store within this context to errors of the setting ``key``.
 
     Raises:
-        RunError: if all retries failed.
-        UserError: for any other error of the store.
+        RunError: If all retries have failed.
+        UserError: For any other error of the store.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def convert_storage_errors(key: str) -> Iterator[None]:
 
 
 def path_exists(path: Place) -> bool:
-    """Whether ``path`` exists. False for an invalid name."""
+    """Return whether ``path`` exists. False if its name is not valid."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -109,14 +109,15 @@ def path_exists(path: Place) -> bool:
 
 
 def open_file(path: Path, within: Path | None = None) -> io.FileIO:
-    """Open a regular file for reading; a pipe or device is not waited for.
+    """Open a regular file for reading. Does not block if the path is a pipe or device.
 
     Args:
-        path: of the file.
-        within: the folder that a link may not leave; None for a file that a person named, maybe by a link.
+        path: Path of the file.
+        within: Folder that links must not leave. None for a file that the user has named, which may be a
+            link.
 
     Raises:
-        OSError: it cannot be read, or is none.
+        OSError: If the file cannot be read or is not a regular file.
     """
     try:
         real = os.path.realpath(path) if within is None else real_path(path, within)
@@ -126,11 +127,11 @@ def open_file(path: Path, within: Path | None = None) -> io.FileIO:
 
 
 def read_json(path: Place) -> Any:
-    """The values in a JSON file; a link may not leave its folder.
+    """Read a JSON file. A link must not leave the folder of the file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        ValueError: it is no JSON, or is nested too deeply.
+        OSError: If the file cannot be read or is not a regular file.
+        ValueError: If the file is not JSON or is nested too deeply.
     """
     try:
         return json.loads(read_small(path, limit=_MOST_JSON))
@@ -141,10 +142,10 @@ def read_json(path: Place) -> Any:
 
 
 def name_inside(name: object) -> str:
-    """``name``, by which a file names another of its folder.
+    """Check the name by which a file refers to another file of its folder, and return the name.
 
     Raises:
-        ValueError: it is no relative path, leaves the folder or is a URL.
+        ValueError: If the name is not a relative path, leaves the folder, or is a URL.
     """
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
         raise ValueError(f"{name!r} is no path inside the folder")
@@ -167,7 +168,7 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
     seen: set[str] = set()
     for here, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
-        if real in seen:  # a link to where we were
+        if real in seen:  # a link to a folder that was already visited
             folders.clear()
             continue
         seen.add(real)
@@ -177,7 +178,7 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
             if path.is_symlink():
                 check_link(key, path, folder)
         for path in (Path(here, name) for name in files):
-            if not path.exists():  # a link to nothing
+            if not path.exists():  # a broken link
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
                 raise UserError(f"{key}: {path}: is not a regular file; remove it")
@@ -185,7 +186,7 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
 
 
 MAX_FILES = 50_000
-"""Most files of a model, tokenizer or adapter folder. More are a home folder, or a disk."""
+"""Maximum number of files in the folder of a model, tokenizer or adapter. A home folder has more."""
 
 
 def check_folder(key: str, folder: str, *, most: int | None = MAX_FILES) -> None:
@@ -210,7 +211,7 @@ def check_folder(key: str, folder: str, *, most: int | None = MAX_FILES) -> None
 
 
 def check_link(key: str, path: Path, folder: Path) -> None:
-    """Raise UserError, for the setting ``key``, if links on the way to ``path`` leave ``folder``."""
+    """Raise UserError, for the setting ``key``, if a link on the path to ``path`` leaves ``folder``."""
     try:
         real_path(path, folder)
     except LinkError as error:
@@ -221,7 +222,12 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def write_durably(path: Place, text: str) -> None:
-    """Replace the contents of ``path``, on a disk or in a store, by ``text``, atomically."""
+    """Replace the contents of a local file or an object of a store atomically.
+
+    Args:
+        path: Path or URL.
+        text: New contents.
+    """
     if in_store(path):
         path.write_bytes(text.encode())
         return
@@ -237,8 +243,8 @@ def write_durably(path: Place, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush all files below ``folder`` and their names. Cheap if they are on disk already."""
-    # The files of thousands of ranks are flushed side by side, because a flush waits for the file system.
+    """Flush all files below ``folder`` and their names to disk. Fast if they are already on disk."""
+    # Flush in parallel, because each flush waits for the file system, and thousands of ranks write files.
     with ThreadPoolExecutor(_FLUSHES) as pool:
         for path, _, names in os.walk(folder, topdown=False):
             for _ in pool.map(sync, [Path(path, name) for name in names]):
@@ -247,18 +253,22 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder. A no-op on Windows."""
+    """Flush the names in a folder to disk. Does nothing on Windows."""
     if os.name != "nt":
         sync(path)
 
 
 def make_path_inside(root: Path, *names: str) -> Path:
-    """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
+    """Build a path below ``root`` for a library that opens the path itself and follows links.
 
-    Makes the folder around it and removes a link in its place.
+    Creates the parent folder, and removes a link at the path.
+
+    Args:
+        root: Folder that links must not leave.
+        names: Components of the path.
 
     Raises:
-        UserError: if a folder on the way is a link that leads out of ``root``.
+        UserError: If a parent folder is a link that leaves ``root``.
     """
     path = root.joinpath(*names)
     path.parent.mkdir(parents=True, exist_ok=True)

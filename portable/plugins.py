@@ -1,9 +1,10 @@
-"""Code of the user's that a run calls: losses, metrics, callbacks, sources of data, changes of the model.
+"""Custom code that a run calls: losses, metrics, callbacks, data sources, and changes of the model.
 
-A setting names it as ``package.module:name``, or with arguments as ``package.module:name(gamma=2.0)``. A
-class is made with the arguments; a function gets them at each call. :func:`portable.train` takes the objects
-themselves and turns them into such names. What is defined in a notebook or a script travels to the ranks as
-source text, in a module that :func:`install` makes there. Nothing is pickled.
+A setting names custom code as ``package.module:name``, or with arguments as
+``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives them at
+each call. :func:`portable.train` takes the objects themselves and converts them to such names. Objects that a
+notebook or script defines are sent to the ranks as source text, in a module that :func:`install` creates
+there. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -35,28 +36,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 NOTEBOOK = "notebook_"
-"""Begins the name of a module made from a notebook or script; a digest of its text follows."""
+"""Prefix of the name of a module made from a notebook or script. A digest of its text follows."""
 SOURCES = "plug-ins of this notebook"
-"""The key under which a config carries such modules to the ranks; see ``RunConfig.with_document``."""
+"""Key under which a config carries such modules to the ranks; see ``RunConfig.with_document``."""
 _WRITTEN = re.compile(r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?")
-_SHOWN = 3  # arguments in a message
+_SHOWN = 3  # maximum number of arguments in a message
 _objects: dict[str, Any] = {}
-"""Objects that this process itself was given, by their names."""
+"""Objects that were passed to this process itself, keyed by their names."""
 
 
 _refused: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
 
 
 class NotRunError(UserError):
-    """What a setting names is not imported, since the config is somebody else's."""
+    """Raised instead of importing custom code if the config comes from elsewhere."""
 
 
 @contextmanager
 def refuse_code(why: Callable[[str], str | None] | None) -> Iterator[None]:
-    """Within this context, import no code of the user's for which ``why`` has a reason.
+    """Refuse to import some custom code within this context.
 
     Args:
-        why: the reason by the name of a module; None for one that may be imported, or in place of it.
+        why: Function that returns the reason to refuse a module, given its name, or None if the module may be
+            imported. None to allow all modules.
     """
     token = _refused.set(why)
     try:
@@ -66,9 +68,15 @@ def refuse_code(why: Callable[[str], str | None] | None) -> Iterator[None]:
 
 
 def explain_foreign_module(name: str) -> str | None:
-    """Why a config from elsewhere may not have the module ``name`` run: it is none of this project.
+    """Return why a config from elsewhere may not import a module: the module does not belong to this project.
 
-    Those are in the current folder, or in one of PYTHONPATH.
+    Modules of this project are in the current folder or in a folder of PYTHONPATH.
+
+    Args:
+        name: Name of the module.
+
+    Returns:
+        The reason, or None if the module may be imported.
     """
     if name.startswith(NOTEBOOK):
         return None
@@ -83,12 +91,12 @@ def explain_foreign_module(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class PluginSpec:
-    """What a setting names.
+    """Parsed name of custom code in a setting.
 
     Attributes:
-        module: None for a name that the setting itself knows.
-        name: in the module, possibly dotted.
-        arguments: plain values, by name.
+        module: Name of the module, or None for a built-in name of the setting.
+        name: Name in the module, possibly dotted.
+        arguments: Plain values, keyed by argument name.
     """
 
     module: str | None
@@ -102,10 +110,10 @@ class PluginSpec:
 
 
 def parse(text: str) -> PluginSpec:
-    """Read the name in a setting.
+    """Parse the name of custom code in a setting.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: If ``text`` is not such a name.
     """
     match = _WRITTEN.fullmatch(text.strip())
     if match is None:
@@ -128,7 +136,7 @@ def parse(text: str) -> PluginSpec:
 
 
 def names_code(text: object) -> bool:
-    """Whether a setting names code of the user's, not a path or something built in."""
+    """Return whether the value of a setting names custom code, and not a path or something built in."""
     if not isinstance(text, str):
         return False
     match = _WRITTEN.fullmatch(text.strip())
@@ -138,16 +146,20 @@ def names_code(text: object) -> bool:
 def load(
     key: str, text: str, builtin_paths: Mapping[str, str] | None = None, default: str | None = None
 ) -> Any:
-    """The object that a setting names: a function, or what a class makes of the arguments.
+    """Load the object that a setting names.
 
     Args:
-        key: the setting, for messages.
-        text: its value.
-        builtin_paths: where to find what the setting has by name.
+        key: Setting, used in error messages.
+        text: Value of the setting.
+        builtin_paths: Locations of the built-in objects of the setting, keyed by name. None if it has none.
         default: Meaning of a null value, used in error messages. None if the setting cannot be null.
 
+    Returns:
+        An instance if the name refers to a class, otherwise a function, with the arguments of the name if
+        there are any.
+
     Raises:
-        UserError: if there is none, or it does not take the arguments.
+        UserError: If there is no such object, or if it does not accept the arguments.
     """
     spec = _parse_spec(key, text)
     if str(spec) in _objects:
@@ -167,10 +179,17 @@ def load(
 
 
 def load_factory(key: str, text: str) -> Callable[..., Any]:
-    """The function or class that a setting names, with its arguments, to be called with more.
+    """Load the function or class that a setting names, to be called with more arguments.
+
+    Args:
+        key: Setting, used in error messages.
+        text: Value of the setting.
+
+    Returns:
+        The function or class, as a partial if the name has arguments. A class is not instantiated.
 
     Raises:
-        UserError: if there is none, or it does not take the arguments.
+        UserError: If there is no such object, or if it does not accept the arguments.
     """
     spec, context = _parse_spec(key, text), f"{key}: {text}"
     target = _objects.get(str(spec))
@@ -186,7 +205,7 @@ def load_factory(key: str, text: str) -> Callable[..., Any]:
 
 
 def load_and_call(key: str, text: str) -> Any:
-    """The object that a setting names; what a function returns, in place of the function."""
+    """Load the object that a setting names. If it is a function, call it and return its result."""
     target = load(key, text)
     with convert_user_errors(f"{key}: {text}"):
         return target() if callable(target) else target
@@ -214,7 +233,7 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
 
 
 def check_may_run(context: str, name: str) -> None:
-    """Raise NotRunError if code called ``name`` may not run, since the config is somebody else's."""
+    """Raise NotRunError if :func:`refuse_code` forbids importing the module ``name``."""
     if (why := _refused.get()) is not None and (reason := why(name)) is not None:
         raise NotRunError(f"{context}: {reason}")
 
@@ -224,11 +243,11 @@ def _import_module(context: str, name: str) -> types.ModuleType:
     if name.startswith(NOTEBOOK) and name not in sys.modules:
         raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
     here = str(Path.cwd())
-    if here not in sys.path:  # as if the program were a script beside it
+    if here not in sys.path:  # as for a script in the current folder
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever importing it raises
+    except (Exception, SystemExit) as error:  # importing may raise any exception
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             near = suggest_name(name, [path.stem for path in Path.cwd().glob("*.py")])
@@ -264,19 +283,22 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
         takes = list(inspect.signature(target).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
         raise UserError(f"{context}: {to_one_line(error)}{suggest_name(wrong, takes)}") from error
-    except ValueError:  # a signature that Python cannot tell
+    except ValueError:  # Python cannot determine the signature
         pass
 
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Within this context, an error of foreign code ends the run in one line that begins with ``context``."""
+    """Convert errors of custom code within this context to a UserError that begins with ``context``.
+
+    Errors of memory are not converted, because the run reports them with a remedy.
+    """
     try:
         yield
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:
-        if "out of memory" in str(error).lower():  # the run says what to do about it
+        if "out of memory" in str(error).lower():  # the run reports a remedy
             raise
         raise UserError(f"{context}: fails ({_describe_error(error)}); correct it") from error
 
@@ -340,9 +362,10 @@ def _find_library(filename: str) -> str | None:
 
 
 def digest(text: str) -> str:
-    """A digest of the code that a setting names: its whole module, without comments and layout.
+    """Compute a digest of the custom code that a setting names: its module, without comments and layout.
 
-    Empty for what this package has itself, and for a name that cannot be imported.
+    Returns:
+        The digest. Empty for built-in names, and if the module cannot be imported or has no source text.
     """
     try:
         module = parse(text).module
@@ -365,16 +388,21 @@ def _compute_code_digest(source: str) -> str:
 
 
 def name_object(key: str, user_object: Any, sources: dict[str, str], *, make: bool = True) -> str:
-    """The name of an object, under which ranks find it.
+    """Build the name under which ranks find an object, and register the object in this process.
 
     Args:
-        key: the argument that it was given as, for messages.
-        user_object: a function or class, a ``functools.partial`` of one, or an object of a dataclass.
-        sources: modules by name, to which the text of what a notebook or script defines is added.
-        make: whether a class stands for an object of it; see :func:`load` and :func:`load_factory`.
+        key: Argument of :func:`portable.train`, used in error messages.
+        user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A name is
+            returned as it is.
+        sources: Source texts of modules, keyed by module name. A module is added if a notebook or script
+            defines the object.
+        make: Whether a class is instantiated, as in :func:`load`, or used itself, as in :func:`load_factory`.
+
+    Returns:
+        The name.
 
     Raises:
-        UserError: if ranks could not make the same object.
+        UserError: If ranks could not create the same object.
     """
     if isinstance(user_object, str):
         return user_object
@@ -438,13 +466,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _build_source_with_globals(key: str, target: Any) -> str:
-    """The text of a module with ``target``, and with all that it uses of the module that defines it."""
+    """Build the text of a module with ``target`` and everything of its own module that it uses."""
     parts: dict[str, str] = {}
     _gather(key, target, parts)
     return "from __future__ import annotations\n\n" + "\n\n".join(parts.values()) + "\n"
 
 
 def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
+    """Add the source of ``target``, and of everything that it uses, to ``parts``."""
     name = target.__name__
     if name in parts:
         return
@@ -483,14 +512,18 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
 
 
 def _get_source(target: Any) -> str | None:
+    """Return the source of a function or class, also if a notebook defines the class.
+
+    None if it cannot be found.
+    """
     try:
         return textwrap.dedent(inspect.getsource(target))
     except (OSError, TypeError):
         pass
     if not inspect.isclass(target):
         return None
-    # Python finds no class of a notebook, whose cells are no files. Its methods know their cell; a class
-    # without any is looked for in all, the newest first.
+    # Python cannot find a class of a notebook, because cells are not files. Methods refer to their cell. For
+    # a class without methods, search all cells, the newest first.
     files = [
         getattr(getattr(member, "__code__", None), "co_filename", "") for member in vars(target).values()
     ]
@@ -512,13 +545,20 @@ def _find_names(text: str) -> set[str]:
 
 
 def get_installed_sources() -> dict[str, str]:
-    """The modules of a notebook or script that :func:`install` made in this process."""
+    """Return the source texts of the modules that :func:`install` has created, keyed by module name."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 
 def install(sources: Mapping[str, str]) -> None:
-    """Make the modules of a notebook or script importable in this process."""
+    """Create modules from source texts of a notebook or script, so that they can be imported in this process.
+
+    Args:
+        sources: Source texts, keyed by module name.
+
+    Raises:
+        UserError: If a text cannot be executed.
+    """
     for name, text in sources.items():
         if name in sys.modules:
             continue
@@ -537,9 +577,13 @@ def install(sources: Mapping[str, str]) -> None:
 
 
 def build_python_command(code: str, *arguments: str) -> list[str]:
-    """What runs ``code``, with ``arguments`` in ``sys.argv``, and looks for modules where this process does.
+    """Build the command that runs ``code`` in a new Python process with the same module search path.
 
-    By itself a new Python looks in the current folder first, which may hold modules of any name.
+    By default, a new Python process first searches the current folder, which may contain modules of any name.
+
+    Args:
+        code: Python code.
+        arguments: Values for ``sys.argv``.
     """
     paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (a str, as the others)
     return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; import portable; {code}", *arguments]

@@ -1,16 +1,16 @@
-"""The backends that there are, each as one record that its package offers.
+"""List of the backends, each with one record.
 
-A record answers what has to be known before a backend exists: whether this machine has its devices, how many
-ranks it holds, which settings it refuses, what a plan needs. A record's module imports no accelerator
-library, so that every command may ask every record. To add a backend, write its package and add one entry to
-:data:`BACKENDS`.
+A record contains what must be known before a backend exists: whether this machine has its devices, how many
+ranks it starts, which settings it rejects, and what a plan needs. The module of a record imports no
+accelerator library, so every command can use all records. To add a backend, write its package and add an
+entry to :data:`BACKENDS`.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from portable.config.derived_defaults import ZERO
 from portable.errors import UserError
@@ -25,46 +25,56 @@ if TYPE_CHECKING:
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
 
-BACKENDS: dict[str, tuple[str, str]] = {
-    "cpu": ("portable.engines.package", "CPU"),
-    "cuda": ("portable.gpu.package", "CUDA"),
-    "xla": ("portable.tpu.xla.package", "XLA"),
-    "tpu": ("portable.tpu.torchtpu.package", "TPU"),
+
+class RecordLocation(NamedTuple):
+    """Location of a backend's record."""
+
+    module: str
+    attribute: str
+    """Name of the record in its module."""
+
+
+BACKENDS: dict[str, RecordLocation] = {
+    "cpu": RecordLocation("portable.engines.package", "CPU"),
+    "cuda": RecordLocation("portable.gpu.package", "CUDA"),
+    "xla": RecordLocation("portable.tpu.xla.package", "XLA"),
+    "tpu": RecordLocation("portable.tpu.torchtpu.package", "TPU"),
 }
-"""Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
-later ones."""
+"""Location of each backend's record, keyed by the backend's name. ``auto`` prefers later backends."""
 
 
 FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
 ENGINES = dict.fromkeys(FSDP, "portable.engines.fsdp") | dict.fromkeys(ZERO, "portable.gpu.zero")
-"""The package of the engine on torch.distributed that trains under each ``strategy``."""
+"""Package of the engine that trains under each ``strategy`` on torch.distributed."""
 
 PLANNED_FOR_AUTO = "cuda"
-"""Which backend ``portable-plan`` assumes where neither the config nor ``--device`` says."""
+"""Backend that ``portable-plan`` assumes if neither the config nor ``--device`` determines it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks and devices of a launch."""
+    """Ranks and devices of a launch."""
 
     ranks: int
     devices_per_rank: int = 1
 
     @property
     def devices(self) -> int:
+        """Number of devices of all ranks."""
         return self.ranks * self.devices_per_rank
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What a run's graphs are compiled for.
+    """Devices to compile the graphs of a run for, and options of the compilation.
 
     Attributes:
-        device: its name, as :meth:`BackendPackage.list_devices` has it; None if only its memory is known.
-        devices: how many.
-        topology: how they are connected, such as ``4x4``; None for the usual way.
-        large: elements from which a value is listed; 0 for none.
-        only_memory: end before code is made, which takes most of the time.
+        device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its memory is
+            known.
+        devices: Number of devices.
+        topology: Connection of the devices, such as ``4x4``, or None for the usual topology.
+        large: Number of elements from which a value is listed, or 0 to list no values.
+        only_memory: Whether to stop before code is generated, which takes most of the time.
     """
 
     device: str | None
@@ -75,38 +85,45 @@ class CompileTarget:
 
 
 class BackendPackage(Protocol):
-    """What a backend's package says before there is a :class:`portable.backend.Backend`."""
+    """Record of a backend: its properties before a :class:`portable.backend.Backend` exists."""
 
     name: str
     extra: str | None
-    """The extra of this distribution that installs what the backend needs; None: nothing more is needed."""
+    """Extra of this distribution that installs the backend's requirements, or None if there are none."""
     typical_device: str
-    """The device that a plan assumes where only the memory is given."""
+    """Name of the device that a plan assumes if only the memory is given."""
     runs_cuda: bool
-    """Whether models run with CUDA's kernels and autocast rules, which activations depend on."""
+    """Whether models run with CUDA kernels and CUDA's autocast rules, on which activation memory depends."""
     runs_zero: bool
-    """Whether DeepSpeed runs on it."""
+    """Whether DeepSpeed supports the backend."""
 
     def is_here(self) -> bool:
-        """Whether this machine has the devices, so that ``backend: auto`` may choose them."""
+        """Return whether this machine has the devices, so that ``backend: auto`` may choose the backend."""
 
     def count_local_ranks(self) -> int:
-        """The ranks that this machine holds: one a device, or one a host; 1 on CPU."""
+        """Return the default number of ranks on this machine: one per device or per host, and 1 on a CPU."""
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise UserError where this machine cannot start that many ranks."""
+        """Raise UserError if this machine cannot start ``ranks`` ranks."""
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
-        """Variables that ``ranks`` ranks on this machine must share, set before they start."""
+        """Return environment variables that all ranks of this machine need before they start."""
 
     def get_world(self, ranks: int) -> World:
-        """The launch that this process starts with ``ranks`` ranks, or has joined."""
-
-    def choose_default_precision(self, *, in_rank: bool) -> str | None:
-        """What ``precision: auto`` means; None where only a rank may open the device to find out.
+        """Return the ranks and devices of the launch that this process starts or has joined.
 
         Args:
-            in_rank: whether this process is a rank.
+            ranks: Number of ranks that this process starts, or 1 if it is a rank itself.
+        """
+
+    def choose_default_precision(self, *, in_rank: bool) -> str | None:
+        """Return the precision for ``precision: auto``.
+
+        Args:
+            in_rank: Whether this process is a rank.
+
+        Returns:
+            The precision, or None if only a rank may open the device to choose it.
         """
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
@@ -116,50 +133,59 @@ class BackendPackage(Protocol):
         """
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
-        """Replace defaults by what a file in an engine's own format (a DeepSpeed JSON) says.
+        """Replace defaults by the values in a file of an engine, such as a DeepSpeed JSON.
 
         Raises:
-            UserError: where that file contradicts the config.
+            UserError: If the file contradicts the config.
         """
 
     def check(self, config: RunConfig, world: World) -> None:
-        """Raise UserError for a setting that cannot run on this machine, before any rank starts."""
+        """Raise UserError if a setting does not work on this machine. Called before any rank starts."""
 
     def build_notes(self, config: RunConfig) -> list[str]:
-        """What a user may not expect of this config on this backend, one line each."""
+        """Build notes about unexpected effects of the config under this backend, one line each."""
 
     def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Settings that need less device memory than ``config``, the cheapest first."""
+        """Yield settings that need less device memory than ``config``, the cheapest first."""
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        """Which settings to change where host memory runs out, in one sentence."""
+        """Return one sentence about the settings to change if host memory runs out."""
 
     def load_footprint(self) -> FootprintModule:
-        """What the planner asks; its module imports no accelerator library."""
+        """Import the module that computes the memory of a run for the planner.
+
+        Imports no accelerator library.
+        """
 
     def list_devices(self) -> tuple[Device, ...]:
-        """The devices of this backend that a plan knows by name."""
+        """List the devices of this backend that a plan knows by name."""
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        """Compile every graph of a run with the device's own compiler, on a machine without the device.
+        """Compile every graph of a run with the device's compiler, on a machine without the device.
 
         Args:
-            config: of the run, resolved as for a plan.
-            target: the devices, and what to report.
+            config: Config of the run, resolved as for a plan.
+            target: Devices, and what to report.
+
+        Returns:
+            The report of the compiler.
 
         Raises:
-            UserError: there is no such compiler or slice, or a graph does not compile.
+            UserError: If the compiler or the topology is not available, or if a graph does not compile.
         """
 
     def create(self) -> Backend:
-        """The backend of this process; rank and world size come from the environment."""
+        """Create the backend of this process, whose rank and world size are read from the environment."""
 
 
 def load_backend_package(name: str) -> BackendPackage:
-    """The record of a backend.
+    """Import the record of a backend.
+
+    Args:
+        name: Name of the backend in :data:`BACKENDS`.
 
     Raises:
-        UserError: if the backend's package is not installed.
+        UserError: If the package of the backend is not installed.
     """
     module, attribute = BACKENDS[name]
     try:
@@ -167,9 +193,7 @@ def load_backend_package(name: str) -> BackendPackage:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        others = ", ".join(
-            sorted(n for n, (backend_module, _) in BACKENDS.items() if backend_module != module)
-        )
+        others = ", ".join(sorted(other for other, location in BACKENDS.items() if location.module != module))
         raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
     return package
 
@@ -195,17 +219,17 @@ def import_engine_part(strategy: str, part: str) -> Any:
 
 
 def resolve_backend(name: str) -> str:
-    """The backend that ``auto`` stands for on this machine; any other name comes back as it is."""
+    """Replace ``auto`` by the name of the backend to use on this machine. Returns other names unchanged."""
     if name != "auto":
         return name
     return next(candidate for candidate in reversed(BACKENDS) if load_backend_package(candidate).is_here())
 
 
 def create_backend(name: str) -> Backend:
-    """The backend of this process.
+    """Create the backend of this process.
 
     Raises:
-        UserError: if a library that it needs is not installed, with the command that installs it.
+        UserError: If a library that the backend needs is not installed.
     """
     package = load_backend_package(name)
     try:

@@ -1,6 +1,6 @@
-"""Temporary folders, and folders of the cache that one process writes while others wait.
+"""Temporary folders, and cache folders that one process writes while others wait.
 
-If a process is killed, the next one removes its folder.
+If a process is killed, the next process removes its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.writers.replace_folder import lock_folder, release_lock
 from portable.errors import RunError, UserError, to_one_line
@@ -28,12 +28,12 @@ _SOCKET, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
 def get_lasting_folder() -> Path:
-    """The folder for temporary files that outlive the run."""
+    """Return the folder for temporary files that outlive the run."""
     return Path(os.environ.get(_LASTING) or tempfile.gettempdir())
 
 
 def _get_user_name() -> str:
-    """The user's name as torch writes it."""
+    """Return the user's name as torch writes it in the names of its folders."""
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a user id without a name
@@ -71,12 +71,12 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def create_scratch_folder(kind: str) -> Iterator[Path]:
-    """Create a temporary folder for this context, and lock it.
+    """Create a locked temporary folder for the duration of this context.
 
-    First removes this user's unlocked folders of the same kind, which killed processes left.
+    First removes this user's unlocked folders with the same prefix, which killed processes have left.
 
     Args:
-        kind: a unique prefix of the folder's name.
+        kind: Prefix of the folder's name, unique for each purpose.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
         _remove_leftover(leftover)
@@ -88,12 +88,20 @@ def create_scratch_folder(kind: str) -> Iterator[Path]:
         release_lock(lock)
 
 
-def _create_folder(kind: str) -> tuple[Path, int | None]:
+class LockedFolder(NamedTuple):
+    """Folder that other processes do not remove."""
+
+    folder: Path
+    lock: int | None
+    """File descriptor that holds the lock. None if the file system has no locks."""
+
+
+def _create_folder(kind: str) -> LockedFolder:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
         lock = lock_folder(folder)
         if folder.exists():  # another process may have removed it before it was locked
-            return folder, lock
+            return LockedFolder(folder, lock)
         release_lock(lock)
 
 
@@ -121,18 +129,22 @@ def open_or_build(
     *,
     resumes: bool = False,
 ) -> T:
-    """What ``open_cached`` finds in ``folder``, which is written first if it finds nothing.
+    """Open a folder of the cache, and write it first if it does not exist or is damaged.
 
-    Any number of processes may call this concurrently: one writes, the others wait.
+    Any number of processes may call this function concurrently: one writes, and the others wait.
 
     Args:
-        folder: of the cache.
-        open_cached: None for a folder that does not exist or is damaged.
-        write: writes into an empty folder beside it, which then takes its place.
+        folder: Folder of the cache.
+        open_cached: Function that opens the folder, and returns None if it does not exist or is damaged.
+        write: Function that writes into a temporary folder, which then replaces ``folder``.
         resumes: Whether ``write`` continues what a killed process has written. Its folder is then not empty.
 
+    Returns:
+        The result of ``open_cached``.
+
     Raises:
-        UserError: if the folder is not writable, or of ``write``.
+        UserError: If the parent folder is not writable, or if ``write`` raises it.
+        RunError: If the folder is damaged after it was written.
     """
     if (result := open_cached(folder)) is not None:
         return result

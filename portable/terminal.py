@@ -1,4 +1,4 @@
-"""The terminal: what the program tells through the logger ``portable``, and the noise of libraries."""
+"""Terminal output: status lines of the logger ``portable``, progress bars, and filters for libraries."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOG = logging.getLogger("portable")
-"""What :func:`tell` tells. The run's log gets it, too."""
+"""Logger of all status lines. The log file of a run has a handler for it as well."""
 _WARNING = "warning: "
 
 
 def tell(line: str) -> None:
-    """Print ``line`` to stderr, above the progress bar; a warning begins with ``warning: ``."""
+    """Print a line to stderr, above the progress bar.
+
+    It is logged as a warning if it begins with ``warning: ``.
+    """
     LOG.log(logging.WARNING if line.startswith(_WARNING) else logging.INFO, "%s", line)
 
 
 class Terminal(logging.Handler):
-    """Prints to stderr, above the progress bar if there is one."""
+    """Logging handler that prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = color_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
@@ -40,7 +43,7 @@ class Terminal(logging.Handler):
 
 
 class _Retries(logging.Filter):
-    """One line where huggingface_hub logs two for each of its attempts to reach the hub."""
+    """Logging filter that replaces huggingface_hub's two lines for each retry with one line for each host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,38 +67,40 @@ LOG.propagate = False
 
 
 def set_quiet(quiet: bool) -> None:
-    """Print only warnings and errors from now on, and no progress bars; or everything again."""
+    """Set whether only warnings and errors are printed, and no progress bars."""
     TERMINAL.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 def is_quiet() -> bool:
+    """Return whether only warnings and errors are printed."""
     return TERMINAL.level > logging.INFO
 
 
 def silence_checkpoint_warnings() -> None:
     """Suppress torch's warnings about TypedStorage and about saving in a single process.
 
-    For the whole process, because background saves warn in another thread.
+    They are suppressed in the whole process, because background saves warn in another thread.
     """
     for message in ("TypedStorage is deprecated", "torch.distributed is disabled"):
         warnings.filterwarnings("ignore", message=message)
 
 
 def shows_bars() -> bool:
-    """Whether this process may draw progress bars: stderr is a terminal, and nobody wants quiet."""
+    """Return whether this process may draw progress bars: stderr is a terminal, and the run is not quiet."""
     return not is_quiet() and sys.stderr.isatty()
 
 
 def shows_run_bars() -> bool:
-    """Whether this process draws the bars of a run: as :func:`shows_bars`, on rank 0 alone."""
+    """Return whether this process draws the progress bars of a run, which only rank 0 does."""
     return shows_bars() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def show_loading() -> Iterator[None]:
-    """Show on a terminal that libraries are loading, and clear the line at the end.
+    """Show on a terminal that libraries are being loaded, and clear the line at the end.
 
-    No garbage is collected meanwhile: there is none, and looking for it takes a tenth of the time.
+    Garbage collection is disabled within this context, because imports create almost no garbage and searching
+    for it takes a tenth of the time.
     """
     shown = shows_run_bars() and "torch" not in sys.modules
     if shown:

@@ -47,7 +47,7 @@ def build_settings(
             zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
         zero["offload_param"]["buffer_size"] = compute_swap_buffer(
-            sizes.largest_parameter, plan.world_size * plan.part[1]
+            sizes.largest_parameter, plan.world_size * plan.part.num_parts
         )
         # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
         # and the run would fail.
@@ -67,7 +67,8 @@ def _build_base_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         if device == "nvme":
             zero[part]["nvme_path"] = str(nvme.get_swap_folder(config))
     settings: dict[str, Any] = {
-        "train_batch_size": plan.padded_batch_size * plan.part[1],  # to DeepSpeed, each part is a sequence
+        "train_batch_size": plan.padded_batch_size
+        * plan.part.num_parts,  # to DeepSpeed, each part is a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,

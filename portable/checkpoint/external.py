@@ -43,8 +43,8 @@ HALF_TYPES = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number and its source."""
+class SourcedCount:
+    """Count of steps or samples, with a description of where it was read."""
 
     number: int
     source: str
@@ -55,12 +55,12 @@ class Count:
 
 @dataclass(frozen=True)
 class ExternalCheckpoint:
-    """A checkpoint of another program. Everything except the headers is read lazily.
+    """Checkpoint of another program. Everything except the headers is read lazily.
 
     Attributes:
-        checkpoint: the contents of the shards.
-        folder: the folder of the program's other files.
-        trainer: the Trainer's ``trainer_state.json``, if there is one.
+        checkpoint: Contents of the shards.
+        folder: Folder with the other files of the program.
+        trainer: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is none.
     """
 
     checkpoint: Checkpoint
@@ -69,11 +69,12 @@ class ExternalCheckpoint:
 
     @property
     def root(self) -> Place:
+        """Folder or file of the shards."""
         return self.checkpoint.root
 
     @property
     def writer(self) -> str:
-        """The program that wrote it, as far as it is known."""
+        """Description of the program that wrote the checkpoint, as far as its files show it."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
             universal = ", universal" if checkpoint.format.endswith("universal") else ""
@@ -93,23 +94,27 @@ class ExternalCheckpoint:
 
     @property
     def optimizer(self) -> OptimizerState | None:
+        """State of the optimizer, or None if the checkpoint has none."""
         return self.checkpoint.optimizer
 
     @cached_property
-    def steps(self) -> list[Count]:
-        """The step counts of all sources except the optimizer."""
+    def steps(self) -> list[SourcedCount]:
+        """Step counts from all sources except the optimizer."""
         counts = []
         if self.trainer is not None:
-            counts.append(Count(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
+            counts.append(SourcedCount(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
         for name in _STEP_COUNTERS:
             value = self.checkpoint.counters.get(name)
             if isinstance(value, int):
-                counts.append(Count(value, f"{name} in the shards"))
+                counts.append(SourcedCount(value, f"{name} in the shards"))
         return counts
 
     @cached_property
     def optimizer_steps(self) -> Counter[int]:
-        """The number of parameters by the optimizer's step count; empty if it does not count."""
+        """Number of parameters for each step count of the optimizer.
+
+        Empty if the optimizer does not count steps.
+        """
         counts: Counter[int] = Counter()
         for values in self.optimizer.state.values() if self.optimizer is not None else ():
             if "step" in values:
@@ -117,16 +122,16 @@ class ExternalCheckpoint:
         return counts
 
     @property
-    def samples(self) -> Count | None:
-        """Sequences consumed, if they were counted."""
+    def samples(self) -> SourcedCount | None:
+        """Number of sequences consumed, or None if the program did not count them."""
         counted = self.checkpoint.counters.get("global_samples")
-        return Count(counted, "global_samples in the shards") if isinstance(counted, int) else None
+        return SourcedCount(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
     @cached_property
     def scheduler(self) -> Mapping[str, Any]:
-        """The learning rate scheduler's state of the Trainer or Accelerate.
+        """State of the learning rate scheduler that the Trainer or Accelerate saved.
 
-        Empty if there is none in plain data: nothing depends on it.
+        Empty if the state is missing or is not plain data. It is only shown to the user.
         """
         for path in (self.folder / name for name in _SCHEDULERS):
             if path.is_file():
@@ -139,13 +144,16 @@ class ExternalCheckpoint:
         return {}
 
     def rename_for(self, model: Any) -> ExternalCheckpoint:
-        """Return this checkpoint with the names that ``model`` uses in memory.
+        """Return this checkpoint with the parameter names of ``model``.
 
-        torchtitan uses its own names, and the published names of many models differ from the names
-        in memory.
+        torchtitan uses its own names, and for many models the published names differ from the names in
+        memory.
+
+        Args:
+            model: The transformers model.
 
         Raises:
-            CheckpointError: if the sizes differ from those of ``model``.
+            CheckpointError: If the sizes differ from the sizes of ``model``.
         """
         from portable.converters.formats.torchtitan import rename_from_torchtitan
 
@@ -156,7 +164,7 @@ class ExternalCheckpoint:
         return replace(self, checkpoint=checkpoint)
 
     def build_rows(self) -> list[tuple[str, str]]:
-        """The output of ``--resume-info``."""
+        """Build the table that ``--resume-info`` prints."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
@@ -202,16 +210,17 @@ def open_external(
     """Open the checkpoint of another program.
 
     Args:
-        path: as given by the user.
-        order: the model's parameter names in module order, if the model is known.
-        build_once: Function that writes a file in one process of each node; None if only one rank opens
-            the checkpoint.
+        path: Path or URL that the user has set.
+        order: Names of the model's parameters in module order. Empty if the model is not known.
+        build_once: Function that writes a file in one process of each node; None if only one rank opens the
+            checkpoint.
 
     Returns:
-        the checkpoint; None if it is this program's, even if incomplete, or if ``path`` does not exist.
+        The checkpoint. None if this program wrote it, even if it is incomplete, or if ``path`` does not
+        exist.
 
     Raises:
-        DamagedError: if it cannot be opened in any format.
+        DamagedError: If no format can open it.
     """
     try:
         with convert_storage_errors("checkpoint.resume"):
@@ -239,13 +248,16 @@ def open_for_model(
     """Open the checkpoint of another program for ``model``; see :func:`open_external`.
 
     Args:
-        path: as given by the user.
-        model: of the run.
-        adapter: in ``model``, if there is one; the checkpoint must then hold it.
-        build_once: see :func:`open_external`.
+        path: Path or URL that the user has set.
+        model: Model of the run.
+        adapter: Adapter in ``model``, or None. The checkpoint must then contain the same adapter.
+        build_once: See :func:`open_external`.
+
+    Returns:
+        The checkpoint; see :func:`open_external`.
 
     Raises:
-        UserError: if it holds another adapter, or none.
+        UserError: If the checkpoint contains another adapter, or none.
     """
     names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.files
     external = open_external(path, names, build_once=build_once)
@@ -255,10 +267,10 @@ def open_for_model(
 
 
 def is_run_checkpoint(folder: Place) -> bool:
-    """Whether ``folder`` is a checkpoint of this program, complete or not.
+    """Return whether ``folder`` is a checkpoint of this program, complete or not.
 
-    Any ``trainer_state.json`` except the Trainer's counts, even if damaged. Without that file, the folder's
-    name and a ``config.json`` in it decide.
+    A ``trainer_state.json`` that is not the Hugging Face Trainer's decides, even if it is damaged. Without
+    this file, the name of the folder and a ``config.json`` in it decide.
     """
     if path_exists(folder / STATE_FILE):
         return _read_hf_trainer_state(folder) is None
@@ -266,7 +278,11 @@ def is_run_checkpoint(folder: Place) -> bool:
 
 
 def read_run_state(path: Place) -> TrainerState | None:
-    """Read the state of a checkpoint of this program; None for other programs, or if there is none."""
+    """Read the state of a checkpoint of this program.
+
+    Returns:
+        The state. None if another program wrote the checkpoint, or if ``path`` does not exist.
+    """
     if not path_exists(path):
         return None
     folder = resolve_checkpoint(path)
@@ -274,13 +290,22 @@ def read_run_state(path: Place) -> TrainerState | None:
 
 
 def read_run_step(path: Place, updates: int) -> int:
-    """The step of a checkpoint, skipped ones counted; ``updates`` in one of another program."""
+    """Return the step of a checkpoint, including skipped steps.
+
+    Args:
+        path: Path of the checkpoint.
+        updates: Step to return if another program wrote the checkpoint.
+    """
     state = read_run_state(path)
     return updates if state is None else state.step
 
 
 def _read_hf_trainer_state(folder: Place) -> dict[str, Any] | None:
-    """Read the Hugging Face Trainer's ``trainer_state.json``, or None. Its keys differ from ours."""
+    """Read the Hugging Face Trainer's ``trainer_state.json``.
+
+    Returns:
+        The contents. None if there is no such file, or if it is this program's, which has other keys.
+    """
     try:
         values = read_json(folder / STATE_FILE)
     except (OSError, ValueError):
@@ -297,7 +322,7 @@ def to_float(value: StoredTensor | float | bool) -> float:
 
 
 def _build_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
-    """A row of those ``keys`` that ``values`` has, or no row."""
+    """Build a row with the ``keys`` that ``values`` has. Returns no row if it has none of them."""
     parts = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
     return [(title, ", ".join(parts))] if parts else []
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredState:
-    """The training state of a model, read lazily.
+    """Training state of a model, read lazily.
 
     Attributes:
-        weights: every tensor that checkpoints store of the model, by name; tied parameters once.
-        optimizer: the optimizer state of each trained parameter, by parameter name and state name
-            (``exp_avg``, ``step``, ...). Parameters that have had no gradient are missing.
+        weights: Tensors that checkpoints store of the model, keyed by name. Tied parameters have one entry.
+        optimizer: Optimizer state of each trained parameter, keyed by parameter name and state name
+            (``exp_avg``, ``step``, ...). Parameters without a gradient so far are missing.
     """
 
     weights: Mapping[str, ReadableTensor]
@@ -34,10 +34,17 @@ class StoredState:
 
 
 def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
-    """Match ``checkpoint`` to ``model``.
+    """Match the tensors of a checkpoint to a model.
+
+    Args:
+        checkpoint: Checkpoint with the parameter names of the model.
+        model: Model with the parameters to load.
+
+    Returns:
+        The tensors that the model needs.
 
     Raises:
-        CheckpointError: if a tensor of the model or the optimizer state of a trained parameter is missing.
+        CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is missing.
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
     for name, others in find_tied_names(model).items():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
+from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint, SourcedCount
 from portable.config.origins import format_short_value
 from portable.converters import Checkpoint, CheckpointError
 from portable.converters import Tensor as StoredTensor
@@ -45,14 +45,14 @@ _RULES: dict[str, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """An external checkpoint, matched to the run.
+    """Checkpoint of another program that is matched to the run.
 
     Attributes:
-        checkpoint: the model's tensors and the optimizer state, for an engine to load.
-        step: optimizer steps that count as done.
-        samples: sequences that count as consumed.
-        rows: two columns of text for the user.
-        warnings: for the user.
+        checkpoint: Tensors and optimizer state of the model, for an engine to load.
+        step: Number of optimizer steps that count as taken.
+        samples: Number of sequences that count as consumed.
+        rows: Table for the user with two columns.
+        warnings: Warnings for the user.
     """
 
     checkpoint: Checkpoint
@@ -74,24 +74,29 @@ class AdoptedCheckpoint:
 def adopt_checkpoint(
     external: ExternalCheckpoint, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
 ) -> AdoptedCheckpoint:
-    """Match an external checkpoint to the run.
+    """Match a checkpoint of another program to the run.
 
     Args:
-        external: opened with the order of the model's parameters.
-        config: of the run.
-        model: the unsharded model, on any device.
-        rate: the run's learning rate by step.
+        external: Checkpoint that was opened with the order of the model's parameters.
+        config: Config of the run.
+        model: Unsharded model on any device.
+        rate: Function that returns the run's learning rate of a step.
+
+    Returns:
+        The matched checkpoint.
 
     Raises:
-        UserError: if the checkpoint is of another model or optimizer, or a setting is needed.
-        DamagedError: if the checkpoint is damaged.
+        UserError: If the checkpoint is of another model or optimizer, or if a setting must be set explicitly.
+        DamagedError: If the checkpoint is damaged.
     """
     try:
         external = external.rename_for(model)
-        tensors, warnings = _match_weights(external, model)  # before the optimizer, whose errors say less
+        weights = _match_weights(external, model)  # before the optimizer, whose errors say less
         if external.optimizer is None:
             raise _build_error(external, "has no optimizer state", _describe_weights_only(external))
-        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(tensors, warnings, rate)
+        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(
+            weights.tensors, weights.warnings, rate
+        )
     except OptimizerStateError as error:
         raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
     except CheckpointError as error:
@@ -103,7 +108,7 @@ def _build_error(external: ExternalCheckpoint, reason: str, remedy: str) -> User
 
 
 def _describe_weights_only(external: ExternalCheckpoint) -> str:
-    """The remedy: start from the weights without the optimizer state."""
+    """Describe how to start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
         return f"to start from its weights alone, set model.name_or_path to {external.root} instead"
@@ -113,13 +118,20 @@ def _describe_weights_only(external: ExternalCheckpoint) -> str:
     )
 
 
-def _match_weights(
-    external: ExternalCheckpoint, model: nn.Module
-) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return every tensor of the model by the model's names, and warnings.
+class MatchedWeights(NamedTuple):
+    """Weights of an external checkpoint that fit a model."""
+
+    tensors: dict[str, StoredTensor]
+    """Every tensor of the model, keyed by the model's name for it."""
+    warnings: list[str]
+    """Warnings for the user, such as about weights that are only stored in 16 bits."""
+
+
+def _match_weights(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
+    """Match the weights to the model, and rename tied weights to the name that the model uses.
 
     Raises:
-        UserError: for a missing tensor, another shape or an unexpected tensor.
+        UserError: If a tensor is missing, unexpected, or has another shape.
     """
     wanted = get_stored_tensors(model)
     tensors = dict(external.checkpoint.tensors)
@@ -171,11 +183,11 @@ def _match_weights(
             f"{tensors[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
             "values"
         )
-    return {name: tensors[name] for name in wanted}, warnings
+    return MatchedWeights({name: tensors[name] for name in wanted}, warnings)
 
 
 class _CheckpointMatcher:
-    """Matches a checkpoint with optimizer state to a run."""
+    """Matches a checkpoint that has optimizer state to a run."""
 
     def __init__(
         self, external: ExternalCheckpoint, optimizer: OptimizerState, config: RunConfig, model: nn.Module
@@ -190,9 +202,17 @@ class _CheckpointMatcher:
     def adopt(
         self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
     ) -> AdoptedCheckpoint:
+        """Check the optimizer, and build the result of :func:`adopt_checkpoint`.
+
+        Args:
+            tensors: Weights by the names of the model.
+            warnings: Warnings about the weights. Warnings about the optimizer state are added.
+            rate: Function that returns the run's learning rate of a step.
+        """
         self.check_rule()
-        step, step_source = self.find_step()
-        samples, samples_source = self.find_samples(step)
+        counted_steps = self.find_step()
+        step = counted_steps.number
+        counted_samples = self.find_samples(step)
         state = self.build_state(step)
         self.compare_settings()
         moments = [value for values in state.values() for value in values.values()]
@@ -204,8 +224,11 @@ class _CheckpointMatcher:
                 "restored",
                 f"{len(tensors)} weights and buffers; {', '.join(names)} of {len(state)} parameters",
             ),
-            ("step", f"{step}: {step_source}"),
-            ("samples", f"{samples}: {samples_source}; the data order is this run's own"),
+            ("step", f"{step}: {counted_steps.source}"),
+            (
+                "samples",
+                f"{counted_samples.number}: {counted_samples.source}; the data order is this run's own",
+            ),
             ("rate", self._describe_rates(step, rate)),
             ("not restored", "data order, random number generators, loss scales"),
             *(("differs", note) for note in self.notes),
@@ -223,15 +246,18 @@ class _CheckpointMatcher:
             optimizer=OptimizerState(state, [{"params": list(self.trained)}]),
             metadata={"step": step},
         )
-        return AdoptedCheckpoint(checkpoint, step, samples, rows, warnings)
+        return AdoptedCheckpoint(checkpoint, step, counted_samples.number, rows, warnings)
 
     # -- the optimizer -----------------------------------------------------------------------------------
 
     def build_state(self, step: int) -> dict[str, State]:
-        """Return the run's optimizer state for every trained parameter that has had an update.
+        """Build the run's optimizer state for every trained parameter that has had an update.
+
+        Args:
+            step: Step count of parameters for which the checkpoint has none.
 
         Raises:
-            UserError: if the state is of another optimizer or a trained parameter has none.
+            UserError: If the state is of another optimizer, or if a trained parameter has no state.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(find_embedding_weights(self.model))
@@ -285,6 +311,7 @@ class _CheckpointMatcher:
         return state
 
     def _suggest_remedy(self, values: Mapping[str, object]) -> str:
+        """Suggest the optimizer that uses the stored values, or to start from the weights."""
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
@@ -306,10 +333,10 @@ class _CheckpointMatcher:
                     )
 
     def compare_settings(self) -> None:
-        """Compare the optimizer's settings with the run's.
+        """Compare the settings of the checkpoint's optimizer with the run's, and note the differences.
 
         Raises:
-            UserError: if a setting differs from the run's default.
+            UserError: If a setting differs that the run does not set explicitly.
         """
         differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_settings()]
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
@@ -327,7 +354,10 @@ class _CheckpointMatcher:
         ]
 
     def _iter_settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield the optimizer's settings by our keys, if the checkpoint has a single value for each."""
+        """Yield the settings of the checkpoint's optimizer, named as in the run's config.
+
+        Settings with different values per parameter group are not yielded. They are added to the notes.
+        """
         kind = self.config.train.optimizer
         groups = [group for group in self.optimizer.param_groups if group.get("params")]
         decay: dict[str, set[float]] = {"matrices": set(), "vectors": set()}
@@ -368,7 +398,7 @@ class _CheckpointMatcher:
             self._compare_groups("initial_lr", "train.learning_rate")
 
     def _compare_groups(self, key: str, setting: str) -> None:
-        """Add a note if a value that differs between the groups there is another here."""
+        """Add a note if parameters have another value of a parameter group than in the run."""
         ours = assign_groups(self.model, self.config.train)
         theirs = {
             name: group[key]
@@ -396,11 +426,11 @@ class _CheckpointMatcher:
 
     # -- step and samples --------------------------------------------------------------------------------
 
-    def find_step(self) -> tuple[int, str]:
-        """Return the steps done, and the source of the number.
+    def find_step(self) -> SourcedCount:
+        """Return the number of steps taken, and where it was read.
 
         Raises:
-            UserError: if there is no source, or the sources disagree.
+            UserError: If no source has the number, or if the sources disagree.
         """
         counts, stepped = self.external.steps, self.external.optimizer_steps
         most = max(stepped, default=0)
@@ -408,7 +438,7 @@ class _CheckpointMatcher:
         if resume_step is not None:
             others = [*map(str, counts), *([f"{most} (optimizer)"] if stepped else [])]
             aside = f"; the checkpoint has {', '.join(others)}" if others else ""
-            return resume_step, f"checkpoint.resume_step{aside}"
+            return SourcedCount(resume_step, f"checkpoint.resume_step{aside}")
         remedy = "set checkpoint.resume_step to the number of steps done"
         if len({count.number for count in counts}) > 1:
             raise _build_error(
@@ -422,10 +452,10 @@ class _CheckpointMatcher:
                 )
             source = " and ".join(count.source for count in counts)
             if stepped and most < done:
-                return done, f"{source}; the optimizer has taken {most} of them"
-            return done, f"{source}{' and the optimizer' if stepped else ''}"
+                return SourcedCount(done, f"{source}; the optimizer has taken {most} of them")
+            return SourcedCount(done, f"{source}{' and the optimizer' if stepped else ''}")
         if len(stepped) == 1:
-            return most, "the optimizer's step count"
+            return SourcedCount(most, "the optimizer's step count")
         reason = (
             f"has no step count, and its optimizer has taken {min(stepped)} to {most} steps by parameter"
             if stepped
@@ -433,15 +463,16 @@ class _CheckpointMatcher:
         )
         raise _build_error(self.external, reason, remedy)
 
-    def find_samples(self, step: int) -> tuple[int, str]:
+    def find_samples(self, step: int) -> SourcedCount:
+        """Return the number of consumed sequences, computed from the step if the checkpoint has no count."""
         resume_samples, counted = self.config.checkpoint.resume_samples, self.external.samples
         if resume_samples is not None:
             aside = f"; the checkpoint has {counted}" if counted is not None else ""
-            return resume_samples, f"checkpoint.resume_samples{aside}"
+            return SourcedCount(resume_samples, f"checkpoint.resume_samples{aside}")
         if counted is not None and self.config.checkpoint.resume_step is None:
-            return counted.number, counted.source
+            return counted
         batch = self.config.train.global_batch_size
-        return step * batch, f"step {step} x train.global_batch_size {batch}"
+        return SourcedCount(step * batch, f"step {step} x train.global_batch_size {batch}")
 
 
 def _shorten_names(names: list[str]) -> str:
@@ -454,12 +485,12 @@ def _is_number(value: object) -> bool:
 
 
 def _to_hashable(value: Any) -> Any:
-    """Convert a setting to a hashable value."""
+    """Convert a stored setting to a float or a tuple of floats, so that values can be collected in a set."""
     return tuple(float(item) for item in value) if isinstance(value, list | tuple) else float(value)
 
 
 def _is_close(theirs: Any, ours: Any) -> bool:
-    """Whether two settings are equal up to rounding to fp32."""
+    """Return whether two settings are equal up to rounding to fp32."""
     if isinstance(theirs, tuple):
         return len(theirs) == len(ours) and all(map(_is_close, theirs, ours))
     return bool(abs(theirs - ours) <= 1e-6 * max(abs(theirs), abs(ours)))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_step
 from portable.converters import compute_manifest_entries, format_manifest
@@ -63,6 +63,13 @@ _RETRY_SECONDS = 5.0
 
 class AwayError(RunError):
     """Raised if a save fails because the object store is unavailable. A later save may succeed."""
+
+
+class CompleteCheckpoint(NamedTuple, Generic[P]):
+    """Complete checkpoint of a run."""
+
+    step: int
+    folder: P
 
 
 @dataclass
@@ -191,20 +198,20 @@ class Checkpoints(Generic[P]):
         self.in_use: Callable[[], set[int]] = set
         """Callback that returns the steps of checkpoints that must not be deleted yet."""
 
-    def list_complete(self) -> list[tuple[int, P]]:
+    def list_complete(self) -> list[CompleteCheckpoint[P]]:
         """Find the complete checkpoints.
 
         Returns:
-            ``(step, folder)`` pairs, oldest first.
+            The steps and folders, oldest first.
         """
         steps = [(parse_step(folder.name), folder) for folder in folders_in(self.path)]
         return sorted(
             (
-                (step, folder)
+                CompleteCheckpoint(step, folder)
                 for step, folder in steps
                 if step is not None and (folder / STATE_FILE).is_file() and not is_unfinished(folder)
             ),
-            key=lambda checkpoint: checkpoint[0],
+            key=lambda checkpoint: checkpoint.step,
         )
 
     def find_latest(self) -> P | None:

@@ -1,4 +1,4 @@
-"""``trainer_state.json``: the step, position in the data and settings of a checkpoint."""
+"""The file ``trainer_state.json``: step, position in the data, and settings of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import Place
 
 FORMAT_VERSION = 2
-"""Version 1 had no manifest."""
+"""Version of the file format. Version 1 had no manifest."""
 _WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
 # Files of DeepSpeed, its swap files, and files of DCP.
@@ -30,17 +30,19 @@ _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The state of a run, in JSON beside the shards.
+    """State of a run, stored as JSON next to the shards.
 
     Attributes:
-        step: optimizer steps done.
-        samples: sequences consumed, which is the position in the data.
-        seed: of the run.
-        schedule: the settings of the learning rate schedule.
-        run: the settings that must not change within a run.
-        data: digest of every token of the data set, to detect other data.
-        backend, strategy, world_size: of the launch that wrote the checkpoint. The next launch may differ.
-        metadata: more information for the user.
+        step: Number of optimizer steps taken.
+        samples: Number of sequences consumed, which is the position in the data.
+        seed: Seed of the run.
+        schedule: Settings of the learning rate schedule.
+        run: Settings that must not change within a run.
+        data: Digest of all tokens of the dataset, to detect other data.
+        backend, strategy, world_size: Values of the launch that wrote the checkpoint. The next launch may
+            have others.
+        metadata: Additional information, such as the evaluation history.
+        format_version: Version of the file format.
     """
 
     step: int
@@ -57,11 +59,11 @@ class TrainerState:
 
     @classmethod
     def read(cls, folder: Place) -> TrainerState:
-        """Read ``folder/trainer_state.json``.
+        """Read ``trainer_state.json`` in ``folder``.
 
         Raises:
-            DamagedError: if the file is damaged.
-            UserError: if it is missing or has a newer format.
+            DamagedError: If the file is damaged.
+            UserError: If the file is missing or has a newer format.
         """
         path = folder / STATE_FILE
         try:
@@ -83,6 +85,7 @@ class TrainerState:
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
     def _validate(self) -> TrainerState:
+        """Check the types and ranges of all fields, and return this object."""
         for name, kind in get_type_hints(TrainerState).items():
             value = getattr(self, name)
             if not isinstance(value, get_origin(kind) or kind) or isinstance(value, bool):
@@ -95,10 +98,11 @@ class TrainerState:
         return self
 
     def check_files(self, folder: Place, rank: int = 0, world_size: int = 1) -> str | None:
-        """Check every file of this checkpoint in ``folder`` against the manifest.
+        """Check the files of the checkpoint in ``folder`` against its manifest.
 
-        If all ranks call it, they share the work: a rank compares the checksums of the files that it would
-        have written, and rank 0 also those of all other files, and the sizes of all.
+        If all ranks call this method, they divide the work: each rank compares the checksums of the files
+        that it would have written. Rank 0 also compares the checksums of files without a rank, and the sizes
+        of all files.
 
         Args:
             folder: Folder of the checkpoint.
@@ -106,10 +110,10 @@ class TrainerState:
             world_size: Number of ranks that call this method.
 
         Returns:
-            a warning if the checkpoint has an old format without a manifest.
+            A warning if the checkpoint has an old format without a manifest, otherwise None.
 
         Raises:
-            DamagedError: if a file is missing or was changed.
+            DamagedError: If a file is missing or was changed.
         """
         try:
             is_own = lambda name: find_rank_of_file(name) % world_size == rank  # noqa: E731
@@ -129,31 +133,32 @@ class TrainerState:
 
     @property
     def run_digest(self) -> str:
-        """A digest of ``run``."""
+        """Digest of :attr:`run`, which the manifest contains as well."""
         return hashlib.blake2b(json.dumps(self.run, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps whose update was skipped because it was not finite."""
+        """Number of steps whose update was skipped because it was not finite."""
         counted = self.metadata.get("skipped_steps", 0)
         return counted if isinstance(counted, int) else 0
 
     @property
     def eval_history(self) -> EvalHistory:
-        """What the evaluations so far came to."""
+        """Best evaluation results and early-stopping counters."""
         return EvalHistory.from_json(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:
+        """Write ``trainer_state.json`` into ``folder``, and flush it to disk."""
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def find_rank_of_file(name: str) -> int:
-    """Return the rank that wrote a file of a checkpoint; 0 if the name has no rank."""
+    """Return the rank that wrote a file of a checkpoint, or 0 if the file name does not contain a rank."""
     match = _RANK_FILE.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
 def parse_step(name: str) -> int | None:
-    """Parse the step from a checkpoint's name; None for other names."""
+    """Parse the step in the name of a checkpoint's folder. Returns None for other names."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None

@@ -14,7 +14,7 @@ from portable.engines.engine_interface import Machine, get_dist_backend
 from portable.errors import RunError, UserError, to_one_line
 from portable.private import torch_internals
 from portable.ranks.collectives import gather_text, reduce_any
-from portable.ranks.rendezvous import open_store
+from portable.ranks.rendezvous import join_rendezvous
 from portable.registry import import_engine_part
 from portable.terminal import discard_native_stdout
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from portable.backend import Engine
+    from portable.backend import Engine, MemoryUsage
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.engines.engine_interface import MeasuredEngine
@@ -62,12 +62,12 @@ class TorchBackend:
         if self.world_size > 1:
             try:
                 with discard_native_stdout():
-                    store, rank, world_size = open_store(COLLECTIVE_TIMEOUT)
+                    rendezvous = join_rendezvous(COLLECTIVE_TIMEOUT)
                     dist.init_process_group(
                         get_dist_backend(self.device),
-                        store=store,
-                        rank=rank,
-                        world_size=world_size,
+                        store=rendezvous.store,
+                        rank=rendezvous.rank,
+                        world_size=rendezvous.world_size,
                         timeout=COLLECTIVE_TIMEOUT,
                     )
             except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -166,7 +166,7 @@ class TorchBackend:
     def barrier(self) -> None:
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
-    def measure_memory(self) -> tuple[int, int]:
+    def measure_memory(self) -> MemoryUsage:
         return self._kind.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from portable.backend import Backend
+    from portable.backend import Backend, MemoryUsage
     from portable.config import RunConfig
     from portable.config.rules import SettingProblem
     from portable.planner.compiled_graph import Compiled
@@ -185,7 +185,7 @@ class CpuPackage(TorchPackage):
     def start(self, device: torch.device) -> None:
         pass
 
-    def measure_memory(self, device: torch.device) -> tuple[int, int]:
+    def measure_memory(self, device: torch.device) -> MemoryUsage:
         from portable.backend import measure_host_memory
 
         return measure_host_memory()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from portable.backend import Diagnostics
+    from portable.backend import Diagnostics, MemoryUsage
 
 
 class TorchDevice:
@@ -46,11 +46,16 @@ class TorchDevice:
 
         return Diagnostics()
 
-    def measure_memory(self, device: torch.device) -> tuple[int, int]:
+    def measure_memory(self, device: torch.device) -> MemoryUsage:
         """Measure the memory in use; see :meth:`portable.backend.Backend.measure_memory`."""
         import torch
 
-        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+        from portable.backend import MemoryUsage
+
+        return MemoryUsage(
+            current_bytes=torch.accelerator.memory_allocated(device),
+            peak_bytes=torch.accelerator.max_memory_allocated(device),
+        )
 
     def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
         """Return a context in which allocations beyond the memory of a rank raise.

@@ -39,7 +39,7 @@ def build_local_planner(
         peak = backend.get_peak_flops(config.precision)
         peaks = () if peak is None else ((config.precision, peak),)
         typical = devices.build_generic_device(backend.name)
-        device = replace(typical, memory=memory[1], per_node=per_node, peaks=peaks)
+        device = replace(typical, memory=memory.total_bytes, per_node=per_node, peaks=peaks)
     target = Target(backend.name, Cluster(count, per_node), device, None)
     return Planner(config, MetaModel(model, config), target)
 

@@ -1,11 +1,11 @@
-"""The room for what other packages keep private: one module for each, and no other file uses such names.
+"""Access to private names of other packages: one module per package, and no other file uses private names.
 
-``torch_internals``, ``transformers_internals`` and ``peft_internals`` are here,
-``gpu/zero/private_api.py`` is DeepSpeed's,
-``tpu/xla/torch_xla_internals.py`` torch_xla's, ``tpu/torchtpu/torch_tpu_internals.py`` torch_tpu's. A package
-may rename what it keeps private in any release. Names are therefore looked up when they are used, so that
-only what needs them ends, in one line (:meth:`Package.guard`). ``tests/test_private_names.py`` holds all
-other files to public names.
+The modules for torch, transformers, peft, bitsandbytes, datasets and Accelerate are in this folder. The
+module for DeepSpeed is ``gpu/zero/private_api.py``, the one for torch_xla ``tpu/xla/torch_xla_internals.py``,
+and the one for torch_tpu ``tpu/torchtpu/torch_tpu_internals.py``. A package may rename its private names in
+any release. Names are therefore looked up when they are used, so that a missing name only affects the feature
+that needs it, with an error of one line (:meth:`Package.guard`). ``tests/test_private_names.py`` checks that
+all other files use only public names.
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ if TYPE_CHECKING:
     Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CALL = re.compile(r"\(\) (takes|got|missing) ")
-"""In Python's words for arguments that a function does not have."""
+"""Pattern of Python's messages about arguments that a function does not accept."""
 
 
 class Package:
-    """A package whose private names its room uses.
+    """Package whose private names one module uses.
 
     Args:
-        name: of the distribution.
-        seen: the newest version that was seen to work.
+        name: Name of the distribution.
+        seen: Newest version that was tested.
     """
 
     def __init__(self, name: str, seen: str) -> None:
         self._name, self.seen = name, seen
 
     def check_installed(self, feature: str, extra: str) -> None:
-        """Raise UserError unless a version is installed that ``extra`` of this distribution asks for."""
+        """Check that the package is installed in a version that an extra of this distribution requires.
+
+        Args:
+            feature: Description of what needs the package, used in the error message.
+            extra: Extra of this distribution that installs the package.
+
+        Raises:
+            UserError: If the package is missing or has another version.
+        """
         from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
 
@@ -61,10 +69,13 @@ class Package:
             )
 
     def guard(self, feature: str) -> Callable[[Function], Function]:
-        """Decorate a function of a room, or one that makes a context manager.
+        """Decorate a function or generator so that a missing private name raises UserError.
 
-        A name that is gone, or takes other arguments, raises UserError, if the room's own lines use it.
-        Errors inside other packages stay as they are.
+        The error is raised only if the code of the decorated function's own file uses a name that does not
+        exist or that accepts other arguments. Errors inside other packages are not changed.
+
+        Args:
+            feature: Description of what needs the name, used in the error message.
         """
 
         def decorate(function: Function) -> Function:
@@ -72,7 +83,7 @@ class Package:
 
             def refuse(error: Exception) -> None:
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-                # These say that a name or module is missing where it is asked for.
+                # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
                     codes.pop()
                 here = codes[-1].co_filename == file
@@ -107,7 +118,12 @@ class Package:
         return decorate
 
     def wrap_function(self, path: str, feature: str) -> Callable[..., Any]:
-        """A function that calls the one called ``path``: ``module:name`` or ``module:name.name``."""
+        """Return a guarded function that imports and calls a private function.
+
+        Args:
+            path: Location of the function, as ``module:name`` or ``module:name.name``.
+            feature: Description of what needs the function, used in the error message.
+        """
         module, _, name = path.partition(":")
 
         @self.guard(feature)
@@ -117,7 +133,16 @@ class Package:
         return call
 
     def wrap_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
-        """A function that reads an attribute, or calls a method, of what it gets."""
+        """Return a guarded function that reads a private attribute of its argument.
+
+        If the function gets more arguments, it calls the attribute with them.
+
+        Args:
+            name: Name of the attribute.
+            feature: Description of what needs the attribute, used in the error message.
+            default: Value to return if the attribute does not exist. Without it, a missing attribute raises
+                UserError.
+        """
 
         @self.guard(feature)
         def read(owner: Any, *args: Any, **kwargs: Any) -> Any:

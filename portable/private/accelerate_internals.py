@@ -1,4 +1,4 @@
-"""What is replaced in Accelerate."""
+"""Private names of Accelerate, and replacements in it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Like Accelerate's own, which refuses to log before there is one of its process states."""
+    """Logger that also works before Accelerate's process state exists, unlike Accelerate's own logger."""
 
     def warning_once(self, *given: Any, **more: Any) -> None:
         self.warning(*given, **more)
 
 
 def get_tracker_classes() -> dict[str, Any]:
-    """Accelerate's trackers by name, to be used without its process state."""
+    """Return Accelerate's tracker classes, keyed by name. They work without its process state."""
     from accelerate import tracking
 
     tracking.logger = _Logger(logging.getLogger(tracking.__name__), {})

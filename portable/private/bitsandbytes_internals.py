@@ -1,4 +1,4 @@
-"""bitsandbytes, imported without torch's compiler: import it from here."""
+"""Import of bitsandbytes without torch's compiler. Other modules import bitsandbytes from here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from portable.private.torch_internals import disable_compiler
 
 @cache
 def import_bitsandbytes() -> Any:
-    """The package.
+    """Import the package, and disable its use of ``torch.compile``.
 
-    It compiles what stands in for kernels that a device lacks. That imports the compiler, which takes two
-    seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
+    bitsandbytes compiles replacements for kernels that a device lacks. This would import the compiler, which
+    takes two seconds. On a CPU, it would also compile a function for each shape, which takes longer than a
+    small run.
 
     Raises:
-        UserError: if it is not installed, too old, or broken.
+        UserError: If the package is not installed, too old, or broken.
     """
     _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Every private name of datasets."""
+"""Private names of datasets."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _datasets = Package("datasets", "5.2.0")
 
 @_datasets.guard("data.source: a dataset of the hub")
 def get_fingerprint(rows: Any) -> str:
-    """What covers the repository, its revision, the configuration and the split of a dataset."""
+    """Return a dataset's fingerprint, which covers its repository, revision, configuration and split."""
     return str(rows._fingerprint)

@@ -1,4 +1,7 @@
-"""peft, and every private name of it. Import peft from here: it comes without torch's compiler."""
+"""Private names of peft.
+
+Other modules import peft from here, because it is then imported without torch's compiler.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
     from portable.converters.adapters.patterns import Matcher
 
-# peft imports it where it is installed, and it imports the compiler.
+# Import bitsandbytes first: if it is installed, peft imports it, and that would import the compiler.
 with suppress(UserError):
     import_bitsandbytes()
 
@@ -33,11 +36,11 @@ _peft = Package("peft", "0.21.2")
 
 @_peft.guard("adapter")
 def get_target_modules(table: str, model_type: str) -> list[str] | None:
-    """The modules that peft adapts in models of a type; None if it does not say.
+    """Return the modules that peft adapts by default in a model type, or None if peft has no default.
 
     Args:
-        table: the name of peft's own.
-        model_type: of transformers.
+        table: Name of a constant in ``peft.utils.constants``.
+        model_type: Model type of transformers.
     """
     modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, table)
     return modules_by_type.get(model_type)
@@ -45,7 +48,7 @@ def get_target_modules(table: str, model_type: str) -> list[str] | None:
 
 @_peft.guard("adapter.use_dora")
 def is_magnitude(module: nn.Module) -> bool:
-    """Whether ``module`` holds the lengths of DoRA for a linear layer."""
+    """Return whether ``module`` contains the DoRA magnitudes of a linear layer."""
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
@@ -94,9 +97,9 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 @contextmanager
 @_peft.guard("a reference model without the adapter")
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Within this context, the layers of ``model`` compute without their adapters.
+    """Disable the adapters in the layers of ``model`` within this context.
 
-    peft's own switch also changes what is trained, which engines have taken in.
+    peft's own method also changes which parameters are trained, which engines do not expect.
     """
     layers: list[Any] = [
         module for module in model.modules() if getattr(module, "_disable_adapters", None) is False
@@ -113,14 +116,14 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @_peft.guard("adapter.trainable_token_indices")
 def is_trainable_tokens_layer(module: nn.Module) -> bool:
-    """Whether ``module`` adapts rows of a table of tokens."""
+    """Return whether ``module`` adapts rows of an embedding."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
 
 
 @contextmanager
 @_peft.guard("adapter")
 def use_matcher(matcher: Matcher) -> Iterator[None]:
-    """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
+    """Match the patterns of adapter settings with ``matcher`` in peft within this context."""
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re
     loaded = [module for name, module in [*sys.modules.items()] if name.startswith("peft.")]

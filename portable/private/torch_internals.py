@@ -1,4 +1,4 @@
-"""Every private or undocumented name of torch, and all that is replaced in it, as one small function each."""
+"""Private and undocumented names of torch, and replacements in torch, as one small function each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,14 +25,14 @@ _torch = Package("torch", "2.15.0")
 
 @_torch.guard("optimizer and offload under strategy full_shard")
 def shard_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = None) -> DTensor:
-    """A DTensor placed like ``tensor``, around ``part``, which may be on another device than the mesh.
+    """Build a DTensor with the mesh and placements of ``tensor`` around a local shard.
 
-    ``DTensor.from_local`` would move ``part`` to the devices of the mesh.
+    ``DTensor.from_local`` would move the shard to the devices of the mesh. Here, it may be on another device.
 
     Args:
-        tensor: whose placement is taken.
-        part: this rank's shard.
-        shape: of the whole; None for that of ``tensor``.
+        tensor: DTensor whose mesh and placements are used.
+        part: Shard of this rank.
+        shape: Global shape, or None for the shape of ``tensor``.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -47,7 +47,7 @@ def shard_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = None
 
 @_torch.guard("checkpoints under strategy full_shard")
 def compute_local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """The part of the whole tensor that this rank's shard covers."""
+    """Compute the slices of the global tensor that this rank's shard covers."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -57,30 +57,42 @@ def compute_local_slices(tensor: DTensor) -> tuple[slice, ...]:
 build_storage_prefix = _torch.wrap_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
-"""Beginning of the names of the files that DCP's writer creates for a plan."""
+"""Build the prefix for the names of the files that DCP's writer creates for a plan."""
 get_storage_id = _torch.wrap_attribute("_cdata", "checkpoints and portable-plan")
-"""A number that is the same for all Python objects of one storage."""
+"""Return a number that is equal for all Python objects of one storage."""
 get_version: Callable[[Tensor], int] = attrgetter("_version")
-"""Number of in-place changes of a tensor, without a host-device sync. A C function, as steps call it."""
+"""Return the number of in-place changes of a tensor, without a host-device sync.
+
+A C function, because steps call it.
+"""
+
+
+class ViewOrigin(NamedTuple):
+    """Tensor that another tensor is a view of."""
+
+    root: Tensor
+    replay: Callable[[Tensor], Tensor] | None
+    """Function that applies the same view to another tensor. None if the tensor is not a view."""
 
 
 @_torch.guard("xla.scan_layers")
-def get_root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """What ``tensor`` is a view of, and what makes the same view of another; itself and None if no view."""
+def get_root_and_replay(tensor: Tensor) -> ViewOrigin:
+    """Find the tensor that ``tensor`` is a view of, and a function that repeats the view."""
     if not tensor._is_view():
-        return tensor, None
+        return ViewOrigin(tensor, None)
     root, replay = tensor._base, tensor._view_func  # type: ignore[attr-defined]
     assert root is not None
-    return root, replay
+    return ViewOrigin(root, replay)
 
 
 @contextmanager
 @_torch.guard("model.init: scratch")
 def replace_trunc_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
-    """Within this context, let ``draw(function, tensor, mean, std, a, b, generator)`` do ``trunc_normal_``.
+    """Replace the function behind ``trunc_normal_`` within this context.
 
     Args:
-        draw: Function that replaces torch's, which is its first argument.
+        draw: Replacement, called with torch's function followed by the arguments ``tensor, mean, std, a, b,
+            generator``.
     """
     module: Any = torch.nn.init
     name = "_no_grad_trunc_normal_"
@@ -99,9 +111,9 @@ def replace_trunc_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
 
 
 fake_tensors = _torch.wrap_function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
-"""A context in which tensors have shapes and no values."""
+"""Create a context in which tensors have shapes but no values."""
 is_fake = _torch.wrap_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
-"""Whether a tensor is one of these."""
+"""Return whether a tensor has no values."""
 _TREES = "nested inputs and outputs of layers"
 tree_leaves = _torch.wrap_function("torch.utils._pytree:tree_leaves", _TREES)
 tree_flatten = _torch.wrap_function("torch.utils._pytree:tree_flatten", _TREES)
@@ -114,7 +126,7 @@ tree_unflatten = _torch.wrap_function("torch.utils._pytree:tree_unflatten", _TRE
 @contextmanager
 @_torch.guard("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Within this context, do ``call(operation, arguments, keywords)`` in place of each operation."""
+    """Replace each operation within this context by a call of ``call(operation, arguments, keywords)``."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -127,9 +139,10 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
 
 @_torch.guard("portable-plan with compile")
 def partition_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as the two graphs that inductor would compile, which its first call traces.
+    """Return ``function`` as the two graphs that inductor would compile. The first call traces them.
 
-    They run operation by operation. The forward graph keeps for the backward graph what inductor's does.
+    The graphs run operation by operation. The forward graph saves the same values for the backward graph as
+    inductor.
     """
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.aot_autograd import aot_function
@@ -149,22 +162,22 @@ def partition_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_torch.guard("portable-plan and memory.activation_checkpointing selective")
 def get_aten_operation(name: str) -> Any:
-    """ATen's operation ``name`` whose name begins with an underscore, given without it."""
+    """Return the ATen operation whose name is ``name`` with a leading underscore."""
     return getattr(torch.ops.aten, f"_{name}").default
 
 
 get_schema = _torch.wrap_attribute("_schema", "portable-plan --compile")
-"""The arguments of an operation, and which of them it changes."""
+"""Return the schema of an operation: its arguments, and which of them it changes."""
 fused_sgd_ = _torch.wrap_function("torch:_fused_sgd_", "train.optimizer: sgd")
 """Update parameters in one kernel."""
 scale_ = _torch.wrap_function("torch:_foreach_mul_", "precision: fp16")
-"""Multiply tensors in place, in one kernel where the device has one."""
+"""Multiply tensors in place, in one kernel if the device has one."""
 masks_its_steps = _torch.wrap_attribute("_step_supports_amp_scaling", "train.optimizer", False)
-"""Whether an optimizer skips a step by itself where a gradient is not finite."""
+"""Return whether an optimizer itself skips a step if a gradient is not finite."""
 
 
 def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Wrap ``scaled_dot_product_attention``; calling the result undoes it."""
+    """Wrap ``scaled_dot_product_attention``. Returns a function that restores it."""
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = wrap(original)
@@ -174,26 +187,29 @@ def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 # -- modules -----------------------------------------------------------------------------------------------
 
 get_children = _torch.wrap_attribute("_modules", "model")
-"""The submodules of a module by name, a dict to change."""
+"""Return the submodules of a module, keyed by name. The dict may be changed."""
 
 
 @_torch.guard("adapter")
 def copy_with_children(module: Any, changed: dict[str, Any]) -> Any:
-    """A copy of ``module`` that has other submodules and shares the rest."""
+    """Copy ``module`` with other submodules. The copy shares everything else."""
     module_copy = copy.copy(module)
     module_copy._modules = changed
     return module_copy
 
 
 get_compiled_call = _torch.wrap_attribute("_compiled_call_impl", "data.packing: documents")
-"""What `module.compile` made; None without it."""
+"""Return the function that ``module.compile`` created, or None if it was not called."""
 
 
 @contextmanager
 def replace_constructors(
     classes: Collection[type[nn.Module]], wrap: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> Iterator[None]:
-    """Within this context, wrap the constructor of each class, its inherited one if it has none."""
+    """Wrap the constructor of each class within this context.
+
+    If a class has none, its inherited constructor is wrapped.
+    """
     kinds: list[Any] = list(classes)
     own_constructors = {kind: vars(kind).get("__init__") for kind in kinds}
     wrapped_constructors = {kind: wrap(kind.__init__) for kind in kinds}
@@ -214,7 +230,10 @@ def replace_constructors(
 
 @_torch.guard("compile: true")
 def keep_compiling(recompile_limit: int) -> None:
-    """Allow ``recompile_limit`` different layers; past the limit they would silently run uncompiled."""
+    """Allow torch to compile ``recompile_limit`` different layers.
+
+    Beyond its limit, layers would silently run uncompiled.
+    """
     dynamo = torch._dynamo.config
     # A layer's number among its attributes is no reason to recompile. Importing torch_xla, which transformers
     # does where it is installed, turns automatic dynamic shapes off.
@@ -225,7 +244,7 @@ def keep_compiling(recompile_limit: int) -> None:
 
 @contextmanager
 def disable_compiler() -> Iterator[None]:
-    """Within this context, ``torch.compile`` compiles nothing."""
+    """Disable ``torch.compile`` within this context: it returns functions unchanged."""
     compiler: Any = torch.compile
     stand_in: Any = lambda function=None, **_: function or (lambda later: later)  # noqa: E731
     torch.compile = stand_in
@@ -236,39 +255,42 @@ def disable_compiler() -> Iterator[None]:
 
 
 get_build_folder = _torch.wrap_function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
-"""The folder in which torch builds a C++ extension."""
+"""Return the folder in which torch builds a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 
 record_memory_history = _torch.wrap_function(
     "torch.cuda.memory:_record_memory_history", "log.memory_snapshot"
 )
-"""Record allocations on the GPU."""
+"""Start or stop recording allocations on the GPU."""
 dump_memory_snapshot = _torch.wrap_function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
-"""Write them to a file as https://pytorch.org/memory_viz reads them."""
+"""Write the recorded allocations to a file for https://pytorch.org/memory_viz."""
 
 # -- process groups ----------------------------------------------------------------------------------------
 
 dump_nccl_trace = _torch.wrap_function(
     "torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder"
 )
-"""NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""
+"""Return the contents of NCCL's flight recorder, a pickle for ``torchfrtrace``."""
 
 
 @_torch.guard("data.num_workers")
 def abandon_workers(batches: Any) -> None:
-    """End the workers of a ``DataLoader``'s iterator, one of which was killed; torch would wait for them."""
+    """Kill the workers of a ``DataLoader`` iterator.
+
+    Called after a worker was killed, because torch would otherwise wait for the workers.
+    """
     for worker in getattr(batches, "_workers", ()):
         batches._shutdown = True
         worker.kill()
     if (pinning := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
-        pinning.set()  # of a thread, which ends by it
+        pinning.set()  # ends the thread that pins memory
 
 
 @_torch.guard("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
-    """Begin the names of the semaphores that this process makes within this context with ``prefix``."""
+    """Begin the names of semaphores that this process creates within this context with ``prefix``."""
     from multiprocessing import process
 
     current: Any = process.current_process()
@@ -283,7 +305,10 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
 
 @_torch.guard("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
-    """Remove the names of the semaphores of queues that other processes have opened already."""
+    """Remove the names of the semaphores of queues.
+
+    All other processes must have opened the queues already.
+    """
     from multiprocessing import util
     from multiprocessing.synchronize import SemLock
 
@@ -297,9 +322,11 @@ def unlink_semaphores(queues: list[Any]) -> None:
 
 @_torch.guard("train.micro_batch_size: auto")
 def detach_process_groups() -> list[Any]:
-    """Let this process start a new default group; return the present groups, whose connections stay open.
+    """Detach this process from its process groups, so that it can start a new default group.
 
-    Keep the result: dropping a group closes its connections, and other ranks would fail.
+    Returns:
+        The detached groups. Keep a reference: if a group is freed, its connections are closed and other ranks
+        fail.
     """
     import torch.distributed as dist
 
@@ -313,7 +340,7 @@ def detach_process_groups() -> list[Any]:
 
 @_torch.guard("train.micro_batch_size: auto")
 def start_fake_group(rank: int, world_size: int) -> None:
-    """Start a process group whose collectives move nothing and never wait."""
+    """Start a process group whose collectives transfer nothing and never block."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -323,4 +350,4 @@ def start_fake_group(rank: int, world_size: int) -> None:
 get_default_store = _torch.wrap_function(
     "torch.distributed.distributed_c10d:_get_default_store", "errors of other ranks"
 )
-"""The store of the default process group."""
+"""Return the store of the default process group."""

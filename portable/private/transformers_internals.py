@@ -1,4 +1,4 @@
-"""Every private or undocumented name of transformers, and all that is replaced in it."""
+"""Private and undocumented names of transformers, and replacements in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,11 @@ _transformers = Package("transformers", "5.24.0")
 
 
 def disable_value_checks() -> AbstractContextManager[None]:
-    """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
+    """Return a context in which transformers does not read the values of masks and positions.
 
-    transformers looks for packed sequences, and skips masks that mask nothing, unless it is being traced.
-    Here, every mask that is given is used. :mod:`portable.model.document_attention` says where the documents
-    of a packed sample are.
+    Reading them is a host-device sync. Unless it is being traced, transformers looks for packed sequences,
+    and skips masks that mask nothing. In this context, every given mask is used.
+    :mod:`portable.model.document_attention` finds the documents of packed samples instead.
     """
     return _replace_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
@@ -68,7 +68,7 @@ def _find_masking_module() -> Any:
 
 
 get_attention_kernel = _transformers.wrap_attribute("_attn_implementation", "model.attention")
-"""The kernel of the layers of a config: ``sdpa``, ``eager``, ..."""
+"""Return the attention kernel in a config: ``sdpa``, ``eager``, ..."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def replace_function(functions: Any, name: str, function: Callable[..., Any]) ->
 def wrap_mask_function(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
-    """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
+    """Wrap the function with which transformers builds masks for an attention kernel, within this context."""
     functions = get_mask_functions()
     with replace_function(functions, kernel, wrap(functions[kernel])):
         yield
@@ -95,7 +95,7 @@ def wrap_mask_function(
 
 @_transformers.guard("context_parallel_size")
 def get_attention_functions() -> Any:
-    """The functions that compute attention, by kernel, for all models of this process."""
+    """Return the attention functions of all models of this process, keyed by kernel."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS
@@ -103,7 +103,7 @@ def get_attention_functions() -> Any:
 
 @_transformers.guard("data.packing: documents")
 def get_mask_functions() -> Any:
-    """The functions that make masks, by kernel, for all models of this process."""
+    """Return the functions that build masks for all models of this process, keyed by kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS
@@ -119,24 +119,31 @@ def get_module_namespace(model: Any) -> dict[str, Any]:
 
 
 def share_key_heads() -> None:
-    """Have sdpa attend with few heads of keys also under a mask, in place of repeating them before."""
+    """Let sdpa use grouped key heads also with a mask, instead of repeating the heads before."""
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
 @_transformers.guard("tensor_parallel_size")
 def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
-    """The styles by which ``size`` ranks share layers and experts, by the names of modules and parameters.
+    """Build transformers' tensor-parallel plan of a model.
+
+    Args:
+        model: The model.
+        size: Number of tensor-parallel ranks.
+
+    Returns:
+        Styles of layers and experts, keyed by the names of modules and parameters.
 
     Raises:
-        ValueError: if transformers has none for ``model``.
+        ValueError: If transformers has no plan for the model.
     """
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
-    # Whole experts go to ranks: parts of gates and products in one matrix have no place in a checkpoint.
+    # Shard by whole experts, because a checkpoint cannot describe shards of a fused gate and up projection.
     config = DistributedConfig(tp_size=size, ep_size=size if model.ep_plan else 1)
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of rules for layers that a model may have, and this one has not
+    logging.set_verbosity_error()  # it warns about rules for layers that this model does not have
     try:
         layers, experts, _ = model._resolve_parallel_plans(config)
     finally:
@@ -146,7 +153,13 @@ def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
 
 @_transformers.guard("tensor_parallel_size")
 def split_by_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
-    """Apply the styles of ``plan`` on the ranks of ``mesh``."""
+    """Shard a model by a tensor-parallel plan.
+
+    Args:
+        model: The model.
+        mesh: Device mesh of the tensor-parallel ranks.
+        plan: Result of :func:`build_parallel_plan`.
+    """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -243,12 +256,19 @@ class RotaryLayer:
 # -- models ------------------------------------------------------------------------------------------------
 
 from_config = _transformers.wrap_attribute("_from_config", "model.init: scratch")
-"""A model of a class with initial weights, from a config, whichever class an Auto class would choose."""
+"""Build a model of a given class from a config, with initial weights.
+
+An Auto class may choose another class.
+"""
 
 
 @_transformers.guard("model.task")
 def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
-    """The class that an Auto class builds for ``config``; raises KeyError if it has none."""
+    """Return the class that an Auto class builds for ``config``.
+
+    Raises:
+        KeyError: If the Auto class has no class for the config.
+    """
     return auto_class._model_mapping[type(config)]
 
 
@@ -275,7 +295,7 @@ def patch_llama4() -> None:
 
 @_transformers.guard("model.config.model_type")
 def list_model_types() -> list[str]:
-    """The names of all model types."""
+    """List the names of all model types."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return list(CONFIG_MAPPING_NAMES)
@@ -290,28 +310,33 @@ def find_causal_lm_class(model_type: str) -> str | None:
 
 
 def list_no_split_layers(model: nn.Module) -> set[str]:
-    """The class names of layers that must stay on one device."""
+    """List the class names of layers that must stay on one device."""
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
 
 
 get_tieable_names = _transformers.wrap_attribute("_tied_weights_keys", "model.name_or_path", None)
-"""The names of parameters that may be tied, the head among them; or None."""
+"""Return the names of parameters that may be tied, including the head, or None."""
 get_ignored_names = _transformers.wrap_attribute(
     "_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None
 )
-"""Patterns of names in a checkpoint that an architecture leaves unused on purpose; or None."""
+"""Return patterns of names in a checkpoint that an architecture ignores on purpose, or None."""
 get_unsaved_names = _transformers.wrap_attribute("_keys_to_ignore_on_save", "checkpoint.export", None)
-"""Names of tensors that ``save_pretrained`` leaves out, such as fixed positions; or None."""
+"""Return the names of tensors that ``save_pretrained`` does not save, such as fixed positions, or None."""
 
 
 def list_fp32_modules(model: PreTrainedModel, *, fp16: bool) -> set[str]:
-    """Parts of the names of parameters that an architecture keeps in fp32, in fp16 or in any type."""
+    """List parts of the names of parameters that an architecture keeps in fp32.
+
+    Args:
+        model: The model.
+        fp16: Whether to include the parameters that are kept in fp32 only if the others are in fp16.
+    """
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     return names | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
 
 
 get_commit_hash = _transformers.wrap_attribute("_commit_hash", "adapter", None)
-"""The hub's commit that a config was loaded from; None for a folder."""
+"""Return the hub commit that a config was loaded from, or None if it was loaded from a folder."""
 
 
 def wrap_checkpointing(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -335,15 +360,33 @@ def require_input_gradients(model: PreTrainedModel) -> None:
 # -- weights -----------------------------------------------------------------------------------------------
 
 
+class MappedName(NamedTuple):
+    """Name of a tensor in a checkpoint, and its counterpart in a model."""
+
+    stored_name: str
+    model_name: str
+    pattern: str | None
+    """Key in :attr:`MappedNames.converters`. None if the tensor is only renamed."""
+
+
+class MappedNames(NamedTuple):
+    """Names of a checkpoint's tensors in a model."""
+
+    names: list[MappedName]
+    converters: dict[str, Any]
+    """Objects of transformers that convert the tensors of a group, keyed by pattern."""
+
+
 @_transformers.guard("model.name_or_path")
-def map_names(
-    model: PreTrainedModel, keys: Iterable[str]
-) -> tuple[list[tuple[str, str, str | None]], dict[str, Any]]:
-    """The model's names for the names in a checkpoint.
+def map_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
+    """Map the names in a checkpoint to the model's names, as transformers does when it loads the checkpoint.
+
+    Args:
+        model: Model to load the checkpoint into.
+        keys: Names in the checkpoint.
 
     Returns:
-        (name in the checkpoint, name in the model, pattern or None) for each, sorted, and by its pattern what
-        converts the tensors of a group.
+        The names, sorted, and the converters that some of the tensors need.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -362,17 +405,19 @@ def map_names(
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
-        mapped_names.append((key, name, pattern))
-    return mapped_names, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        mapped_names.append(MappedName(key, name, pattern))
+    converters_by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    return MappedNames(mapped_names, converters_by_pattern)
 
 
 @_transformers.guard("model.name_or_path")
 def find_unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
-    """The names in a checkpoint that neither the model has nor its architecture ignores.
+    """Find the names in a checkpoint that neither the model has nor its architecture ignores.
 
     Args:
-        model: the model.
-        unclaimed: by a checkpoint's names, transformers' names for them.
+        model: The model.
+        unclaimed: transformers' names for tensors that the model does not use, keyed by the checkpoint's
+            names.
     """
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
     model._adjust_missing_and_unexpected_keys(info)
@@ -461,7 +506,7 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
 
 @_transformers.guard("model.name_or_path: a quantized checkpoint")
 def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
-    """Whether a quantization config can ask for floats, by its key ``dequantize``."""
+    """Return whether a quantization config has the key ``dequantize``, which loads the weights as floats."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
@@ -469,7 +514,7 @@ def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
 
 @_transformers.guard("model.name_or_path")
 def read_generation_config(name: str) -> Any:
-    """The generation config in the keys of a ``config.json``."""
+    """Read the generation settings in the ``config.json`` of a model."""
     from transformers import GenerationConfig
 
     return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
@@ -480,18 +525,21 @@ def read_generation_config(name: str) -> Any:
 compile_template = _transformers.wrap_function(
     "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
 )
-"""A Jinja template in transformers' sandbox, with its marks of what an assistant says."""
+"""Compile a Jinja template in transformers' sandbox, with its tags for the text of the assistant."""
 render_with_marks = _transformers.wrap_function(
     "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
 )
-"""The text that a template makes of messages, and the spans of it that the template marks."""
+"""Render messages with a template.
+
+Returns the text, and the spans that the template marks as the assistant's.
+"""
 
 # -- mixtures of experts -----------------------------------------------------------------------------------
 
 
 @_transformers.guard("backend: xla")
 def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> None:
-    """Compute the experts of ``model`` by ``function``, which is called ``name``."""
+    """Register ``function`` as an experts implementation, and use it in ``model``."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(name, function)
@@ -499,11 +547,11 @@ def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> N
 
 
 apply_gate = _transformers.wrap_attribute("_apply_gate", "backend: xla")
-"""The gate and the activation of a layer's experts, of their first product."""
+"""Apply the gate and the activation to the first product of a layer's experts."""
 
 # -- weight decay ------------------------------------------------------------------------------------------
 
 list_parameter_names = _transformers.wrap_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
-"""The names of all parameters but those of some classes of modules and those that a pattern finds."""
+"""List the names of parameters, except in modules of some classes or matching a pattern."""

@@ -1,1 +1,1 @@
-"""Rank processes: launch, collectives, consistency checks and watchdog."""
+"""Processes of the ranks: launch, collectives, consistency checks, failures, and watchdog."""

@@ -1,4 +1,4 @@
-"""Small collectives on host data, over the gloo process group; whether ranks have the same settings."""
+"""Small collectives on host data over the gloo process group, and checks that all ranks agree."""
 
 from __future__ import annotations
 
@@ -24,25 +24,33 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-"""The default process group and the group of background threads that belongs to it."""
+"""Default process group, and the group for background threads that belongs to it."""
 
 # Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
 # reference needs the GIL, which the main thread holds while it destroys the process group and joins those
 # threads: a deadlock.
 _MAX_NUMBERS = 2
 _SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
-_TAG = 72  # of these messages, so that they do not mix with others between the same ranks
+_TAG = 72  # separates these messages from other messages between the same ranks
 _RING_RANKS = 64
-"""Number of ranks up to which the ring of gloo is faster than a tree of single messages. A message of its own
-takes about 1.5 ms and a message of the ring 0.1 ms (``benchmarks/ranks.py``)."""
+"""Number of ranks up to which gloo's ring all-reduce is faster than a tree of separate messages.
+
+A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``benchmarks/ranks.py``).
+"""
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Sum a few numbers of each rank's host over all ranks. A collective call and a barrier.
+    """Sum a few numbers from each rank's host over all ranks. A collective call and a barrier.
 
-    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. On many ranks,
+    The all-reduce of gloo is a ring, in which ``2 (ranks - 1)`` messages follow each other. With many ranks,
     the numbers go to rank 0 and back along a binary tree instead, so a rank waits for ``2 log2(ranks)``
-    messages. All ranks get the same bits. Integers are exact up to 2**53.
+    messages.
+
+    Args:
+        numbers: At most two numbers. The same count on all ranks.
+
+    Returns:
+        The sums, bitwise equal on all ranks. Integers are exact up to 2**53.
     """
     if not dist.is_initialized():
         return list(numbers)
@@ -68,12 +76,17 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def reduce_any(flag: bool) -> bool:
-    """Return whether ``flag`` is set on any rank. A collective call and a barrier."""
+    """Return whether ``flag`` is True on any rank. A collective call and a barrier."""
     return sum_over_ranks([flag])[0] > 0
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gather ``text`` of all ranks in rank order. A collective call, of ``group`` or of the default one."""
+    """Gather ``text`` from all ranks, ordered by rank. A collective call.
+
+    Args:
+        text: Text of this rank.
+        group: Process group, or None for the default group.
+    """
     if not dist.is_initialized():
         return [text]
     texts: list[str] = [""] * dist.get_world_size(group)
@@ -82,11 +95,11 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def agree_on_outcome(outcome: T | UserError) -> T:
-    """Return ``outcome`` unless any rank passes a UserError. A collective call.
+    """Return ``outcome``, unless any rank passes a UserError. A collective call.
 
     Raises:
-        UserError: on the lowest rank with an error.
-        ReportedElsewhereError: on the other ranks.
+        UserError: On the lowest rank with an error.
+        ReportedElsewhereError: On the other ranks.
     """
     error = outcome if isinstance(outcome, UserError) else None
     refusals = gather_text("" if error is None else to_one_line(error))
@@ -99,14 +112,17 @@ def agree_on_outcome(outcome: T | UserError) -> T:
 
 
 def get_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-    """Return a process group for background threads; None in a single process. A collective call.
+    """Return a process group for background threads. A collective call.
 
-    All threads share one group of all ranks, because each group costs sockets. They use it one after the
-    other: a checkpoint is uploaded once its shards are written. The timeout of a group is long because ranks
-    write files at different speeds. A dead rank is detected anyway.
+    All threads share one group of all ranks, because each group costs sockets. The threads never use it at
+    the same time: a checkpoint is uploaded after its shards are written. The group has a long timeout,
+    because ranks write files at different speeds. The failure of a rank is detected separately.
 
     Args:
-        ranks: Ranks of a new group, which only they can use; None for the group of all ranks.
+        ranks: Ranks of a new group that only they can use, or None for the shared group of all ranks.
+
+    Returns:
+        The group, or None if there is a single process.
     """
     global _background
     world = dist.group.WORLD
@@ -125,7 +141,6 @@ def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", group)
 
 
-# Paths may differ between hosts. The data itself is compared.
 _LOCAL = (
     "output_dir",
     "data.source",
@@ -135,15 +150,20 @@ _LOCAL = (
     "memory.nvme_path",
     "log.trackers",
 )
+"""Settings that may differ between hosts, such as paths. The data itself is compared."""
 
 
 def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
-    """Compare ``facts``, JSON values by name, over all ranks. A collective call.
+    """Check that the ranks have the same values. A collective call.
 
-    Ranks exchange digests first, and the facts only if the digests differ.
+    The ranks exchange digests first, and the values only if the digests differ.
+
+    Args:
+        backend: Backend of this rank.
+        facts: JSON values of this rank, keyed by their names in the error message.
 
     Raises:
-        UserError: on every rank, with the first fact in which a rank differs from rank 0.
+        UserError: On all ranks, with the first value in which a rank differs from rank 0.
     """
     text = json.dumps(facts)
     if len(set(backend.gather(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
@@ -160,7 +180,7 @@ def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_settings_and_versions(config: RunConfig) -> dict[str, Any]:
-    """The settings that must be equal on all ranks, and the versions of the libraries."""
+    """Collect the settings and library versions that must be equal on all ranks, for :func:`agree`."""
     facts = {
         key: keys.to_plain(config.get(key))
         for key in keys.get_settings(RunConfig)

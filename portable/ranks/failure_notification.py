@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _KEY = "portable/peers"
 _LOOPBACK = "127.0.0.1"
-_CONNECTING = 10.0  # seconds
+_CONNECTING = 10.0
+"""Timeout of a connection attempt in seconds."""
 _CONSEQUENCES = 1.0
 """Seconds that rank 0 waits for another failure if the reported one may be its consequence."""
 _ANSWER = 5.0
@@ -189,7 +190,7 @@ class PeerWatch:
         for message in _iter_messages(connection):
             if "host" in message:
                 peer = message["host"]
-            elif "leaves" in message:  # rank 0 is done, and so no longer needs the others
+            elif "leaves" in message:  # rank 0 has finished, and no longer needs the other ranks
                 return
             elif "failure" in message:
                 self._first = PeerFailure(**message["failure"])
@@ -215,7 +216,7 @@ class PeerWatch:
 
 
 class _Arbiter:
-    """Thread of rank 0 that accepts the connections and decides which rank failed first."""
+    """Thread of rank 0 that accepts the connections of all ranks and decides which rank failed first."""
 
     def __init__(self, host: str) -> None:
         address = os.environ.get("MASTER_ADDR", host)
@@ -292,7 +293,7 @@ class _Arbiter:
             self._fail(PeerFailure(*ended, RUN_ERROR, ""))
 
     def _take(self, connection: socket.socket, line: bytes) -> bool:
-        """Handle a message; returns False if the connection is to be closed."""
+        """Handle a message of a rank, and return False if its connection must be closed."""
         try:
             message = json.loads(line)
         except ValueError:
@@ -310,6 +311,7 @@ class _Arbiter:
         return True
 
     def _fail(self, failure: PeerFailure) -> None:
+        """Add a failure. The decision is delayed if the failure may be the consequence of another one."""
         if self._decided:
             return
         self._failures.append(failure)
@@ -317,7 +319,10 @@ class _Arbiter:
         self._decide_at = min(self._decide_at, time.monotonic() + delay)
 
     def _decide(self) -> None:
-        """Send the first failure to all ranks: a certain one, because others may be its consequences."""
+        """Send the first failure to all ranks.
+
+        A failure that is certain takes precedence, because other failures may be its consequences.
+        """
         first = min(self._failures, key=lambda failure: not failure.certain)
         self._decided = True
         self._send_to_all({"failure": asdict(first)})
@@ -337,7 +342,7 @@ def _pack(message: dict[str, Any]) -> bytes:
 
 
 def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the messages of rank 0 until the connection ends."""
+    """Yield the messages of rank 0 until the connection is closed."""
     with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
         for line in lines:
             yield json.loads(line)

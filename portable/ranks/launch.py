@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.console import print_error
 from portable.converters.interrupts import ignore_interrupts
@@ -55,11 +55,7 @@ POLL = 0.1  # seconds between looks for the reports of other ranks
 
 
 def check_variables() -> None:
-    """Check what a launcher (torchrun, accelerate launch, srun, ours) sets in each rank that it starts.
-
-    Raises:
-        UserError: only a part of a launcher's variables is set, or they are no rank's.
-    """
+    """Check the variables that a launcher (torchrun, accelerate launch, srun, this program) sets."""
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
         raise _build_incomplete_error("WORLD_SIZE is", "RANK is")
@@ -71,10 +67,10 @@ def check_variables() -> None:
 
 
 def check_meeting_place() -> None:
-    """Check that a launcher's rank is told where the ranks meet.
+    """Check that the launcher has set the address at which the ranks connect.
 
     Raises:
-        UserError: if not.
+        UserError: If ``MASTER_ADDR`` or ``MASTER_PORT`` is not set, and there are several ranks.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
@@ -90,9 +86,13 @@ def _build_incomplete_error(there: str, missing: str) -> UserError:
 
 
 def format_command(world_size: int, **options: object) -> str:
-    """Return a ``portable-train`` command with ``options`` for ``world_size`` ranks, for the user.
+    """Format a ``portable-train`` command for an error message.
 
-    Ranks on several nodes need their own launcher.
+    Ranks on several nodes need their own launcher, for which the text has a placeholder.
+
+    Args:
+        world_size: Number of ranks that the command starts.
+        options: Options of the command, keyed by name.
     """
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) != world_size:
@@ -102,16 +102,16 @@ def format_command(world_size: int, **options: object) -> str:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first failed rank and its error."""
+    """The rank that failed first, and its error."""
 
     rank: int
     exit_code: int
     message: str | None
-    """One line, if the rank could write a report."""
+    """Error in one line. None if the rank could not write a report."""
     hang: bool = False
-    """Whether all ranks hang. The message then describes all of them."""
+    """Whether ranks hang. The message then describes all of them."""
     traceback: str = ""
-    """The traceback of a bug. Those of later failures are not shown."""
+    """Traceback of a bug. The tracebacks of later failures are not printed."""
 
 
 def launch(
@@ -125,24 +125,26 @@ def launch(
     """Run ``function(*arguments)`` in ``ranks`` local processes.
 
     Args:
-        function: picklable; returns the exit code of its rank. If several ranks raise ``UserError`` or
-            ``RunError``, one of them is reported.
-        arguments: picklable.
-        ranks: number of ranks.
-        memory_advice: remedy for the message if a rank is killed for host memory.
-        saved: returns the checkpoint from which a stopped run can resume.
+        function: Picklable function that returns the exit code of its rank. If several ranks raise
+            ``UserError`` or ``RunError``, only one of the errors is reported.
+        arguments: Picklable arguments.
+        ranks: Number of ranks.
+        memory_advice: Remedy in the error message if a rank is killed because host memory ran out.
+        saved: Function that returns the checkpoint from which a stopped run can resume, or None.
 
     Returns:
-        the exit code, which is the same on all ranks.
+        The exit code, which is the same on all ranks.
 
     Raises:
-        UserError, RunError: the error of the first failed rank, or how a rank died.
+        UserError: If the first failed rank raised it.
+        RunError: If the first failed rank raised it or was killed.
+        StoppedError: If signals ended the run before it could save a checkpoint.
     """
     prepare_open_files(ranks)
     if shows_run_bars():  # every rank loads the libraries, which takes seconds
         tell(f"waiting for {format_count(ranks, 'rank')} to load")
     with create_scratch_folder("portable-launch") as folder:
-        if sys.platform == "linux":  # by default gloo listens on the interface of the host name
+        if sys.platform == "linux":  # otherwise gloo listens on the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         store, meeting_place = _start_store()
@@ -182,9 +184,9 @@ def launch(
 
 
 def _start_store() -> tuple[object, dict[str, str]]:
-    """A store of this process, through which the ranks meet, and what to tell them of it.
+    """Start the store through which the ranks connect, and return it with the variables that the ranks need.
 
-    It listens on the loopback interface only: whoever reaches it can write to it.
+    The store listens only on the loopback interface, because every process that can connect can write to it.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # only here: it loads torch
 
@@ -198,7 +200,7 @@ def _start_store() -> tuple[object, dict[str, str]]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    # As torch's own launcher tells its ranks that the store is another process's.
+    # torchrun sets the same variables, because the store belongs to another process than rank 0.
     joins = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **joins}
 
@@ -207,16 +209,28 @@ def _build_world_variables(ranks: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
-def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int, int] | None:
-    """Wait for all processes, or for one that fails: its rank, and its exit code."""
+class RankExit(NamedTuple):
+    """End of a rank's process without a result."""
+
+    rank: int
+    code: int
+    """Exit code. Negative if a signal killed the process: the number of the signal."""
+
+
+def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> RankExit | None:
+    """Wait until all processes have ended or one has failed.
+
+    Returns:
+        The failed rank and its exit code, or None if all ranks have succeeded.
+    """
     while True:
         codes = [process.exitcode for process in processes]
         if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
-            code, rank = min(failed)  # one that was killed: the number of a signal is negative
-            return rank, code
-        for rank, ended in enumerate(codes):  # something in it may have called os._exit(0)
+            code, rank = min(failed)  # prefer a killed rank, whose code is negative
+            return RankExit(rank, code)
+        for rank, ended in enumerate(codes):  # code in the rank may have called os._exit(0)
             if ended == 0 and not _get_exit_code_path(scratch, rank).exists():
-                return rank, ended
+                return RankExit(rank, ended)
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         if not running:
             return None
@@ -225,7 +239,7 @@ def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> tuple[
 
 
 def _end_processes(processes: Sequence[BaseProcess], scratch: Path) -> None:
-    """End the processes that still run, first as a user would; those that do not respond are killed soon."""
+    """Terminate the processes that are still running, and kill those that do not end in time."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
@@ -241,12 +255,12 @@ def _end_processes(processes: Sequence[BaseProcess], scratch: Path) -> None:
 
 
 def _get_exit_code_path(scratch: Path, rank: int) -> Path:
-    """The file with the exit code that a rank's function returned."""
+    """Return the path of the file with the exit code that a rank's function returned."""
     return scratch / f"rank{rank}.code"
 
 
 def _build_stopped_error(requests: list[int], saved: object | None) -> StoppedError:
-    """The error of a run that signals ended within a step, or before the first step."""
+    """Build the error of a run that signals ended during a step, or before the first step."""
     message = "stopped by a signal before the first step"
     if _is_second_interrupt(requests):
         message = "stopped by a second Ctrl-C without saving"
@@ -295,6 +309,7 @@ def _rank_main(
     launcher: int,
     environment: Mapping[str, str],
 ) -> None:
+    """Run a rank's process: call ``function``, and report its exit code or error to the launcher."""
     die_with_parent(launcher)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Only the launcher handles Ctrl-C, and forwards it to the ranks.
@@ -339,7 +354,7 @@ def record_failure_time() -> None:
 
 
 def _wait_for_reports(scratch: Path) -> None:
-    """Wait until every rank has reported or exited, for up to :data:`REPORTING` seconds."""
+    """Wait until every rank has reported or exited, for at most :data:`REPORTING` seconds."""
     end = time.monotonic() + REPORTING
     while time.monotonic() < end:
         silent = [
@@ -369,6 +384,7 @@ def report_hang(message: str) -> None:
 
 
 def _report(scratch: Path, code: int, message: str, *, hang: bool = False, traceback: str = "") -> None:
+    """Write this rank's report for the launcher, which never reads an incomplete file."""
     rank = int(os.environ["RANK"])
     report = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
     text = json.dumps({**report, "time": _failed_at or time.time()})
@@ -388,13 +404,16 @@ def _kill_silent_ranks(scratch: Path) -> None:
 
 
 def _read_rank_pids(scratch: Path) -> dict[int, int]:
-    """Process ids by rank."""
+    """Return the process ids of the ranks, keyed by rank."""
     names = [path.name.split(".") for path in scratch.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
 def _find_first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
-    """Return the first failure, preferably from the ranks' own reports. Later failures are consequences."""
+    """Find the first failure, preferably in the reports of the ranks.
+
+    Later failures may be its consequences.
+    """
     reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
     if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
         silent = sorted(_read_rank_pids(scratch).keys() - {report["rank"] for report in hung})
@@ -425,11 +444,12 @@ def _as_exception(failure: RankFailure, out_of_memory: bool | None, memory_advic
 
 
 def _describe_kill(out_of_memory: bool | None, advice: str) -> str:
-    """The most likely cause of a SIGKILL.
+    """Describe the most likely cause of a SIGKILL.
 
     Args:
-        out_of_memory: whether the kernel's counters of OOM kills increased; None without counters.
-        advice: the remedy if host memory ran out.
+        out_of_memory: Whether the kernel's counters of OOM kills have increased, or None if there are no
+            counters.
+        advice: Remedy if host memory ran out.
     """
     advice = f"; {advice}" if advice else ""
     if out_of_memory:

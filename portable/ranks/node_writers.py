@@ -1,4 +1,4 @@
-"""One process of each node, which together write the final model."""
+"""Processes that write the final model together, one on each node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect OOM kills by reading the kernel's counters before and after."""
+"""Detection of OOM kills from the kernel's counters before and after a launch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from contextlib import suppress
 from pathlib import Path
 
 Counters = dict[str, int]
-"""OOM kills since boot, by the path of the counter."""
+"""Number of OOM kills since boot, keyed by the path of the counter."""
 
 
 def read_oom_kills(root: Path = Path("/")) -> Counters:
-    """Read every visible counter; empty if the system has none.
+    """Read all visible counters of OOM kills.
 
-    The machine's counter is in ``/proc/vmstat``. Those of this process's memory cgroup and its parents (a
-    container, a batch job) are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
+    The counter of the machine is in ``/proc/vmstat``. The counters of this process's memory cgroup and its
+    parents (a container, a batch job) are in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1).
 
     Args:
-        root: the folder that contains ``proc`` and ``sys``.
+        root: Folder that contains ``proc`` and ``sys``.
+
+    Returns:
+        The counters. Empty if the system has none.
     """
     counters: Counters = {}
     for path in (root / "proc/vmstat", *_find_cgroup_files(root)):
@@ -45,7 +48,7 @@ def _find_cgroup_files(root: Path) -> list[Path]:
 
 
 def has_new_kill(before: Counters, after: Counters) -> bool | None:
-    """Whether there was an OOM kill between the readings; None without counters."""
+    """Return whether there was an OOM kill between two readings, or None if there are no counters."""
     if not before:
         return None
     return any(after.get(path, count) > count for path, count in before.items())

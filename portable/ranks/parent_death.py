@@ -27,7 +27,8 @@ def die_with_parent(parent: int | None = None) -> None:
     """Make the system kill this process when its parent dies.
 
     Args:
-        parent: the expected process id of the parent. If it is already dead, this process exits at once.
+        parent: Expected process id of the parent, or None if any parent is accepted. If the parent is another
+            process by now, it has died, and this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

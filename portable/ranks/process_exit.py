@@ -1,4 +1,4 @@
-"""How the process of a rank ends. Loaded before what registers exit handlers, which so run first."""
+"""Exit code of a rank's process. Import this module first, so that its exit handler runs last."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ _code: int | None = None
 
 
 def set_exit_code(code: int) -> int:
-    """Have this process end with ``code`` once all exit handlers have run, without freeing the interpreter.
+    """Set the code with which this process ends after all exit handlers, without finalizing the interpreter.
 
-    Threads of gloo free their last tensors when they get to it, and torch aborts the process if the
-    interpreter is going by then (pytorch/pytorch#190489).
+    Threads of gloo free their last tensors at any time. If the interpreter is being finalized at that time,
+    torch aborts the process (pytorch/pytorch#190489).
+
+    Returns:
+        The code.
     """
     global _code
     _code = code
@@ -25,6 +28,6 @@ def set_exit_code(code: int) -> int:
 @atexit.register
 def _exit_process() -> None:
     if _code is not None:
-        with suppress(Exception):  # of a stream that is closed or full
+        with suppress(Exception):  # the stream may be closed or full
             flush()
         os._exit(_code)

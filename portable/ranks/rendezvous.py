@@ -5,26 +5,34 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     import datetime
-    from typing import Any
 
 _JOIN, _START, _READY = "portable/join", "portable/start", "portable/ready"
 _POLL = 0.1  # seconds between looks of rank 0 for ranks that joined
 
 
-def open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
+class Rendezvous(NamedTuple):
+    """Result of a rendezvous: the arguments of ``init_process_group``."""
+
+    store: Any
+    """Store of torch.distributed that all ranks share."""
+    rank: int
+    world_size: int
+
+
+def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
     """Connect to the store that the launcher's variables name.
 
     torchrun keeps its store when it restarts the ranks. A rank that comes early would read from it the
     addresses that the others had before the restart, so each attempt uses a different prefix.
 
     Returns:
-        The store, the rank, and the number of ranks.
+        The store, the rank of this process, and the number of ranks.
 
     Raises:
         dist.DistError: If the ranks do not meet within ``timeout``.
@@ -33,7 +41,7 @@ def open_store(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
         attempt = agree_on_attempt(store, rank, world_size, timeout)
         store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
-    return store, rank, world_size
+    return Rendezvous(store, rank, world_size)
 
 
 def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:

@@ -20,7 +20,7 @@ def read_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this process.
 
     Args:
-        environment: of the process. ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence.
+        environment: Environment of the process. Its ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence.
 
     Returns:
         ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -28,7 +28,7 @@ def read_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         that task launches the ranks of its node itself.
 
     Raises:
-        UserError: if ``srun``'s variables do not follow its documentation.
+        UserError: If the variables of ``srun`` do not follow its documentation.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environment or tasks == "1":
@@ -61,7 +61,10 @@ def parse_first_host(nodes: str) -> str:
 
 
 def _count_node_tasks(environment: Mapping[str, str]) -> int:
-    """The number of tasks on this node. ``4(x2),3`` means two nodes with four tasks and one with three."""
+    """Return the number of tasks on this node.
+
+    ``4(x2),3`` means two nodes with four tasks and one node with three tasks.
+    """
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.partition("(x")

@@ -176,7 +176,7 @@ class Reporter(Callback):
         if self._metrics is None:
             return
         tokens_per_second = self._speed_units.compute_tokens_per_second(samples_per_second)
-        memory, _ = self._backend.measure_memory()
+        memory = self._backend.measure_memory().current_bytes
         values = {
             **of_step,
             **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
@@ -215,12 +215,12 @@ class Reporter(Callback):
         self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
         self._update_report()
 
-    def skipped(self, run: Run, count: int, message: str) -> None:
+    def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
         since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
         self.say(f"warning: {since}{message}")
         self.record("skip", run.progress, count=count, told=message)
 
-    def paused(self, run: Run, seconds: float) -> None:
+    def record_pause(self, run: Run, seconds: float) -> None:
         self.speed.exclude_seconds(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
@@ -251,7 +251,7 @@ class Reporter(Callback):
         """The closing table of a launch."""
         seconds = time.perf_counter() - self.speed.start_time
         rate = self.speed.samples_per_second
-        _, peak = self._backend.measure_memory()
+        peak = self._backend.measure_memory().peak_bytes
         rows = [("time", format_time(seconds))]
         if trained := self.speed.num_steps > 0:
             first, paused = self.speed.first_step_seconds, self.speed.excluded_seconds
@@ -266,12 +266,12 @@ class Reporter(Callback):
         rows.append(("peak memory", format_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
         if trained and (mfu := self._speed_units.compute_mfu(rate)) is not None:
             rows.append(("MFU", f"{mfu:.1%}"))
-        if (counted := self._backend.diagnostics.query_driver_memory()) is not None:
-            used, total = counted
+        if (driver_memory := self._backend.diagnostics.query_driver_memory()) is not None:
             rows.append(
                 (
                     f"{self._backend.device.type.upper()} memory",
-                    f"{format_bytes(used)} of {format_bytes(total)} in use, reported by the driver",
+                    f"{format_bytes(driver_memory.used_bytes)} of "
+                    f"{format_bytes(driver_memory.total_bytes)} in use, reported by the driver",
                 )
             )
         if self.last_loss is not None:

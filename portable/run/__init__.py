@@ -1,1 +1,1 @@
-"""One launch of a run, a stage a file."""
+"""One launch of a run, with one module per stage: resolve, prepare, restore, train, finish."""

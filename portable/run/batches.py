@@ -1,4 +1,4 @@
-"""Batches of a prepared run: for training from any position, and for evaluation."""
+"""Loaders of a run's batches, for training from any position and for evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
 
 
 def build_train_loader(prepared: Prepared, position: int) -> TrainLoader:
-    """This rank's batches from sample ``position`` of the run's order on."""
+    """Build the loader of this rank's training micro-batches.
+
+    Args:
+        prepared: The run.
+        position: Index of the first sample, in the order of the run.
+    """
     plan = prepared.plan
     return TrainLoader(
         prepared.data.train,

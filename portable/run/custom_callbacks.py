@@ -1,4 +1,4 @@
-"""Custom callbacks, which ``train.callbacks`` names, and the order of all callbacks."""
+"""Custom callbacks from ``train.callbacks``, and the order of all callbacks."""
 
 from __future__ import annotations
 

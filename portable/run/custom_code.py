@@ -1,8 +1,8 @@
-"""The code of the user's that a run calls: found before it starts, and compared when it goes on."""
+"""Custom code that a run calls: checked before the run starts, and compared when it resumes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable import plugins
 from portable.errors import require
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def prepare_code(config: RunConfig) -> None:
-    """Make what a notebook defines importable here, and load what the settings name.
+    """Define the modules of a notebook in this process, and check the custom code that settings name.
 
     Raises:
-        UserError: for what is not there, or is not what it should be.
+        UserError: If custom code cannot be imported or does not have the required interface.
     """
     plugins.install(config.documents.get(plugins.SOURCES, {}))
     if config.model.function is not None:
@@ -45,7 +45,7 @@ def prepare_code(config: RunConfig) -> None:
 
 
 def find_named_code(config: RunConfig) -> dict[str, str]:
-    """The code of the user's that the steps and evaluations of a run call, by the setting that names it."""
+    """Return the names of the custom code that steps and evaluations call, keyed by setting."""
     train = config.train
     alone = {"train.loss": train.loss, "model.function": config.model.function}
     code_by_key = {key: name for key, name in alone.items() if name is not None}
@@ -57,13 +57,30 @@ def find_named_code(config: RunConfig) -> dict[str, str]:
 
 
 def compute_code_digests(config: RunConfig) -> dict[str, str]:
-    """A digest of each piece of it. The tokens that ``data.source`` comes to are compared themselves."""
+    """Compute a digest of each piece of custom code, keyed by setting.
+
+    Code that defines data is not included, because the tokens themselves are compared.
+    """
     all_digests = {key: plugins.digest(name) for key, name in find_named_code(config).items()}
     return {key: value for key, value in all_digests.items() if value}
 
 
-def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The settings whose code has changed: those that the training depends on, and others."""
+class CodeChanges(NamedTuple):
+    """Settings whose custom code differs from the code at a checkpoint."""
+
+    affecting_training: list[str]
+    """Settings on which the steps depend, such as ``train.loss``."""
+    harmless: list[str]
+    """Metrics and callbacks."""
+
+
+def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> CodeChanges:
+    """Compare two results of :func:`compute_code_digests`.
+
+    Args:
+        before: Digests at the checkpoint.
+        now: Digests of this launch.
+    """
     differ = [key for key, value in now.items() if before.get(key, value) != value]
     harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]
-    return [key for key in differ if key not in harmless], harmless
+    return CodeChanges([key for key in differ if key not in harmless], harmless)

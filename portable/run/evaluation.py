@@ -1,4 +1,4 @@
-"""The evaluations of a run: on each source of ``data.evals``, reported and judged."""
+"""Evaluations of a run on each source of ``data.evals``, and the decisions that follow from them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,19 @@ def _name(value: str, source: str) -> str:
 
 
 def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
-    """What compares evaluations; None if nothing follows from them.
+    """Build the tracker for best checkpoints and early stopping.
 
     Args:
-        config: of the run. sources: the names of what it evaluates on. metrics: its metrics.
+        config: Config of the run.
+        sources: Names of the evaluation sources.
+        metrics: Metrics of the evaluations.
+
+    Returns:
+        The tracker. None if neither ``checkpoint.keep_best`` nor early stopping is set.
 
     Raises:
-        UserError: if no evaluation has ``checkpoint.best_metric``, or nothing tells which way it is better.
+        UserError: If no evaluation has ``checkpoint.best_metric``, or if it is unknown whether higher is
+            better.
     """
     checkpoint, patience = config.checkpoint, config.train.early_stopping_patience
     if checkpoint.keep_best is None and patience is None:
@@ -97,12 +103,12 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
 
 
 class Evaluations(Callback):
-    """Evaluates when it is due, and does what follows from it.
+    """Callback that evaluates, and requests saves and the end of the run depending on the results.
 
     Args:
         run: The run that owns this callback.
         recorded: Function that returns whether the evaluation of a step is recorded.
-        watchdog: Watches the batches of evaluations.
+        watchdog: Watchdog, which also observes the batches of evaluations.
     """
 
     def __init__(self, run: Run, recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
@@ -113,7 +119,7 @@ class Evaluations(Callback):
         self._any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
-        """Make up for the evaluation that an earlier launch left out; end a run that has ended."""
+        """Run an evaluation that the last launch missed, and end the run if early stopping has ended it."""
         progress, counts = run.progress, self._is_counted(run)
         if not self._prepared.data.evals:
             return
@@ -126,6 +132,7 @@ class Evaluations(Callback):
         )
 
     def evaluate_step(self, run: Run) -> None:
+        """Evaluate after the latest step. Must be called on all ranks."""
         if not self._prepared.data.evals:
             return
         run.health.check(run)
@@ -134,13 +141,25 @@ class Evaluations(Callback):
         run.saving = run.saving or decision.save or decision.stop
 
     def _is_counted(self, run: Run) -> bool:
-        """Whether an evaluation after the latest step is due wherever a launch ends, and so counts."""
+        """Return whether the settings request an evaluation after the latest step.
+
+        Only such evaluations count for the best checkpoints and for early stopping. An evaluation at the end
+        of a launch may be additional.
+        """
         train = run.config.train
         at_end = run.step == run.until == run.steps
         return at_end or run.due(train.eval_every, train.eval_every_epochs)
 
     def __call__(self, progress: Progress, *, counts: bool) -> Decision:
-        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.eval_history``."""
+        """Evaluate and report. Must be called on all ranks.
+
+        Args:
+            progress: Position of the run. Its evaluation history is updated if the evaluation counts.
+            counts: Whether the evaluation counts for the best checkpoints and for early stopping.
+
+        Returns:
+            Whether to save a checkpoint, and whether to end the run.
+        """
         with self._run.pause():
             values = evaluate_all(self._prepared, self._run.engine, self._watchdog.watch_temporarily)
             self._run.call("on_evaluation", values)
@@ -148,17 +167,22 @@ class Evaluations(Callback):
         if best_tracker is None or not counts:
             return Decision()
         decision = best_tracker(progress.eval_history, progress.step, values)
-        # The values are the same on all ranks; the ranks must do the same whatever happens.
+        # All ranks have the same values. Decide together anyway, because ranks that disagree would deadlock.
         return Decision(self._any(decision.save), self._any(decision.stop))
 
     def is_missing(self, progress: Progress, *, counts: bool) -> bool:
-        """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
+        """Return whether the evaluation after the latest step is missing on any rank. A collective call.
+
+        Args:
+            progress: Position of the run.
+            counts: Whether the evaluation counts for the best checkpoints and for early stopping.
+        """
         judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
         return self._any((counts and not judged) or not self._recorded(progress.step))
 
 
 def describe_end(run: Run) -> str:
-    """Why a run ended early, for the user."""
+    """Describe why a run has ended before its last step."""
     if run.stopping:
         return f"ended at step {run.step}, as a callback asked"
     eval_history = run.progress.eval_history

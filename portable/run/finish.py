@@ -1,11 +1,14 @@
-"""What a run prints at its start and end: headline, sample, export, pictures, summary."""
+"""The last stage: export the model, write the report, upload, and print a summary.
+
+Also the summary at the start.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -85,7 +88,12 @@ def build_export_rows(
 
 
 def format_headline(prepared: Prepared, restored: Restored) -> str:
-    """Model, data, ranks and batch of a launch that begins, as a table."""
+    """Format the table that is printed at the start of a launch: model, data, ranks, batch, and steps.
+
+    Args:
+        prepared: The run.
+        restored: The engine, and the position at which the run starts.
+    """
     backend, config, plan = prepared.backend, prepared.config, prepared.plan
     progress, source = restored.progress, restored.source
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
@@ -139,7 +147,11 @@ def _count_samples(prepared: Prepared) -> int | None:
 
 
 def _describe_move(prepared: Prepared, restored: Restored) -> str | None:
-    """From which ranks to which the run has moved, if it has; on rank 0 only."""
+    """Describe the change of backend, strategy and ranks since the checkpoint.
+
+    Returns:
+        The text of a table cell. None if nothing has changed, and on all ranks except rank 0.
+    """
     backend, source = prepared.backend, restored.source
     if source is None or restored.external is not None or backend.rank != 0:
         return None
@@ -150,11 +162,16 @@ def _describe_move(prepared: Prepared, restored: Restored) -> str | None:
 
 
 def describe_ranks(ranks: int, devices_per_rank: int) -> str:
+    """Format the number of ranks, with the devices of each if a rank drives several."""
     return str(ranks) if devices_per_rank == 1 else f"{ranks} x {devices_per_rank} devices"
 
 
 def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
-    """Print how the trained model continues a text; all ranks call it."""
+    """Print how the trained model continues a prompt. Must be called on all ranks.
+
+    Prints only a warning if the model or the chat template fails, because the run is complete without a
+    sample.
+    """
     config = prepared.config
     try:
         prompt = build_sample_prompt(prepared)
@@ -165,7 +182,7 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
     wanted = config.log.sample_tokens
     tokens = wanted if bound is None else min(wanted, bound - prompt.shape[1])
     model: Any = engine.model
-    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a model of the user's
+    if tokens <= 0 or config.model.task != "causal-lm" or not model.can_generate():  # a custom model
         return
     try:
         text = engine.generate(prompt, max_new_tokens=tokens, seed=config.seed)
@@ -178,9 +195,16 @@ def sample(prepared: Prepared, engine: Engine, reporter: Reporter) -> None:
 
 
 def build_sample_prompt(prepared: Prepared) -> torch.Tensor:
-    """``log.sample_prompt``, or the beginning of a held-out sample; int64 ``[1, length]``.
+    """Build the prompt for the sample at the end of a run.
 
-    A chat model is asked by ``log.sample_prompt`` as by a user, and a conversation ends before an answer.
+    The prompt is ``log.sample_prompt`` if it is set, and otherwise the beginning of an evaluation or training
+    sample. A chat model gets the prompt as a user message, and a conversation is cut before the first answer.
+
+    Args:
+        prepared: The run.
+
+    Returns:
+        Token ids, an int64 tensor of shape ``[1, length]``.
     """
     data, prompt = prepared.data, prepared.config.log.sample_prompt
     if prompt is not None:
@@ -207,7 +231,10 @@ def build_sample_prompt(prepared: Prepared) -> torch.Tensor:
 
 
 def _choose_export_checkpoint(run: Run, reporter: Reporter) -> Place | None:
-    """The newest checkpoint, or the best with ``checkpoint.export_best``."""
+    """Return the newest checkpoint, or the best one if ``checkpoint.export_best`` is set.
+
+    None if there is none.
+    """
     complete = dict(run.checkpoints.list_complete())
     latest: Place | None = run.checkpoints.find_latest()
     if not run.config.checkpoint.export_best:
@@ -229,18 +256,28 @@ def finish(
     *,
     warnings: int,
 ) -> None:
-    """Export the model, write the report, upload and print where everything is.
+    """Export the model, write the report, upload both, and print a summary.
 
-    All ranks call it. The first rank of each node writes a part of the model. Rank 0 does everything else.
+    Must be called on all ranks. The first rank of each node writes a part of the model. Rank 0 does
+    everything else.
 
     Args:
-        warnings: of libraries, in the run's log.
+        run: The run.
+        output: Output of the run.
+        reporter: Reporter, which prints the summary.
+        profiler: Profiler, or None if this launch is not profiled.
+        uploads: Uploads to the hub, or None if ``hub.push`` is not set.
+        warnings: Number of warnings of libraries in the run's log.
+
+    Raises:
+        NotExportedError: If the run is complete but the model cannot be exported. The next launch exports it.
+        ReportedElsewhereError: On ranks other than rank 0, if the export fails.
     """
     prepared, folder, place = run.prepared, output.work, output.place
     exported = _choose_export_checkpoint(run, reporter) if run.rank == 0 else None
     writers: NodeWriters | None = None
     if run.complete and _has_partial_export(prepared):
-        exported, writers = _form_writers(run, exported)
+        exported, writers = _form_writers(run, exported)  # a collective
     if run.rank != 0:
         if exported is not None and writers is not None:
             _export_part(run, output, exported, writers)
@@ -291,7 +328,7 @@ def finish(
         reporter.say(f"warning: {line}")
     if not run.complete:
         reporter.say(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
-    if uploads is not None:  # it kept some from being deleted
+    if uploads is not None:  # old checkpoints were kept until their upload ended
         run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
@@ -301,26 +338,34 @@ def _has_partial_export(prepared: Prepared) -> bool:
     return bool(export) and (prepared.adapter is None or export in ("merged", "like_base"))
 
 
-def _form_writers(run: Run, exported: Place | None) -> tuple[Place | None, NodeWriters | None]:
-    """Choose the ranks that write the final model. A collective call of all ranks.
+class ExportWork(NamedTuple):
+    """Part of this rank in the export of the final model."""
+
+    checkpoint: Place | None
+    """Checkpoint to export. None if the run has none."""
+    writers: NodeWriters | None
+    """Group of the ranks that write the model together. None if this rank does not write."""
+
+
+def _form_writers(run: Run, exported: Place | None) -> ExportWork:
+    """Send the choice of rank 0 to all ranks, and choose the ranks that write the model. A collective call.
 
     Args:
         run: The run.
-        exported: The checkpoint to export on rank 0, ignored on the other ranks.
+        exported: Checkpoint to export on rank 0. Ignored on the other ranks.
 
     Returns:
-        The checkpoint to export, and the group of the ranks that write it. Both are None if rank 0 has no
-        checkpoint, and the group is None on the ranks that do not write.
+        The checkpoint and the writers. Both are None if rank 0 has no checkpoint.
     """
     name = gather_text("" if exported is None else exported.name)[0]
     if not name:
-        return None, None
+        return ExportWork(None, None)
     checkpoint: Place = run.checkpoints.path / name
-    return checkpoint, form_node_writers(lambda: (checkpoint / STATE_FILE).is_file())
+    return ExportWork(checkpoint, form_node_writers(lambda: (checkpoint / STATE_FILE).is_file()))
 
 
 def _export_part(run: Run, output: Output, checkpoint: Place, writers: NodeWriters) -> None:
-    """Write this node's part of the final model."""
+    """Write this node's part of the final model. Called on the writers except rank 0."""
     try:
         export_with_card(run.prepared, output.work, checkpoint, output.place / FINAL, writers)
     except UserError as error:
@@ -334,19 +379,23 @@ def _is_chat_model(prepared: Prepared) -> bool:
     return prepared.data.end_of_turn is not None and bool(prepared.data.tokenizer.chat_template)
 
 
-def _list_untrained(prepared: Prepared) -> tuple[list[str], list[str]]:
-    """List the base model's tensors that transformers does not load.
+class UntrainedTensors(NamedTuple):
+    """Names of the base model's tensors that transformers does not load. Numbers are replaced with ``*``."""
 
-    Args:
-        prepared: The run.
+    copied: list[str]
+    """Tensors that the export copies from the base model."""
+    missing: list[str]
+    """Tensors that the export lacks."""
 
-    Returns:
-        Names of the tensors that are copied from the base model, and names of the tensors that the export
-        lacks. Numbers are replaced with ``*``.
+
+def _list_untrained(prepared: Prepared) -> UntrainedTensors:
+    """List the tensors of the base model that transformers does not load.
+
+    Empty if the run trains an adapter.
     """
     if prepared.adapter is not None:
-        return [], []
-    return collapse_numbers(prepared.names.not_loaded), prepared.names.missing
+        return UntrainedTensors([], [])
+    return UntrainedTensors(collapse_numbers(prepared.names.not_loaded), prepared.names.missing)
 
 
 def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
@@ -366,7 +415,7 @@ def _build_untrained_notes(copied: list[str], missing: list[str]) -> list[str]:
 
 
 def _build_card(prepared: Prepared, folder: Path, checkpoint: Place) -> str:
-    """Build the model card of an export; see :func:`export_with_card`."""
+    """Build the text of the model card of an export; see :func:`export_with_card`."""
     last = parse_step(checkpoint.name)
     copied, missing = _list_untrained(prepared)
     dropped = [] if prepared.adapter is not None else collapse_numbers(prepared.names.dropped)
@@ -390,11 +439,14 @@ def export_with_card(
     """Write the model of a checkpoint, or its adapter, with a model card.
 
     Args:
-        prepared: the run.
-        folder: of its ``metrics.jsonl``.
-        checkpoint: of the run.
-        out: what to write.
-        writers: the ranks that write it together, each a part; None: this rank writes everything.
+        prepared: The run.
+        folder: Folder with ``metrics.jsonl``.
+        checkpoint: Checkpoint of the run.
+        out: Folder or URL to write to.
+        writers: Group of the ranks that write the export together. None if this rank writes everything.
+
+    Raises:
+        UserError: If the checkpoint cannot be exported.
     """
     adapter, config = prepared.adapter, prepared.config
     # Only rank 0 writes the small files, and in a bucket only rank 0 has the metrics.
@@ -410,7 +462,7 @@ def export_with_card(
             from portable.model.pretrained import open_export_layout
 
             like = open_export_layout(config.model)
-        if base is not None:  # whose config knows nothing of the labels and special tokens of this run
+        if base is not None:  # the base model's config lacks this run's labels and special tokens
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"
         export(

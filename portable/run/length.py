@@ -1,4 +1,4 @@
-"""Descriptions of the length of a run, and warnings about few steps and rare checkpoints."""
+"""Texts about the length of a run: steps, epochs, warmup, and sequence length."""
 
 from __future__ import annotations
 

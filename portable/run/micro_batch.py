@@ -42,28 +42,33 @@ _DECIDE_ON_MEMORY = (
     "deepspeed",
 )
 FIRST_GUESS = 4
-"""Where the search begins if the planner cannot tell; and what ``auto`` means where running out of memory
-cannot be caught."""
+"""Micro-batch size at which the search begins if the planner has no estimate.
+
+Also the size that ``auto`` uses on backends that cannot recover from an out-of-memory error.
+"""
 
 
 def list_divisors(number: int) -> list[int]:
-    """All divisors of ``number``, ascending."""
+    """List all divisors of ``number`` in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def find_largest_fitting(
     sizes: Sequence[int], fits: Callable[[int], bool], first: int = FIRST_GUESS
 ) -> int | None:
-    """The largest of ``sizes`` that fits, or None; tries a few of them only.
+    """Find the largest of ``sizes`` that fits, with as few trials as possible.
 
-    From ``first`` upwards in growing strides until one does not fit, then by bisection.
+    Tries ``first`` and then larger sizes at growing distances until a size does not fit. Then bisects.
 
     Args:
-        sizes: ascending; of which some first ones fit, and no later one.
-        fits: tries one.
-        first: a guess.
+        sizes: Sizes in ascending order. If a size does not fit, no larger size may fit.
+        fits: Function that tries a size, and returns whether it fits.
+        first: First size to try.
+
+    Returns:
+        The size, or None if no size fits.
     """
-    good, bad = -1, len(sizes)  # what is known to fit, and not to fit
+    good, bad = -1, len(sizes)  # indices of sizes known to fit and not to fit
     index = max((i for i, size in enumerate(sizes) if size <= first), default=0)
     stride = 1
     while bad - good > 1:
@@ -81,14 +86,16 @@ def find_largest_fitting(
 
 @dataclass(frozen=True)
 class Search:
-    """What a search for a micro-batch needs. Holds no model: each try builds its own.
+    """Everything that a search for a micro-batch size needs.
+
+    Contains no model, because each trial builds its own.
 
     Attributes:
-        backend: that has not joined the other ranks yet, or has left them.
-        config: of the run.
-        model_config: of its model.
-        samples: to train on, all of one shape.
-        world: the ranks of the launch.
+        backend: Backend that has not joined the other ranks yet, or that has left them.
+        config: Config of the run.
+        model_config: Config of the model.
+        samples: Training samples, which all have the same shape.
+        world: Ranks and devices of the launch.
     """
 
     backend: Backend
@@ -98,21 +105,21 @@ class Search:
     world: World
 
     def build(self) -> PreTrainedModel:
-        """A new model on the meta device."""
+        """Build a new model on the meta device."""
         from portable.adapters.adapter import build_training_model
 
         return build_training_model(self.model_config, self.config)
 
 
 def build_search(prepared: Prepared) -> Search:
-    """A search for the micro-batch of a run; does not keep its model alive."""
+    """Build the search for the micro-batch size of a run. The result does not reference the run's model."""
     return Search(
         prepared.backend, prepared.config, prepared.model_config, prepared.data.train, prepared.resolved.world
     )
 
 
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
-    """The micro-batch sizes that the global batch allows, ascending."""
+    """List the micro-batch sizes that the global batch allows, in ascending order."""
     total, groups = config.train.global_batch_size, max(1, world.devices // config.ranks_together)
     share = -(-total // groups)
     return (
@@ -123,11 +130,16 @@ def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
+    """Return a config with another micro-batch size."""
     return config.replaced({"train.micro_batch_size": size})
 
 
 def get_previous_size(config: RunConfig, existing: ExistingRun, place: Place, world: World) -> int | None:
-    """What ``auto`` came to in the run that ``place`` holds; None where memory may decide otherwise now."""
+    """Read the micro-batch size that ``auto`` has chosen in an earlier launch of this run.
+
+    Returns:
+        The size. None if there was no earlier launch, or if settings that affect memory have changed.
+    """
     earlier, latest = existing.config, open_checkpoints(place).find_latest()
     if earlier is None or latest is None:
         return None
@@ -138,23 +150,27 @@ def get_previous_size(config: RunConfig, existing: ExistingRun, place: Place, wo
 
 
 def find_largest_micro_batch(search: Search, *, below: int | None = None) -> int:
-    """Find the largest micro-batch that fits this rank's device.
+    """Find the largest micro-batch size that fits on this rank's device.
 
-    Nothing of the run itself is touched: every try has a model and an engine of its own.
+    Each trial builds its own model and engine, so the run itself is not changed.
 
     Args:
-        search: what to try.
-        below: only sizes under it.
+        search: What to search with.
+        below: Limit that the size must stay below, or None.
+
+    Returns:
+        The size. If the backend cannot recover from an out-of-memory error, nothing is tried: the largest
+        size up to :data:`FIRST_GUESS`.
 
     Raises:
-        UserError: if not one sequence fits.
+        UserError: If not even one sequence fits.
     """
     config, world = search.config, search.world
     # Compiled layers need no more memory than others, and each size would be another compilation.
     trial = config.replaced({"train.micro_batch_size": 1, "compile": False})
-    plan = build_batch_plan(trial, search.backend)  # refuses a global batch that cannot be divided
+    plan = build_batch_plan(trial, search.backend)  # raises if the global batch cannot be divided
     candidates = [size for size in list_micro_batch_sizes(config, world) if below is None or size < below]
-    # Where nothing can be tried, guess; but not in answer to memory that has run out.
+    # If nothing can be tried, assume that small sizes fit, unless memory has already run out.
     guess = FIRST_GUESS if below is None else 0
 
     def try_size(size: int) -> bool:
@@ -176,7 +192,11 @@ def find_largest_micro_batch(search: Search, *, below: int | None = None) -> int
 
 
 def _take_two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> None:
-    """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
+    """Take a step that creates the optimizer state, and then a step with ``size`` sequences.
+
+    The second step accumulates two micro-batches if the run does, because gradients are then kept between
+    them.
+    """
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.build_batch([EpochIndex(0, i % len(samples)) for i in range(sequences)])
@@ -197,7 +217,7 @@ def _take_two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) 
 
 
 def _find_planned_size(search: Search, candidates: Sequence[int]) -> int:
-    """The largest candidate that fits by plan, where the search begins."""
+    """Return the largest candidate that fits according to the planner, at which the search begins."""
     try:
         from portable.planner.this_machine import build_local_planner
 
@@ -208,21 +228,33 @@ def _find_planned_size(search: Search, candidates: Sequence[int]) -> int:
 
 
 def find_smallest_over_ranks(ours: int, config: RunConfig, world: World, backend: Backend) -> int:
-    """The smallest ``ours`` of all ranks, which all call it."""
+    """Return the smallest of the sizes that the ranks have found. A collective call.
+
+    Args:
+        ours: Size that this rank has found.
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+        backend: Backend of this rank.
+    """
     return next(size for size in list_micro_batch_sizes(config, world) if backend.reduce_any(ours == size))
 
 
 def describe_remedies(config: RunConfig, world: World) -> str:
-    """Settings that need less device memory than those of ``config``, in words."""
+    """Describe settings that need less device memory than the settings of ``config``."""
     settings = load_backend_package(config.backend).iter_remedies(config, world.ranks)
     return ", ".join(settings) or "more devices"
 
 
 def describe_fitting_settings(search: Search, present: int) -> str:
-    """What fits instead of ``present`` sequences a device, measured and by plan; for an error message."""
+    """Describe settings that fit, as measured and as planned, for an out-of-memory error.
+
+    Args:
+        search: What to search with.
+        present: Sequences of a micro-batch on each device that did not fit.
+    """
     try:
         fitting = f"{find_largest_micro_batch(search, below=present)} fits; set it to that, or"
-    except Exception:  # whatever state the device is in: the settings to change can be named anyway
+    except Exception:  # the device may be in any state, but the settings to change are known
         fitting = "no smaller number was found to fit;"
     text = f"{fitting} use {describe_remedies(search.config, search.world)}"
     try:

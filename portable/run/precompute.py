@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import copytree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -45,16 +45,21 @@ if TYPE_CHECKING:
     from portable.model.training_loss import TrainingLoss
     from portable.run.stages import Prepared
 
-_BETWEEN = 64  # micro-batches between two exchanges of ranks
+_BETWEEN = 64  # micro-batches between two exchanges of the ranks' results
 _VALUES, _META = "values.bin", "meta.json"
 _FLOAT = np.dtype("<f4")
 
 
 def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
-    """Refuse settings with which ``loss`` cannot compute what it computes once.
+    """Check that the settings allow a loss to compute values of all samples before the training.
+
+    Args:
+        config: Config of the run.
+        loss: Training loss, or None for the default loss. Nothing is checked if the loss does not precompute
+            values.
 
     Raises:
-        UserError: for such settings.
+        UserError: If the settings do not allow it.
     """
     if loss is None or loss.once is None:
         return
@@ -68,17 +73,20 @@ def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
 
 
 def compute_reference_digest(config: RunConfig) -> str | None:
-    """A digest of the weights that the loss compares with; None if there are none.
+    """Compute a digest of the weights that the loss compares with.
 
-    They are those that the run starts from, or those of the model that the loss names.
+    These are the weights that the run starts from, or the weights of the model that the loss names.
+
+    Returns:
+        The digest, or None if the loss does not compare with other weights.
 
     Raises:
-        UserError: if they cannot be read.
+        UserError: If the weights cannot be read.
     """
     loss, model, adapter = build_training_loss(config), config.model, config.adapter.name_or_path
     if loss is None or (loss.once is None and loss.reference is None):
         return None
-    # The seed gives what no file has: a new adapter, the rows of new tokens.
+    # The seed determines the weights that are in no file: those of a new adapter, and the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
         folders = {loss.key: fetch_snapshot(loss.reference, f"{loss.key}: reference")}
@@ -96,13 +104,18 @@ def compute_reference_digest(config: RunConfig) -> str | None:
 
 
 def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> None:
-    """Give the samples of ``data`` what the loss computes once, if it does.
+    """Attach to each set of samples of ``data`` the table of values that the loss computes once, if it does.
+
+    The tables may not exist yet; see :func:`find_missing_samples`.
 
     Args:
-        reference: from :func:`compute_reference_digest`.
+        config: Config of the run.
+        backend: Backend of this rank.
+        data: Data of the run, whose samples are changed.
+        reference: Result of :func:`compute_reference_digest`.
 
     Raises:
-        UserError: where that cannot be computed.
+        UserError: If the values cannot be computed under this backend or these settings.
     """
     loss = build_training_loss(config)
     if loss is None or loss.once is None:
@@ -124,7 +137,7 @@ def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str
 
 
 def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
-    """Of all that the numbers of ``samples`` depend on."""
+    """Compute a digest of everything that the values of ``samples`` depend on."""
     model, settings = config.model, config.data
     content = [
         name,
@@ -144,7 +157,7 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples, referenc
 
 
 def find_missing_samples(prepared: Prepared) -> list[Samples]:
-    """The samples whose numbers some rank's machine lacks; all ranks call it."""
+    """Find the sets of samples whose tables are missing on the machine of any rank. A collective call."""
     incomplete = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
         if isinstance(table := samples.computed, PrecomputedTable):
@@ -155,18 +168,19 @@ def find_missing_samples(prepared: Prepared) -> list[Samples]:
 
 
 def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
-    """Compute the numbers of ``wanted`` with the weights that ``engine`` has; all ranks call it."""
+    """Compute the tables of ``wanted`` with the current weights of ``engine``. A collective call."""
     for samples in wanted:
         table, samples.computed = samples.computed, None
         assert isinstance(table, PrecomputedTable)
         shapes: dict[str, list[int]] = {}
         rows = _compute_rows(prepared, engine, samples, shapes)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            # Ranks wait for one another for each part, and hosts for the lock of a cache that they share.
+            # Compute into a scratch folder first: a rank that waits for the lock of the cache would block the
+            # collectives of the other ranks.
             with create_scratch_folder("portable-computed") as draft:
                 write_table(draft, shapes, rows)
                 open_or_build(table.folder, table.check_intact, partial(copytree, draft, dirs_exist_ok=True))
-        for _ in rows:  # all ranks compute, whoever writes
+        for _ in rows:  # ranks that do not write take part in the collectives
             pass
         samples.computed = table
         prepared.backend.barrier()
@@ -175,7 +189,17 @@ def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
 def _compute_rows(
     prepared: Prepared, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
-    """Parts of the table, in order; fills ``shapes``. Ranks exchange what each computed."""
+    """Yield blocks of rows of the table, in the order of the samples. A collective call.
+
+    Args:
+        prepared: The run.
+        engine: Engine with the weights.
+        samples: Samples to compute values of.
+        shapes: Mapping to which the shape of each column is added before the first block is yielded.
+
+    Yields:
+        Values of consecutive samples of all ranks, float64 ``[samples, numbers]``.
+    """
     backend, size, remaining = prepared.backend, prepared.plan.micro_batch_size, len(samples)
     loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
     bar = tqdm(
@@ -202,12 +226,13 @@ def _compute_rows(
 
 
 def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.NDArray[Any]]) -> None:
-    """Write a row of numbers for each sample into an empty folder, in order.
+    """Write a table with one row for each sample into an empty folder.
 
     Args:
-        folder: of the table.
-        shapes: of the columns in a row, by name; known once there are rows.
-        rows: parts of ``[samples, numbers]``.
+        folder: Folder of the table.
+        shapes: Shape of one row of each column, keyed by the column's name. May be filled while ``rows`` is
+            read.
+        rows: Blocks of rows ``[samples, numbers]``, in order.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)
     for part in rows:
@@ -218,22 +243,31 @@ def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.N
     (folder / _META).write_text(json.dumps(meta), "utf-8")
 
 
+class TableContents(NamedTuple):
+    """Contents of a table of precomputed columns."""
+
+    shapes: dict[str, list[int]]
+    """Shape of one row of each column, keyed by the column's name."""
+    values: CheckedArray
+    """All columns side by side, flattened, float32 ``[samples, numbers]``."""
+
+
 @dataclass
 class PrecomputedTable:
-    """The columns that a folder has of each sample, from the start of the training on."""
+    """Columns that are computed for each sample before the training, in a folder of the cache."""
 
     folder: Path
-    _opened: tuple[dict[str, list[int]], CheckedArray] | None = field(default=None, init=False, repr=False)
+    _opened: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that prepares batches: the file is opened there."""
+        """Return the state for a data worker, which opens the file itself."""
         return {"folder": self.folder, "_opened": None}
 
-    def open(self) -> tuple[dict[str, list[int]], CheckedArray]:
-        """The shapes of the columns by name, and the numbers.
+    def open(self) -> TableContents:
+        """Open the table, if it is not open yet.
 
         Raises:
-            CacheDamagedError: if the folder does not exist or is damaged.
+            CacheDamagedError: If the folder does not exist or is damaged.
         """
         if self._opened is None:
             path = self.folder / _VALUES
@@ -243,7 +277,7 @@ class PrecomputedTable:
                 if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
                     raise CacheDamagedError(f"{path}: damaged")
                 sums = np.array(meta["sums"], dtype="<u4")
-                self._opened = meta["shapes"], CheckedArray(path, _FLOAT, sums, width)
+                self._opened = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
             except (CacheDamagedError, MemoryError):
                 raise
             except Exception as error:  # the file may hold any values
@@ -251,7 +285,10 @@ class PrecomputedTable:
         return self._opened
 
     def check_intact(self, _: Path) -> PrecomputedTable | None:
-        """This table, if it is whole."""
+        """Return this table if it can be opened, otherwise None.
+
+        The signature is the one of ``open_or_build``.
+        """
         try:
             self.open()
         except CacheDamagedError:
@@ -259,7 +296,7 @@ class PrecomputedTable:
         return self
 
     def __call__(self, indices: Sequence[int]) -> Arrays:
-        """The columns of some samples, float32 ``[len(indices), *shape]``."""
+        """Return the columns of some samples, float32 ``[len(indices), *shape]``, keyed by name."""
         shapes, values = self.open()
         rows, offset, arrays = values[list(indices)], 0, {}
         for name, shape in shapes.items():

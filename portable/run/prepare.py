@@ -1,4 +1,4 @@
-"""The second stage: tokenizer, data, the model on the meta device, the batch plan and the schedule."""
+"""The second stage: tokenizer, data, model on the meta device, batch plan, and schedule."""
 
 from __future__ import annotations
 
@@ -47,10 +47,20 @@ if TYPE_CHECKING:
 
 
 def prepare(resolved: Resolved, backend: Backend) -> Prepared:
-    """Build all of it. Before :meth:`Backend.start`: a search for a micro-batch starts groups of its own.
+    """Build the tokenizer, the data, the model on the meta device, the batch plan, and the schedule.
+
+    Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch size
+    starts process groups of its own.
+
+    Args:
+        resolved: Result of the first stage.
+        backend: Backend of this rank, which is not started yet.
+
+    Returns:
+        The prepared run.
 
     Raises:
-        UserError: for a model or data that cannot be used.
+        UserError: If the model or the data cannot be used.
     """
     resolved = resolve_precision(resolved)
     config = resolved.config
@@ -60,7 +70,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     if config.checkpoint.export == "like_base":
         from portable.model.pretrained import open_export_layout
 
-        open_export_layout(config.model)  # refused now, not after the last step
+        open_export_layout(config.model)  # otherwise the run would fail after the last step
     data = open_data(config, model_config, special_tokens)
     of_task = config.model.task if data.classes is None else data.classes.problem
     label_notes = [] if data.classes is None else _adopt_classes(data.classes, model_config, config, data)
@@ -144,7 +154,7 @@ def describe_frozen(model: PreTrainedModel) -> str:
 
 
 def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
-    """The data of a run, tokenized if it is not cached; before the labels decide the kind of problem."""
+    """Open the data of a run, and tokenize it if it is not cached."""
     classifies = config.model.task == "sequence-classification"
     return build_data(
         config.data,
@@ -160,7 +170,10 @@ def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens:
 
 
 def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
-    """``prepared`` with the micro-batch that fits every rank; all ranks call it."""
+    """Use the smallest micro-batch size of all ranks if ``train.micro_batch_size`` is ``auto``.
+
+    A collective call.
+    """
     if prepared.resolved.config.train.micro_batch_size != "auto":
         return prepared
     from portable.run import micro_batch
@@ -176,6 +189,7 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
 def _with_micro_batch(
     resolved: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
 ) -> RunConfig:
+    """Replace ``train.micro_batch_size: auto`` by the largest size that fits this rank's device."""
     config = resolved.config
     if config.train.micro_batch_size != "auto":
         return config
@@ -191,7 +205,11 @@ def _with_micro_batch(
 def _adopt_classes(
     classes: Classes, model_config: PretrainedConfig, config: RunConfig, data: Data
 ) -> list[str]:
-    """Give the model's config the classes of the labels; what they decide that the settings leave open."""
+    """Add the classes of the labels to the model's config.
+
+    Returns:
+        Notes about what the labels determine because the settings do not.
+    """
     notes = []
     problem, model_classes = (
         get_problem_type(model_config, config.model),
@@ -211,13 +229,13 @@ def _adopt_classes(
 def build_notes(
     resolved: Resolved, assembled: Assembled, model_config: PretrainedConfig, data: DataSizes
 ) -> list[str]:
-    """What may surprise the user before the first step, one line each.
+    """Build the notes and warnings that are printed before the first step, one line each.
 
     Args:
-        resolved: the run.
-        assembled: its model, and the adapter of it.
-        model_config: of its model.
-        data: how much there is.
+        resolved: The resolved run.
+        assembled: Model of the run, and its adapter.
+        model_config: Config of the model.
+        data: Number of samples, tokens and sources of the data.
     """
     lines = [
         f"note: {note}" for note in load_backend_package(resolved.config.backend).build_notes(resolved.config)

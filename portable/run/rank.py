@@ -1,13 +1,12 @@
-"""What one rank does in a launch: resolve, prepare, restore, train, finish; and how it fails."""
+"""Work of one rank in a launch: run the stages in order, and report failures to the other ranks."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import traceback
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
 from portable.run.custom_code import compute_code_digests, prepare_code
 from portable.run.evaluation import check_evaluation_data, evaluate_all
+from portable.run.garbage_collection import free_unreachable_objects
 from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.resolve import resolve
 from portable.run.restore import restore
@@ -44,51 +44,63 @@ _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO,
 _IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 
-def run_rank(
-    backend_name: str,
-    resolved: Resolved | RunConfig,
-    eval_only: bool = False,
-    profile: bool = False,
-    replay: int | None = None,
-    json_file: str | None = None,
-) -> int:
-    """Train, or resume, as one rank of this launch.
+@dataclass(frozen=True)
+class LaunchMode:
+    """Options of a launch that are not settings of the run.
+
+    Attributes:
+        eval_only: Whether to evaluate instead of training.
+        profile: Whether to write a trace of a few steps into ``profile`` in the run's folder.
+        replay: Number of a step, counted from 1, to repeat with :mod:`portable.run.replay` instead of
+            training. None to train.
+        json_file: Path of an additional file for the values of ``eval_only``. None for no file.
+    """
+
+    eval_only: bool = False
+    profile: bool = False
+    replay: int | None = None
+    json_file: str | None = None
+
+    @property
+    def writes_output(self) -> bool:
+        """Whether the launch trains, and so writes into ``output_dir``."""
+        return not self.eval_only and self.replay is None
+
+
+def run_rank(backend_name: str, resolved: Resolved | RunConfig, mode: LaunchMode | None = None) -> int:
+    """Run a launch on this rank: train, resume, evaluate, or repeat a step.
 
     Args:
-        backend_name: cpu, cuda or xla.
-        resolved: from our launcher. A config is resolved here: another program (torchrun) launched this rank.
-        eval_only: only evaluate.
-        profile: write a trace of a few steps into ``profile`` in the run's folder.
-        replay: only take this step again, with :mod:`portable.run.replay`.
-        json_file: where the values of ``eval_only`` are written, too.
+        backend_name: Name of the backend, such as ``cuda``.
+        resolved: Result of :func:`portable.run.resolve.resolve` in this program's launcher. If another
+            launcher such as torchrun started this rank, the config, which is resolved here.
+        mode: Options of the launch. None for plain training.
 
     Returns:
-        the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
+        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the run.
+
+    Raises:
+        UserError: If the config, the model, the data or a checkpoint is not valid, or device memory runs out.
+        RunError: If the run fails for another reason that is not a bug.
+        ReportedElsewhereError: If another rank has failed first.
     """
     prepare_open_files(int(os.environ.get("WORLD_SIZE", "1")))
     backend = create_backend(backend_name)
     set_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
     with RunLog(backend.rank) as log:
-        return _run(backend, resolved, log, eval_only, profile, replay, json_file)
+        return _run(backend, resolved, log, mode or LaunchMode())
 
 
-def _run(
-    backend: Backend,
-    resolved: Resolved | RunConfig,
-    log: RunLog,
-    eval_only: bool,
-    profile: bool,
-    replay: int | None,
-    json_file: str | None,
-) -> int:
+def _run(backend: Backend, resolved: Resolved | RunConfig, log: RunLog, mode: LaunchMode) -> int:
+    """Prepare the run, and connect the ranks."""
     config = resolved.config if isinstance(resolved, Resolved) else resolved
-    if isinstance(resolved, Resolved):  # otherwise settling does
+    if isinstance(resolved, Resolved):  # otherwise `resolve` does it
         prepare_code(config)
     output = open_output(config, backend.rank)
-    prepared = _try_prepare(backend, resolved, eval_only, replay)
+    prepared = _try_prepare(backend, resolved, mode)
     peers = PeerWatch(lambda failure: log.record_failure(RunError(failure.describe())))
     with peers:
-        return _run_with_peers(backend, prepared, output, log, peers, eval_only, profile, replay, json_file)
+        return _run_with_peers(backend, prepared, output, log, peers, mode)
 
 
 def _run_with_peers(
@@ -97,11 +109,18 @@ def _run_with_peers(
     output: Output,
     log: RunLog,
     peers: PeerWatch,
-    eval_only: bool,
-    profile: bool,
-    replay: int | None,
-    json_file: str | None,
+    mode: LaunchMode,
 ) -> int:
+    """Start the backend, agree on the run with the other ranks, and carry out the launch.
+
+    Args:
+        backend: Backend of this rank, which is not started yet.
+        prepared: The run, or the error that this rank raises once the ranks are connected.
+        output: Output of the run.
+        log: Log of the run.
+        peers: Connection to the other ranks, which is not started yet.
+        mode: Options of the launch.
+    """
     try:
         backend.start()
         peers.start()
@@ -110,13 +129,13 @@ def _run_with_peers(
         if prepared.config.log.memory_snapshot:
             backend.diagnostics.record_memory()
         prepared = with_agreed_micro_batch(prepared)
-        if eval_only:
-            return _evaluate_only(prepared, json_file)
-        if replay is not None:
+        if mode.eval_only:
+            return _evaluate_only(prepared, mode.json_file)
+        if mode.replay is not None:
             from portable.run.replay import replay_step
 
-            return replay_step(prepared, replay)
-        return train_run(prepared, output, log, peers, profile=profile)
+            return replay_step(prepared, mode.replay)
+        return train_run(prepared, output, log, peers, profile=mode.profile)
     except ReportedElsewhereError:
         peers.announce_end()
         raise
@@ -162,9 +181,9 @@ def _report_error(error: Exception, peers: PeerWatch) -> Exception:
     if first is None:
         return error
     if not peers.is_first:
-        # Ranks that hang or run out of memory have more to say than the failure that followed from it.
+        # The first failure explains more than an error of this rank that followed from it.
         return first.as_error()
-    # Our launcher names the rank itself.
+    # This program's launcher adds the rank to the message itself.
     if isinstance(error, UserError) or first.code != RUN_ERROR or launch.is_launched():
         return error
     if not isinstance(error, RunError):
@@ -172,15 +191,16 @@ def _report_error(error: Exception, peers: PeerWatch) -> Exception:
     return RunError(f"{first.describe()}{'' if isinstance(error, RunError) else ' (traceback above)'}")
 
 
-def _try_prepare(
-    backend: Backend, resolved: Resolved | RunConfig, eval_only: bool, replay: int | None
-) -> Prepared | UserError:
-    """The run, or of several ranks why this one has none: they end together."""
+def _try_prepare(backend: Backend, resolved: Resolved | RunConfig, mode: LaunchMode) -> Prepared | UserError:
+    """Resolve and prepare the run.
+
+    If there are several ranks, an error is returned instead of raised, so that all ranks fail together once
+    they are connected.
+    """
     try:
         if not isinstance(resolved, Resolved):
-            writes = not eval_only and replay is None
-            resolved = resolve(resolved, backend.name, writes=writes)
-        if replay is not None:  # compiled layers cannot be looked into
+            resolved = resolve(resolved, backend.name, writes=mode.writes_output)
+        if mode.replay is not None:  # hooks of modules do not run in compiled layers
             resolved = replace(
                 resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
             )
@@ -192,7 +212,7 @@ def _try_prepare(
 
 
 def _agree(prepared: Prepared, output: Output) -> None:
-    """Raise UserError on all ranks if one was started with other settings, files or versions."""
+    """Raise UserError on all ranks if a rank has other settings, files or library versions."""
     facts = {
         "output_dir": output.agreed,
         "the text of data.source (its fingerprint)": prepared.data.fingerprint,
@@ -204,6 +224,17 @@ def _agree(prepared: Prepared, output: Output) -> None:
 
 
 def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
+    """Evaluate the model of the latest checkpoint, print the values, and write them to files.
+
+    A collective call.
+
+    Args:
+        prepared: The run.
+        json_file: Path of an additional file for the values, or None.
+
+    Returns:
+        The exit code.
+    """
     check_evaluation_data(prepared.data)
     place = prepared.resolved.place
     source = choose_resume_source(prepared.config, open_checkpoints(place))
@@ -233,7 +264,11 @@ def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
 
 
 def _explain_write_error(error: OSError, output: Output) -> RunError | UserError | None:
-    """What the user can do about a write into the output folder that failed; None if it was no such write."""
+    """Build the error for a failed write into the output folder, with a remedy.
+
+    Returns:
+        The error to raise. None if ``error`` does not come from a write into the output folder.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         latest = open_checkpoints(output.place).find_latest()
         return RunError(
@@ -246,7 +281,7 @@ def _explain_write_error(error: OSError, output: Output) -> RunError | UserError
             f"output_dir: {output.work} cannot be written to: {error.strerror}; check the file system and "
             f"run the same command to go on; last good checkpoint: {latest or 'none'}"
         )
-    # Something else is in the file's place: a link, a folder, a device.
+    # The path is not a regular file but a link, a folder or a device.
     path = str(error.filename or "")
     if error.errno in _IN_THE_WAY and path.startswith(f"{output.work}{os.sep}"):
         return UserError(f"output_dir: {path} cannot be written to: {error.strerror}; move it away")
@@ -254,7 +289,7 @@ def _explain_write_error(error: OSError, output: Output) -> RunError | UserError
 
 
 def _write_memory_snapshot(backend: Backend, output: Output) -> str:
-    """Write ``log.memory_snapshot`` of this rank; returns its place."""
+    """Write the memory snapshot of this rank (``log.memory_snapshot``), and return its path or URL."""
     name = f"memory/rank{backend.rank}.pickle"
     backend.diagnostics.dump_memory(make_path_inside(output.work, name))
     return str(output.place / name)
@@ -263,10 +298,18 @@ def _write_memory_snapshot(backend: Backend, output: Output) -> str:
 def _build_out_of_memory_error(
     search: Search, sequences: int, step: int | None, output: Output, snapshot: str | None
 ) -> UserError:
-    """The error of a rank that ran out of device memory, with what would fit."""
+    """Build the error of a rank that ran out of device memory, with settings that would fit.
+
+    Args:
+        search: Search for a micro-batch that fits.
+        sequences: Sequences of a micro-batch on each device when memory ran out.
+        step: Step in which memory ran out, or None if it was before the first step.
+        output: Output of the run.
+        snapshot: Path or URL of the memory snapshot, or None if none was written.
+    """
     from portable.run import micro_batch
 
-    gc.collect()
+    free_unreachable_objects()
     when = "at the start" if step is None else f"in step {step}"
     message = (
         f"train.micro_batch_size: out of memory {when} with {sequences} sequences at a time; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -42,17 +42,19 @@ _SHOWN = 160  # characters of a sample's text
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What became of one micro-batch.
+    """Result of one micro-batch of the repeated step.
 
     Attributes:
-        rank: that took it.
-        number: within the rank's share of the step, from 1.
-        first_sample: of the run's order.
-        samples: how many, in a row.
-        tokens: of these, that count.
-        loss: the mean over them.
-        module: the first whose output was not finite, by name and class; None where all were finite.
-        bad_sample: the first sample of which that output was not finite, where it has a row for each.
+        rank: Rank that processed the micro-batch.
+        number: Number within the rank's part of the step, counted from 1.
+        first_sample: Index of the first sample, in the order of the run.
+        samples: Number of consecutive samples.
+        tokens: Number of tokens that count in the loss.
+        loss: Mean loss of these tokens.
+        module: Name and class of the first module whose output was not finite, or None if all outputs were
+            finite.
+        bad_sample: Index of the first sample with such an output, or None if the output has no row for each
+            sample.
     """
 
     rank: int
@@ -66,13 +68,19 @@ class MicroBatch:
 
 
 def replay_step(run: Prepared, step: int) -> int:
-    """Print what happens in ``step``, counted from 1; all ranks call it.
+    """Repeat a step, and print its losses, outputs and gradients that are not finite. A collective call.
+
+    Starts from the last checkpoint before the step.
+
+    Args:
+        run: The run.
+        step: Number of the step, counted from 1.
 
     Returns:
-        the exit code, 0, whatever was found.
+        The exit code 0, regardless of the result.
 
     Raises:
-        UserError: if the run has no such step, or does not get there.
+        UserError: If the run has no such step, or an earlier step is not finite.
     """
     backend = run.backend
     if not 1 <= step <= run.steps:
@@ -109,7 +117,7 @@ def replay_step(run: Prepared, step: int) -> int:
 
 
 def _find_checkpoint_before(run: Prepared, step: int) -> Place | None:
-    """The newest checkpoint from which ``step`` is still to come; None: from the start."""
+    """Return the newest checkpoint before ``step``, or None to start at the beginning."""
     complete = open_checkpoints(run.resolved.place).list_complete()
     before: list[Place] = [folder for done, folder in complete if done < step]
     if before:
@@ -123,6 +131,7 @@ def _find_checkpoint_before(run: Prepared, step: int) -> Place | None:
 def _take_steps_before(
     step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> None:
+    """Train until the step before ``step``."""
     start = progress.step
     for _ in iter_steps(run, engine, batches, progress, step - 1):
         pass
@@ -133,22 +142,31 @@ def _take_steps_before(
         raise UserError(f"--replay: step {earlier} before it is not finite; use --replay {earlier}")
 
 
+class HookedStep(NamedTuple):
+    """Forward and backward passes of a step, without its update."""
+
+    micro_batches: list[MicroBatch]
+    """Results of this rank's micro-batches."""
+    loss: Tensor
+    """Loss of the global batch, a device scalar."""
+
+
 def _run_with_hooks(
     run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
-) -> tuple[list[MicroBatch], Tensor]:
-    """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""
+) -> HookedStep:
+    """Run the forward and backward passes of the next step while checking the output of each module."""
     backend, plan = run.backend, run.plan
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(engine.objective.compute_weight(batch) for batch in step_batches))
     (all_tokens,) = backend.read([valid])
-    # The first sample of this rank's share; where all ranks are one program, of the whole batch.
+    # Index of the first sample in this rank's share of the global batch.
     share = plan.global_batch_size // plan.world_size
     first = progress.samples + plan.rank * share
     results, losses = [], []
     for index, batch in enumerate(step_batches):
         backend.seed(plan.compute_dropout_seed(progress.samples, index))
         rows, tokens = batch["labels"].shape[0], engine.objective.compute_weight(batch)
-        if backend.one_program:  # whose loss is that of all ranks
+        if backend.one_program:  # the loss includes the samples of all ranks
             tokens = backend.read([backend.total(tokens)])[0]
         with _Outputs(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
@@ -168,11 +186,14 @@ def _run_with_hooks(
                 bad_sample=None if row is None or row < 0 else first + index * rows + row,
             )
         )
-    return results, backend.sum(torch.stack(losses).sum())
+    return HookedStep(results, backend.sum(torch.stack(losses).sum()))
 
 
 def drop_duplicates(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Of ranks that share layers, and so take the same samples: the first, or the first with a bad output."""
+    """Keep one result for each micro-batch, because tensor-parallel ranks process the same samples.
+
+    Prefers the result of a rank that has found an output that is not finite.
+    """
     taken: dict[int, MicroBatch] = {}
     for micro_batch in micro_batches:
         if (
@@ -184,12 +205,12 @@ def drop_duplicates(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 class _Outputs:
-    """Looks at what each module of a model gives, in the order in which they are done.
+    """Checks the output of each module for values that are not finite, within a context.
 
     Attributes:
-        names: of the modules, with their classes.
-        flags: for each a scalar on the device: the first row (sample) whose output is not finite, or -1 where
-            some output without such rows is not; ``rows`` where all is finite.
+        names: Names and classes of the modules, in the order in which their forward passes end.
+        flags: For each output, a scalar on the device: the first row (sample) that is not finite, -1 if an
+            output without a row for each sample is not finite, or ``rows`` if the output is finite.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
@@ -294,7 +315,12 @@ def _format_row(batch: MicroBatch) -> tuple[str, str]:
 
 
 def _format_sample(run: Prepared, position: int) -> str:
-    """A sample of the run's order, for a person."""
+    """Format a sample with its document, source and the beginning of its text.
+
+    Args:
+        run: The run.
+        position: Index of the sample, in the order of the run.
+    """
     samples = run.data.train
     epoch, index = samples.locate(position, run.config.seed)
     documents = samples.list_documents(index)

@@ -1,7 +1,7 @@
-"""The first stage: from the user's config to the one that runs, before any rank starts.
+"""The first stage: resolve and check the user's config before any rank starts.
 
-Every file that a config names is read and checked here, once. The launcher hands the result to its ranks,
-which resolve nothing again: they compare a digest of it.
+Every file that a config names is read and checked here once. The launcher sends the result to its ranks,
+which do not resolve the config again. The ranks compare a digest of the result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portable.adapters.settings import resolve_adapter as settled_adapter
+from portable.adapters.settings import resolve_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.config.changed_settings import find_unset_changes
@@ -38,24 +38,27 @@ def resolve(
     writes: bool = True,
     downloads: bool | None = None,
 ) -> Resolved:
-    """Resolve and check a config. Opens no device.
+    """Resolve and check a config. Does not open a device.
 
     Args:
-        config: as the user gave it.
-        backend_name: cpu, cuda or xla.
-        ranks: that this process will start; 1 where it is a rank itself.
-        writes: whether the run writes into ``output_dir``.
-        downloads: whether data may be downloaded; by default if the run writes.
+        config: Config as the user wrote it.
+        backend_name: Name of the backend, such as ``cuda``.
+        ranks: Number of ranks that this process will start, or 1 if this process is a rank itself.
+        writes: Whether the launch writes into ``output_dir``.
+        downloads: Whether data may be downloaded. None to download data only if the launch writes.
+
+    Returns:
+        The resolved run.
 
     Raises:
-        UserError: for what cannot run.
+        UserError: If a setting is not valid, or if settings do not work together or on this machine.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(ranks)
     place = place_of("output_dir", config.output_dir)
     existing = read_existing_run(place)
-    check(config)  # as it was given, which messages can name
-    config = settled_adapter(package.adopt(config, world))
+    check(config)  # before settings are replaced, so that messages show the user's values
+    config = resolve_adapter(package.adopt(config, world))
     resolved_values: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
         precision = _find_resumed_precision(config, existing) or package.choose_default_precision(
@@ -86,7 +89,7 @@ def resolve(
 
 
 def resolve_precision(resolved: Resolved) -> Resolved:
-    """``resolved`` with the precision that ``auto`` means on this rank's device."""
+    """Replace ``precision: auto`` by the precision for the device of this rank."""
     config = resolved.config
     if config.precision != "auto":
         return resolved
@@ -95,14 +98,17 @@ def resolve_precision(resolved: Resolved) -> Resolved:
 
 
 def plan_first_rank(config: RunConfig, world: World) -> BatchPlan:
-    """The batch plan of rank 0; of one sequence at a time where the micro-batch is still to be found."""
+    """Compute the batch plan of rank 0, and check that the global batch can be divided.
+
+    The plan assumes a micro-batch of one sequence if ``train.micro_batch_size`` is still ``auto``.
+    """
     if config.train.micro_batch_size == "auto":
         config = config.replaced({"train.micro_batch_size": 1})
     return plan_batches(config, world_size=world.ranks, rank=0, devices_per_rank=world.devices_per_rank)
 
 
 def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
-    """The precision of the run that this one resumes: it keeps it on any machine."""
+    """Return the precision of the run or checkpoint to resume, which must not change."""
     if existing.config is not None:
         return existing.config.precision
     if config.checkpoint.resume in ("auto", "never"):

@@ -1,4 +1,4 @@
-"""The third stage: an engine with its weights in place, and the position of the run."""
+"""The third stage: build the engine, and load weights or a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,12 +46,18 @@ def restore(
     """Build the engine and load its weights. A collective call.
 
     Args:
-        prepared: the run.
-        source: the checkpoint to resume from, possibly another program's; None to start.
-        checkpoints: the run's own. If ``source`` is one of them and damaged, an older one is used.
+        prepared: The run.
+        source: Checkpoint to resume from, possibly of another program. None for a new run.
+        checkpoints: Checkpoints in the output folder. If ``source`` is one of them and damaged, an older one
+            is used. None if no other checkpoint may be used.
+
+    Returns:
+        The engine, and the position at which the run continues.
 
     Raises:
-        UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
+        UserError: If ``source`` does not belong to this run.
+        DamagedError: If ``source`` and all older checkpoints are damaged.
+        RunError: If only another rank could not read ``source``.
     """
     try:
         restored = _restore(prepared, source, checkpoints)
@@ -65,6 +71,7 @@ def restore(
 
 
 def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None) -> Restored:
+    """Build the engine, and load the newest checkpoint that all ranks can read; see :func:`restore`."""
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_given()
@@ -83,7 +90,7 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
     )
     external = (
         None if source in own_checkpoints else _adopt_external(prepared, source)
-    )  # before the model is touched
+    )  # before the engine is built, because it may raise
     candidates = own_checkpoints[own_checkpoints.index(source) :] if source in own_checkpoints else [source]
     stored = (
         partial(_read_tensors, candidates, backend)
@@ -97,14 +104,14 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
     for candidate in candidates:
         outcome: Progress | DamagedError
         try:
-            # As text, because one of them may be a folder and the other a URL.
+            # Compared as text, because one may be a folder and the other a URL.
             same_folder = str(resolve_links(candidate)).startswith(
                 f"{resolve_links(prepared.resolved.place)}/"
             )
             outcome = load(engine, candidate, external, prepared, same_folder=same_folder)
         except DamagedError as error:
             outcome = error
-        # A rank reads only its own shards, so it sees only their damage.
+        # A rank reads only its own shards, so it only notices damage of these.
         unreadable = backend.reduce_any(isinstance(outcome, DamagedError))
         if not unreadable and isinstance(outcome, Progress):
             if checkpoints is not None and backend.rank == 0:
@@ -117,7 +124,7 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
 
 
 def _find_uncomputed(prepared: Prepared) -> list[Samples]:
-    """The samples that lack what the loss computes with the weights that the run starts from."""
+    """Find the samples for which the loss needs values of the start weights that are not computed yet."""
     if prepared.config.train.loss is None:
         return []
     from portable.run.precompute import find_missing_samples
@@ -132,7 +139,15 @@ def _begin(
     prepared: Prepared,
     uncomputed: list[Samples],
 ) -> None:
-    """Give ``engine`` all the weights that the run starts from, and compute with them what is missing."""
+    """Load the weights that the run starts from, and compute the values that the loss needs of them.
+
+    Args:
+        engine: Engine to fill.
+        blueprint: Recorded initialization of the model.
+        pretrained: Pretrained weights, or None for a model with random weights.
+        prepared: The run.
+        uncomputed: Samples for which values are computed with these weights.
+    """
     _initialize(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
         engine.load_weights(
@@ -161,13 +176,13 @@ def _read_tensors(candidates: Sequence[Place], backend: Backend) -> Mapping[str,
     for candidate in candidates:
         try:
             return _open(candidate, backend).tensors
-        except CheckpointError:  # reported when it is loaded
+        except CheckpointError:  # `load` reports it
             continue
     return {}
 
 
 def _open(source: Place, backend: Backend) -> Checkpoint:
-    """Open a checkpoint of this program for the slices of this rank."""
+    """Open a checkpoint of this program, reading only what this rank needs."""
     rank = backend.rank, backend.world_size
     return open_checkpoint(source, rank=rank, build_once=build_once if backend.world_size > 1 else None)
 
@@ -175,6 +190,13 @@ def _open(source: Place, backend: Backend) -> Checkpoint:
 def _set_aside(
     damaged: list[tuple[Place, DamagedError | None]], checkpoints: Checkpoints[Any], instead: Place
 ) -> None:
+    """Mark damaged checkpoints, and warn about each of them. Only called on rank 0.
+
+    Args:
+        damaged: Damaged checkpoints, each with the error of this rank. None if only another rank failed.
+        checkpoints: Checkpoints of the run.
+        instead: Checkpoint from which the run continues.
+    """
     for folder, reason in damaged:
         aside = checkpoints.set_aside(folder)
         why = to_one_line(reason or "another rank could not read it")
@@ -182,7 +204,11 @@ def _set_aside(
 
 
 def _adopt_external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
-    """What ``source`` holds for this run, if another program wrote it."""
+    """Open a checkpoint of another program, and match it to the run. A collective call.
+
+    Returns:
+        The matched checkpoint, or None if this program wrote ``source``.
+    """
     from portable.checkpoint.external import open_for_model
     from portable.checkpoint.resume_external import adopt_checkpoint
 
@@ -231,7 +257,7 @@ def load(
         UserError: If the checkpoint belongs to another run of this program.
     """
     try:
-        with convert_storage_errors("checkpoint.resume"):  # a store out of reach is no damage
+        with convert_storage_errors("checkpoint.resume"):  # not damage of the checkpoint
             if external is not None:
                 if prepared.adapter is not None:
                     blueprint = _build_blueprint(prepared)
@@ -269,7 +295,7 @@ def load(
                     f"{prepared.config.train.loss} compares with have changed since; restore them, or "
                     "choose another output_dir"
                 )
-            if prepared.adapter is not None:  # the checkpoint holds nothing else
+            if prepared.adapter is not None:  # the checkpoint only contains the adapter
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)
                 blueprint = _build_blueprint(prepared)
                 _initialize(engine, blueprint, _open_pretrained(prepared, blueprint), prepared)
@@ -361,13 +387,14 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared, *, chang
 
 
 def _build_blueprint(prepared: Prepared) -> InitialWeights:
-    """The model whose weights the run starts from: with an adapter, the base model."""
+    """Return the recorded initialization of the model, or of the base model if there is an adapter."""
     if prepared.adapter is not None:
         return prepared.adapter.blueprint
     return InitialWeights.from_model(prepared.model, prepared.config.model.function)
 
 
 def _open_pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeights | None:
+    """Open the pretrained weights, or return None if the model starts from random weights."""
     settings = prepared.config.model
     if settings.from_scratch:
         return None
@@ -379,7 +406,7 @@ def _open_pretrained(prepared: Prepared, blueprint: InitialWeights) -> Pretraine
 def _initialize(
     engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: Prepared
 ) -> None:
-    """Load the initial or pretrained weights of the model, or of the base model under an adapter."""
+    """Load the initial or pretrained weights of the model, or of the base model if there is an adapter."""
     config, adapter = prepared.config, prepared.adapter
 
     def load_weights(weights: Mapping[str, ReadableTensor]) -> None:
@@ -405,7 +432,7 @@ def _initialize(
         for note in (*pretrained.build_notes(), *notes):
             tell(note)
     if pretrained.missing:
-        # A new head, for example: initialize what the checkpoint lacks, then load the rest.
+        # Some weights are missing, such as those of a new head: initialize them, then load the others.
         missing = set(pretrained.missing)
         load_weights({name: weight for name, weight in draw_weights().items() if name in missing})
     load_weights(pretrained.found)

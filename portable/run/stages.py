@@ -1,4 +1,4 @@
-"""What the stages of a run make: values, which every later stage reads and none changes."""
+"""Results of the stages of a run. Later stages read them, and no stage changes the result of another."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run as it will be trained.
+    """Resolved config of a run, with the facts that resolving it has found. Result of the first stage.
 
     Attributes:
-        config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
-            where only a rank may open the device to find out: see
+        config: Config in which ``backend: auto`` and the values of a DeepSpeed JSON are resolved.
+            ``precision`` is still ``auto`` if only a rank may open the device to choose it; see
             :func:`portable.run.resolve.resolve_precision`.
-        place: what ``output_dir`` names.
-        existing: the run that ``place`` held already.
-        world: the ranks of this launch.
-        unset: Settings that this launch does not set and takes from the existing run, by key. Only those that
-            would otherwise differ.
+        place: Folder or URL of ``output_dir``.
+        existing: The run that ``output_dir`` already contains, possibly empty.
+        world: Ranks and devices of this launch.
+        unset: Settings that this launch does not set and takes from the existing run, keyed by setting.
+            Contains only settings whose values would otherwise differ.
     """
 
     config: RunConfig
@@ -51,31 +51,31 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every later stage reads.
+    """Everything that a rank builds before it loads weights. Result of the second stage.
 
     Attributes:
-        resolved: what the launcher resolved.
-        config: the same with the micro-batch that ``auto`` came to.
-        backend: of this rank.
-        model_config: as it is saved with the weights.
-        data: tokenizer, samples and their order.
-        model: on the meta device until an engine fills it.
-        adapter: in ``model``; None if all of it is trained.
+        resolved: Result of the first stage.
+        config: Config of the run, in which ``train.micro_batch_size: auto`` is replaced by a number.
+        backend: Backend of this rank.
+        model_config: Config of the model, as it is saved with the weights.
+        data: Tokenizer, samples, and their order.
+        model: Model on the meta device. An engine fills it later.
+        adapter: Adapter in ``model``, or None if the model itself is trained.
         names: Names and shapes of the tensors of ``model`` in published files.
-        grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
-        architecture: class of ``model``, before anything wraps it.
-        parameters: of ``model``, tied ones counted once.
-        trained: how many of them are trained.
-        frozen: Description of the parts that text does not reach. Empty if there are none.
-        flops_per_token: forward and backward, as the PaLM paper counts.
-        plan: how this rank goes through a global batch.
-        steps: length of the schedule.
-        until: the step at which this launch ends.
-        schedule: learning rate by step.
-        metrics: the metrics of an evaluation.
-        best_tracker: compares evaluations; None if nothing follows from them.
-        reference: a digest of the weights that the loss compares with; None without such.
-        notes: what may surprise the user, one line each.
+        grown_from: Rows of the vocabulary before ``data.added_tokens``, or None if no rows were added.
+        architecture: Name of the class of ``model``, before a strategy wraps it.
+        parameters: Number of parameters of ``model``. Tied parameters are counted once.
+        trained: Number of trained parameters.
+        frozen: Description of the parameters that text input does not reach. Empty if there are none.
+        flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
+        plan: Division of a global batch into the micro-batches of this rank.
+        steps: Length of the schedule in optimizer steps.
+        until: Step at which this launch ends.
+        schedule: Function that returns the learning rate of a step.
+        metrics: Metrics of an evaluation.
+        best_tracker: Tracker for best checkpoints and early stopping, or None if both are off.
+        reference: Digest of the weights that the loss compares with, or None if the loss has no reference.
+        notes: Notes and warnings for the user, one line each.
     """
 
     resolved: Resolved
@@ -104,14 +104,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Restored:
-    """A model ready to train.
+    """Engine that is ready to train. Result of the third stage.
 
     Attributes:
-        engine: with its weights, and its optimizer's state where there is any.
-        progress: the position of the run; the training loop moves it on.
-        source: the checkpoint it comes from; None for a new run.
-        external: what ``source`` holds, where another program wrote it.
-        changes: Settings that differ from the checkpoint's.
+        engine: Engine with its weights, and with the optimizer state if the run resumes.
+        progress: Position of the run, which the training loop advances.
+        source: Checkpoint from which the run resumes, or None for a new run.
+        external: Contents of ``source`` if another program wrote it, otherwise None.
+        changes: Settings that differ from the settings of the checkpoint.
     """
 
     engine: Engine

@@ -1,8 +1,7 @@
-"""The fourth stage: the run's folder, what happens beside the steps, and the steps."""
+"""The fourth stage: open the output folder, restore the run, build its callbacks, and train."""
 
 from __future__ import annotations
 
-import gc
 import json
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from portable.run.checkpointing import Saving
 from portable.run.custom_callbacks import list_callback_names, load_callbacks
 from portable.run.evaluation import Evaluations, describe_end
 from portable.run.finish import export_with_card, finish, format_headline, sample
+from portable.run.garbage_collection import freeze_existing_objects
 from portable.run.restore import restore
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ EXIT_DONE, EXIT_STOPPED = 0, 75
 
 
 class DeviceMemoryError(Exception):
-    """A training step ran out of device memory.
+    """Raised if a training step runs out of device memory.
 
     Attributes:
-        step: which, counted from 1.
+        step: Number of the step, counted from 1.
     """
 
     def __init__(self, step: int) -> None:
@@ -60,20 +60,20 @@ class DeviceMemoryError(Exception):
 def train_run(
     prepared: Prepared, output: Output, log: RunLog, peers: PeerWatch, *, profile: bool = False
 ) -> int:
-    """Train in ``output`` from where its run stands; all ranks call it.
+    """Train in ``output``, starting from its latest checkpoint. Must be called on all ranks.
 
     Args:
-        prepared: the run.
-        output: kept from other runs meanwhile.
-        log: gets its file in ``output``.
+        prepared: The run.
+        output: Output folder, which is locked against other runs during the training.
+        log: Log of the run. Its file is opened in ``output``.
         peers: Connection to the other ranks.
-        profile: write a trace of a few steps.
+        profile: Whether to write a trace of a few steps.
 
     Returns:
-        the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
+        The exit code: 0 if the schedule or ``train.stop_after`` is reached, 75 if a signal stopped the run.
 
     Raises:
-        DeviceMemoryError: a step ran out of device memory.
+        DeviceMemoryError: If a step runs out of device memory.
     """
     with convert_storage_errors("output_dir"), ExitStack() as stack:
         hub = _lock_output(prepared, output, stack)
@@ -98,7 +98,7 @@ def train_run(
         run.callbacks = [callback for callback in ordered if callback is not None]
         for line in (*prepared.notes, format_headline(prepared, restored)):
             reporter.say(line)
-        with _freeze_gc(), ExitStack() as opened:  # closes the last first
+        with freeze_existing_objects(), ExitStack() as opened:  # closes in reverse order
             for callback in run.callbacks:
                 opened.callback(callback.close)
             opened.callback(prepared.data.train.close)
@@ -123,7 +123,16 @@ def train_run(
 
 
 def _lock_output(prepared: Prepared, output: Output, stack: ExitStack) -> Hub | None:
-    """Keep other runs away from the folder, and make the repository on the hub, if any."""
+    """Lock the output folder, and create the repository on the hub if ``hub.push`` is set. A collective call.
+
+    Only rank 0 locks and creates. The lock is released when ``stack`` is closed.
+
+    Returns:
+        The repository on rank 0. None on other ranks, and if nothing is pushed.
+
+    Raises:
+        UserError: If another run holds the lock, the folder has changed, or the repository cannot be created.
+    """
     error: UserError | None = None
     hub: Hub | None = None
     try:
@@ -142,14 +151,15 @@ def _lock_output(prepared: Prepared, output: Output, stack: ExitStack) -> Hub | 
 
 
 def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restored]:
-    """Open the folder, and restore the run that is to go on there."""
+    """Open the output folder, and restore the run from its latest checkpoint. A collective call."""
     config, backend = prepared.config, prepared.backend
-    output.open(lambda: _estimate_shard_bytes(prepared))  # which only a bucket needs
+    output.open(lambda: _estimate_shard_bytes(prepared))  # only a bucket needs the estimate
     checkpoints = output.open_checkpoints(keep=config.checkpoint.keep)
     source = choose_resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
     restored = restore(prepared, source, checkpoints)
-    # A checkpoint of another folder may stand where this run began, and a user may have deleted some.
+    # Forget best checkpoints that do not exist here, because the run started from another folder or because a
+    # user has deleted them.
     present = {step for step, _ in checkpoints.list_complete()}
     eval_history = restored.progress.eval_history
     eval_history.best = [entry for entry in eval_history.best if entry[0] in present]
@@ -167,7 +177,7 @@ def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restor
 
 
 def _estimate_shard_bytes(prepared: Prepared) -> int:
-    """About the size of a rank's shards of a checkpoint."""
+    """Estimate the size of this rank's shards of a checkpoint in bytes."""
     from portable.planner.meta_model import inspect
 
     train = prepared.config.train
@@ -175,7 +185,7 @@ def _estimate_shard_bytes(prepared: Prepared) -> int:
 
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
-    """Write some samples for the report, which needs no data then."""
+    """Write some samples into the output folder, so that the report does not need the data."""
     can = prepared.config.model.task == "causal-lm" and bool(prepared.data.opened)
     if can and not (output.work / PREVIEW_FILE).exists():
         shown = build_preview(prepared.data, SHOWN, prepared.config.seed).as_json()
@@ -184,7 +194,7 @@ def _write_preview(prepared: Prepared, output: Output) -> None:
 
 def _build_watchdog(run: Run, output: Output, peers: PeerWatch) -> Watchdog:
     def report(line: str) -> None:
-        peers.leave()  # the other ranks report where they hang, too
+        peers.leave()  # otherwise the other ranks would end before they report where they hang
         launch.report_hang(line)
         output.publish_soon(at_once=True)
 
@@ -214,19 +224,8 @@ def _build_uploads(run: Run, output: Output, hub: Hub) -> Uploads:
 
 
 @contextmanager
-def _freeze_gc() -> Iterator[None]:
-    """Within this context the model and the libraries stay: no collection need visit them."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
 def _translate_errors(run: Run) -> Iterator[None]:
-    """Within this context, tell memory that has run out and dead workers from other errors."""
+    """Convert errors of the steps within this context: out of device memory, and workers that have died."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Uploads of exports to the hub, in the background; on rank 0."""
+"""Uploads of exports to the hub in the background. Only used on rank 0."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.callbacks import Callback
 from portable.checkpoint.store import run_in_background
@@ -24,17 +24,27 @@ if TYPE_CHECKING:
     from portable.output.hub import Hub
 
 
-class Uploads(Callback):
-    """Uploads one export at a time. No failure ends the run; :meth:`finish` tells what is missing.
+class UploadOutcome(NamedTuple):
+    """Result of all uploads of a launch."""
 
-    A checkpoint that comes while another is uploaded waits, and gives way to a newer one: uploads that are
-    slower than saves do not pile up.
+    url: str | None
+    """Address of the repository. None if it does not have the final model."""
+    problems: list[str]
+    """Descriptions of what was not uploaded, one line each."""
+
+
+class Uploads(Callback):
+    """Callback that uploads exports to the hub, one at a time.
+
+    If a checkpoint is completed during an upload, it waits. A newer checkpoint replaces a waiting one, so
+    that uploads do not fall behind if they are slower than saves. A failed upload only prints a warning;
+    :meth:`finish` reports what is missing.
 
     Args:
-        hub: where to.
-        export: writes the export of a checkpoint into a folder.
-        scratch: a local folder for that.
-        checkpoints: whether every checkpoint is uploaded.
+        hub: Repository on the hub.
+        export: Function that writes the export of a checkpoint into a folder.
+        scratch: Local folder for the exports.
+        checkpoints: Whether to upload every checkpoint, or only the final model.
     """
 
     def __init__(
@@ -50,14 +60,15 @@ class Uploads(Callback):
         self._worker: Future[None] | None = None
         self._missed = 0
         self._reason = ""
-        shutil.rmtree(scratch, ignore_errors=True)  # of a killed launch
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed launch
 
-    def completed(self, run: Run, checkpoint: Place) -> None:
+    def handle_completed_checkpoint(self, run: Run, checkpoint: Place) -> None:
+        """Request an upload of the checkpoint if every checkpoint is uploaded."""
         if self._checkpoints:
             self.add(checkpoint)
 
     def add(self, checkpoint: Place) -> None:
-        """Upload the export of a complete checkpoint soon."""
+        """Request an upload of the export of a complete checkpoint. Returns at once."""
         with self._lock:
             if self._waiting is not None:
                 self._missed, self._reason = self._missed + 1, "a newer one came"
@@ -66,30 +77,30 @@ class Uploads(Callback):
                 self._worker = run_in_background(self._upload_waiting, name="hub")
 
     def list_steps_in_use(self) -> set[int]:
-        """The steps of checkpoints that are still to be read."""
+        """Return the steps of checkpoints that are waiting for an upload or being read."""
         with self._lock:
             steps = [parse_step(place.name) for place in (self._waiting, self._reading) if place is not None]
         return {step for step in steps if step is not None}
 
-    def finish(self, final: Place | None, checkpoint: Place | None) -> tuple[str | None, list[str]]:
-        """Wait for what is under way, and upload the final model.
+    def finish(self, final: Place | None, checkpoint: Place | None) -> UploadOutcome:
+        """Wait for the upload in progress, and upload the final model.
 
         Args:
-            final: its folder or URL; None if the run is not complete.
-            checkpoint: that it was made from.
+            final: Folder or URL of the final model. None if the run is not complete.
+            checkpoint: Checkpoint that the final model was exported from.
 
         Returns:
-            the URL of the repository if it has the final model, and a line for what is missing there.
+            The address of the repository, and descriptions of failed uploads.
         """
         if final is not None:
             with self._lock:
-                self._waiting = None  # the final model takes its place
+                self._waiting = None  # the final model is uploaded instead
         while (worker := self._worker) is not None:
             worker.result()
-        url, lines = None, []
+        url, problems = None, list[str]()
         if self._missed:
             missed = format_count(self._missed, "checkpoint")
-            lines.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
+            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
         if final is not None and checkpoint is not None:
             message = f"Final model, step {parse_step(checkpoint.name)}"
             try:
@@ -98,14 +109,15 @@ class Uploads(Callback):
                 else:
                     url = self._upload(checkpoint, message)
             except Exception as error:
-                lines.append(
+                problems.append(
                     f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
                     + ("" if not in_store(final) else "copy it to a local folder, FOLDER, and run: ")
                     + self._hub.format_upload_command("FOLDER" if in_store(final) else final)
                 )
-        return url, lines
+        return UploadOutcome(url, problems)
 
     def _upload_waiting(self) -> None:
+        """Upload waiting checkpoints until none is left. Runs in a background thread."""
         while True:
             with self._lock:
                 self._reading, self._waiting = self._waiting, None
@@ -118,18 +130,19 @@ class Uploads(Callback):
                 self._record_failure(error)
 
     def _upload(self, checkpoint: Place, message: str) -> str:
-        """Export a checkpoint and upload it; return the repository's URL."""
+        """Export a checkpoint, upload the export, and return the URL of the repository."""
         folder = self._scratch / checkpoint.name
         try:
             self._scratch.mkdir(parents=True, exist_ok=True)
             self._export(checkpoint, folder)
             with self._lock:
-                self._reading = None  # it may be deleted now
+                self._reading = None  # the checkpoint may be deleted now
             return self._hub.push(folder, message)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _record_failure(self, error: Exception) -> None:
+        """Record a failed upload, and print a warning about the first failure."""
         with self._lock:
             first, self._missed, self._reason = not self._missed, self._missed + 1, to_one_line(error)
         if first:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from portable.backend import Diagnostics
+from portable.backend import Diagnostics, DriverMemory
 from portable.config import load_config
 from portable.engines import memory_trial
 from portable.errors import UserError
@@ -178,7 +178,7 @@ def refusal_of_a_gpu(folder: Path, corpus: Path) -> str:
     settings = {"strategy": "no_shard", "train__micro_batch_size": 16}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "KEPT_FOR_COLLECTIVES", 0)
-        patch.setattr(Diagnostics, "query_driver_memory", lambda _: (0, 12 * MIB))
+        patch.setattr(Diagnostics, "query_driver_memory", lambda _: DriverMemory(0, 12 * MIB))
         return refusal(folder, corpus, settings, [30, 30], 0)
 
 

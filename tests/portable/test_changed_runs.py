@@ -15,7 +15,7 @@ from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import EVENTS_FILE, read_metrics
-from portable.run.rank import run_rank
+from portable.run.rank import LaunchMode, run_rank
 from tests.runs import (
     TINY_MODEL,
     configured,
@@ -158,10 +158,10 @@ def test_commands_that_read_the_run_do_not_take_other_data(
     other = write_corpus(tmp_path / "text")
     other.write_text(other.read_text().replace("loss", "cost"))
     config = configured(finished, corpus, **CONSTANT, data__source=str(other))
-    commands: tuple[dict[str, Any], ...] = ({"eval_only": True}, {"replay": 6})
-    for options in commands:
+    modes = (LaunchMode(eval_only=True), LaunchMode(replay=6))
+    for mode in modes:
         with pytest.raises(UserError, match="was trained on other tokens"):
-            run_rank("cpu", config, **options)
+            run_rank("cpu", config, mode)
 
 
 def test_run_without_a_checkpoint_is_replaced(tmp_path: Path, corpus: Path) -> None:

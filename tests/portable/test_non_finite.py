@@ -26,7 +26,7 @@ from portable.optim.non_finite_updates import MAX_STREAK, NEW_COUNTERS, Health, 
 from portable.registry import create_backend
 from portable.reporting.metrics import read_events, read_metrics
 from portable.run.prepare import prepare
-from portable.run.rank import run_rank
+from portable.run.rank import LaunchMode, run_rank
 from portable.run.resolve import resolve
 from tests.engines import Engines
 from tests.runs import TINY_MODEL, configured
@@ -99,7 +99,7 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
         contextlib.redirect_stderr(err),
     ):
         try:
-            run_rank(config.backend, config, replay=step)
+            run_rank(config.backend, config, LaunchMode(replay=step))
         except (RunError, ReportedElsewhereError) as error:
             print(f"error: {error}", file=err)
     return out.getvalue(), err.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -10,9 +9,9 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -36,7 +35,7 @@ EIGHT = "checkpoints/step-000008"
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
     monkeypatch.setattr("portable.converters.storage.object_store.FIRST_WAIT", 0.01)
-    monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
+    monkeypatch.setattr("portable.run.train.freeze_existing_objects", nullcontext)
 
 
 class Remote:

@@ -23,7 +23,7 @@ from portable import train
 from portable.callbacks import Run
 from portable.config import RunConfig, keys
 from portable.reporting.profiling import RECORDED
-from portable.run.rank import run_rank
+from portable.run.rank import LaunchMode, run_rank
 from portable.terminal import set_quiet
 from tests.ranks import RankPool
 from tests.runs import configured
@@ -134,7 +134,7 @@ def test_a_tracker_of_ones_own(
 
 
 def profiled(folder: Path, corpus: Path) -> int:
-    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), profile=True)
+    return run_rank("cpu", configured(folder, corpus, train__micro_batch_size=3), LaunchMode(profile=True))
 
 
 def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.backend import Diagnostics, measure_host_memory
+from portable.backend import Diagnostics, DriverMemory, MemoryUsage, measure_host_memory
 from portable.errors import require
 from portable.formatting import format_count
 from portable.paths import get_default_cache_dir
@@ -145,11 +145,11 @@ class XlaBackend:
     def barrier(self) -> None:
         self.reduce_any(False)
 
-    def measure_memory(self) -> tuple[int, int]:
+    def measure_memory(self) -> MemoryUsage:
         if not runtime.is_on_tpu():
             return measure_host_memory()
         info = _read_memory_info()
-        return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
+        return MemoryUsage(info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"]))
 
     def get_shape_multiple(self, precision: str) -> int | None:
         return None  # the compiler pads by undocumented rules
@@ -166,11 +166,11 @@ class XlaBackend:
 class TpuDiagnostics(Diagnostics):
     """The TPU runtime's counters; none on virtual devices."""
 
-    def query_driver_memory(self) -> tuple[int, int] | None:
+    def query_driver_memory(self) -> DriverMemory | None:
         if not runtime.is_on_tpu():
             return None
         info = _read_memory_info()
-        return info["bytes_used"], info["bytes_limit"]
+        return DriverMemory(info["bytes_used"], info["bytes_limit"])
 
 
 def _choose_compilation_cache(setting: str) -> Path | None:
