@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from benchmarks.loops import Turn
     from portable.backend import Backend
+    from portable.engines.fsdp.offload import HostCopies
     from portable.run.stages import Prepared
 
 START = "spawn"
@@ -539,8 +540,9 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
         for _ in range(rounds):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            found[TO_HOST].append(timed(engine._host_copies.fetch_gradients, device))
-            found[TO_DEVICE].append(timed(engine._host_copies.copy_back, device))
+            copies: HostCopies = engine._host_copies
+            found[TO_HOST].append(timed(copies.fetch_gradients, device))
+            found[TO_DEVICE].append(timed(copies.copy_back, device))
         del engine, parameters, parameter
     free_memory(device)
     with _engine(case, device, folder, {}) as (run, engine):

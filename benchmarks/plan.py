@@ -123,7 +123,7 @@ def measure(config: RunConfig, ranks: int) -> int:
         batch = build_fake_batch(model, request)
         weights = InitialWeights.from_model(model).build_weights(0)
         with allocations() as recording:
-            engine = module.prepare(model, config, machine, at_stop)
+            engine = module.build_engine(model, config, machine, at_stop)
             engine.load_weights(weights)
             valid = torch.tensor(BATCH * LENGTH)
             for _ in range(STEPS):

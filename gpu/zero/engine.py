@@ -26,7 +26,7 @@ from portable.gpu.zero import nvme, private_api
 from portable.gpu.zero import optimizer as zero_optimizer
 from portable.gpu.zero import runtime as zero_runtime
 from portable.gpu.zero.deepspeed_loss_scale import DeepSpeedLossScale
-from portable.gpu.zero.footprint import footprint
+from portable.gpu.zero.footprint import compute_zero_footprint
 from portable.gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from portable.gpu.zero.saving import ZeroSaver
 from portable.gpu.zero.settings import ModelSizes, build_settings
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
-def check(config: RunConfig, device_type: str) -> None:
+def check_deepspeed(config: RunConfig, device_type: str) -> None:
     """Raise UserError for what this machine's DeepSpeed cannot do."""
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
@@ -79,7 +79,7 @@ def check(config: RunConfig, device_type: str) -> None:
         nvme.check(config, deepspeed)
 
 
-def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
+def apply_deepspeed_json(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
     """The config with the values of its DeepSpeed JSON in place of defaults."""
     if config.deepspeed.config is None:
         return config
@@ -88,14 +88,14 @@ def adopt(config: RunConfig, device_type: str, world_size: int) -> RunConfig:
     return config if document is None else deepspeed_json.adopt(config, document, world_size)
 
 
-def notes(config: RunConfig, device_type: str) -> list[str]:
+def build_deepspeed_notes(config: RunConfig, device_type: str) -> list[str]:
     """Notes on the run's DeepSpeed JSON, one line each."""
     zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
     return [] if document is None else deepspeed_json.build_notes(config, document)
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
+def build_engine(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """See :class:`portable.engines.engine_interface.EngineModule`."""
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
@@ -159,7 +159,8 @@ def _make_swap_folder(model: nn.Module, config: RunConfig, machine: Machine, at_
     """Create an empty folder for this run's swap files, and remove it at the end."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        per_rank = footprint(inspect(model, config.train), config, Cluster(machine.world_size, local)).disk
+        cluster = Cluster(machine.world_size, local)
+        per_rank = compute_zero_footprint(inspect(model, config.train), config, cluster).disk
         nvme.check_room(config, per_rank * local)
         folder = nvme.get_swap_folder(config)
         shutil.rmtree(folder, ignore_errors=True)
@@ -340,7 +341,8 @@ class ZeroEngine:
         stored = match_stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         base = private_api.get_basic_optimizer(self._engine)
-        samples = zero_optimizer.restore_param_groups(base, self._settings, checkpoint.optimizer)
+        zero_optimizer.restore_param_groups(base, self._settings, checkpoint.optimizer)
+        samples = zero_optimizer.build_state_samples(base, self._settings)
         self._partitions.load_optimizer(stored.optimizer, samples)
         if self._scaler is not None:
             self._scaler.load(checkpoint.root)

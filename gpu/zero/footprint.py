@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.derived_defaults import ZERO
 from portable.engines.communication_volume import compute_internode_bytes, count_elements
+from portable.engines.fsdp.footprint import PassMemory
 from portable.gpu.zero import buckets
 from portable.gpu.zero.checks import OPTIMIZERS
 from portable.planner.memory_model import (
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from portable.planner.parameter_inventory import Inventory, Weight
 
 
-def settings(config: RunConfig) -> Iterator[StrategySetting]:
+def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
     """What ZeRO adds to :func:`portable.engines.footprint.settings`."""
     train = config.train
     if train.optimizer in OPTIMIZERS or _is_elementwise(train):
@@ -56,7 +57,7 @@ def _is_elementwise(train: TrainConfig) -> bool:
     return custom_optimizer.is_elementwise(train) and not custom_optimizer.constructs_state(train)
 
 
-def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_zero_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
     return _Zero(model, config, cluster).compute_footprint()
 
@@ -181,7 +182,7 @@ class _Zero(_Shares):
             traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
         else:
             traffic = Traffic(per_step=summed + compute * learning * links)
-        passes, layers, at_end = self._compute_pass_bytes()
+        pass_memory = self._compute_pass_memory()
         in_update, sent = compute_muon_cost(self._model, compute, self._ranks, replicated=False)
         traffic = replace(traffic, per_step=traffic.per_step + sent)
         network = Traffic(
@@ -193,9 +194,9 @@ class _Zero(_Shares):
             gradients=gradients,
             optimizer=0 if on_host else master + moments,
             compute="cast",
-            gathered=passes,
-            in_layers=layers,
-            at_end=at_end,
+            gathered=pass_memory.before_layers,
+            in_layers=pass_memory.in_layers,
+            at_end=pass_memory.at_end,
             in_update=self._compute_update_bytes() + in_update,
             # Stages 1 and 2 also save the compute copy.
             also_saved=compute * learning if self._stage < 3 else 0,
@@ -318,7 +319,7 @@ class _Zero(_Shares):
 
     # -- temporary -----------------------------------------------------------------------------------------
 
-    def _compute_pass_bytes(self) -> tuple[int, int, int]:
+    def _compute_pass_memory(self) -> PassMemory:
         """Bytes of buffers, gathered parameters and unreduced gradients: before the backward pass reaches the
         layers, in them, and at the end, when few activations are left."""
         bucket = self._get_size("reduce_bucket_size")
@@ -334,7 +335,7 @@ class _Zero(_Shares):
                 buffer + cast * min(bucket, self._learning) + (compute + cast) * self._count_unbucketed(layer)
             )
             share_copy = compute * self._shard  # a copy of this rank's share after the reduction
-            return (
+            return PassMemory(
                 buffer,
                 layers,
                 buffer + share_copy + (compute + cast) * self._count_unbucketed(self._largest_gradient),
@@ -352,7 +353,8 @@ class _Zero(_Shares):
         if coming > live:  # gathering continues during the pass
             there, layers = there + compute * row, layers + compute * row
         end = (compute + 2 * MASTER) * self._count_unbucketed(self._largest_gradient)
-        return there, layers, MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
+        at_end = MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
+        return PassMemory(there, layers, at_end)
 
     def _count_unbucketed(self, elements: int) -> int:
         """``elements`` if a gradient of that size is too large for a bucket, else 0."""

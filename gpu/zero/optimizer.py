@@ -85,11 +85,20 @@ def build(
     return forced
 
 
-def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> dict[str, Any]:
-    """Restore what groups have of a user's optimizer; returns the types of its state, if they matter."""
+def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> None:
+    """Restore the parameter groups of a custom optimizer. A no-op for built-in optimizers."""
+    if names_code(train.optimizer):
+        restore_groups(optimizer.param_groups, stored)
+
+
+def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
+    """Build one sample value per state entry of a custom optimizer, with the type that a restored value gets.
+
+    Returns:
+        The samples by state name. Empty for a built-in optimizer, whose state has known types.
+    """
     if not names_code(train.optimizer):
         return {}
-    restore_groups(optimizer.param_groups, stored)
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
     samples = custom_optimizer.build_sample_state(train)
     return {k: v for k, v in samples.items() if not (on_device and getattr(v, "shape", None) == ())}

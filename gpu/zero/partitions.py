@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -104,7 +104,7 @@ class FlatPartitions:
         self._fragments = [
             list(_iter_group_fragments(group, row, rank * flat.numel(), flat.numel(), names))
             for (group, row), flat in zip(
-                private_api.iter_flat_groups(zero_optimizer), self._flats, strict=True
+                private_api.list_flat_groups(zero_optimizer), self._flats, strict=True
             )
         ]
         self._stale = False
@@ -112,7 +112,7 @@ class FlatPartitions:
     def list_matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
         """The matrices of each flat partition, see :mod:`portable.optim.muon`; vectors have none."""
         matrices = {}
-        for (group, row), flat in zip(private_api.iter_flat_groups(self._zero), self._flats, strict=True):
+        for (group, row), flat in zip(private_api.list_flat_groups(self._zero), self._flats, strict=True):
             matrices[flat] = [
                 matrix
                 for parameter in group
@@ -156,6 +156,13 @@ class FlatPartitions:
             self._stale = False
 
 
+class _ElementRange(NamedTuple):
+    """Elements ``start`` to ``stop`` of a parameter, in row-major order."""
+
+    start: int
+    stop: int
+
+
 class ShardedPartitions:
     """ZeRO-3: one flat partition per sub-group, in memory or on NVMe."""
 
@@ -167,7 +174,7 @@ class ShardedPartitions:
             fragments, offset = [], 0
             for parameter in group:
                 size = private_api.get_shard_size(parameter)
-                start, stop = self._get_slice(parameter)
+                start, stop = self._get_local_range(parameter)
                 fragments.append(Fragment(names[parameter], start, stop, offset))
                 offset += size
             self._fragments.append(fragments)
@@ -236,7 +243,7 @@ class ShardedPartitions:
         Returns:
             the shard in fp32 on the host, padding included, if ``exact``.
         """
-        start, stop = self._get_slice(parameter)
+        start, stop = self._get_local_range(parameter)
         exact_shard = torch.zeros(private_api.get_shard_size(parameter)) if exact else None
         if stop > start:
             with private_api.shard(parameter) as shard:
@@ -246,11 +253,11 @@ class ShardedPartitions:
         private_api.drop_secondary_shard(parameter)
         return exact_shard
 
-    def _get_slice(self, parameter: Any) -> tuple[int, int]:
+    def _get_local_range(self, parameter: Any) -> _ElementRange:
         """The elements of ``parameter`` that this rank holds."""
         size, full = private_api.get_shard_size(parameter), private_api.get_full_size(parameter)
         start = min(self._rank * size, full)
-        return start, min(start + size, full)
+        return _ElementRange(start, min(start + size, full))
 
 
 class _SwappedIn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.private import Package
 
@@ -104,9 +104,19 @@ def save_files_by(engine: Any, save: Any) -> bool:
 # -- stages 1 and 2 --------------------------------------------------------------------------------------
 
 
-def iter_flat_groups(zero_optimizer: Any) -> Iterator[tuple[list[Any], Tensor]]:
+class FlatGroup(NamedTuple):
+    """A parameter group of ZeRO-1 or 2."""
+
+    parameters: list[Any]
+    """Parameters in the compute type."""
+    flat_tensor: Tensor
+    """Flat tensor that the parameters are views of."""
+
+
+def list_flat_groups(zero_optimizer: Any) -> list[FlatGroup]:
     """For each parameter group its compute-type parameters, and the flat tensor that they are views of."""
-    return zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
+    groups = zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
+    return [FlatGroup(parameters, flat_tensor) for parameters, flat_tensor in groups]
 
 
 def gather_compute_copies(zero_optimizer: Any) -> None:

@@ -89,7 +89,7 @@ class TorchBackend:
         self._counts = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
         _set_fp32_products("high" if tf32 else "highest", tf32)
-        self._engine = import_engine_part(config.strategy, "engine").prepare(
+        self._engine = import_engine_part(config.strategy, "engine").build_engine(
             model, config, self._build_machine(self.rank), self._at_stop
         )
         return self._engine

@@ -46,7 +46,7 @@ class MeasuredEngine(Engine, Protocol):
 class EngineModule(Protocol):
     """The interface of ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
 
-    def prepare(
+    def build_engine(
         self, model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack
     ) -> MeasuredEngine:
         """Shard a model from the meta device over the ranks. The weights stay unset.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.config.derived_defaults import ZERO
 from portable.engines.fsdp import footprint as fsdp
@@ -22,14 +22,16 @@ def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
-    adopted: RunConfig = import_engine_part(ZERO[0], "engine").adopt(config, "cpu", cluster.devices)
+    adopted: RunConfig = import_engine_part(ZERO[0], "engine").apply_deepspeed_json(
+        config, "cpu", cluster.devices
+    )
     return adopted
 
 
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield StrategySetting("no_shard")
-    yield from import_engine_part(ZERO[0], "footprint").settings(config)
+    yield from import_engine_part(ZERO[0], "footprint").iter_zero_settings(config)
     yield StrategySetting("shard_grad_op")
     yield StrategySetting("full_shard")
     yield StrategySetting("full_shard", "cpu")
@@ -49,10 +51,9 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.strategy in ZERO:
-        of_zero: Footprint = import_engine_part(config.strategy, "footprint").footprint(
-            model, config, cluster
-        )
-        return of_zero
+        zero: Any = import_engine_part(config.strategy, "footprint")
+        zero_footprint: Footprint = zero.compute_zero_footprint(model, config, cluster)
+        return zero_footprint
     one_device = cluster.devices == 1 and config.memory.offload_params != "cpu"
     if config.strategy == "no_shard" or one_device:
         return fsdp.compute_replicated_footprint(model, config, cluster)

@@ -73,7 +73,9 @@ def run_memory_trial(
     torch.zeros(1, requires_grad=True).backward()  # autograd may start threads, whose stacks are not tried
     with torch.random.fork_rng(devices=devices), limit, start_fake_ranks(machine) as at_stop:
         try:
-            steps(import_engine_part(config.strategy, "engine").prepare(build(), config, machine, at_stop))
+            steps(
+                import_engine_part(config.strategy, "engine").build_engine(build(), config, machine, at_stop)
+            )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

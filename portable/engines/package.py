@@ -74,7 +74,9 @@ class TorchPackage(TorchDevice):
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:
             return config
-        adopted: RunConfig = import_engine_part(ZERO[0], "engine").adopt(config, self.name, world.ranks)
+        adopted: RunConfig = import_engine_part(ZERO[0], "engine").apply_deepspeed_json(
+            config, self.name, world.ranks
+        )
         return adopted
 
     def check(self, config: RunConfig, world: World) -> None:
@@ -95,7 +97,7 @@ class TorchPackage(TorchDevice):
 
             compiling.check(config, world.ranks, self.compiler)
         if config.strategy in ZERO:
-            import_engine_part(config.strategy, "engine").check(config, self.name)
+            import_engine_part(config.strategy, "engine").check_deepspeed(config, self.name)
         # The ranks that this process will start are all on this node.
         shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
@@ -104,7 +106,7 @@ class TorchPackage(TorchDevice):
             return []
         if not self.runs_zero:
             return [f"deepspeed.config has no effect: DeepSpeed does not run on backend {self.name}"]
-        zero_notes: list[str] = import_engine_part(ZERO[0], "engine").notes(config, self.name)
+        zero_notes: list[str] = import_engine_part(ZERO[0], "engine").build_deepspeed_notes(config, self.name)
         return zero_notes
 
     def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:

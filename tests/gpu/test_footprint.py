@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from portable.planner.meta_model import inspect
 from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
+
+if TYPE_CHECKING:
+    from portable.gpu.zero.engine import ZeroEngine
 
 # Sizes that no number of ranks divides; one group of parameters is larger than a bucket, one smaller.
 MODEL = {
@@ -87,7 +90,8 @@ def on_host_by_zero(engine: Any) -> int:
     zero = engine._engine.optimizer
     if int(engine._engine.zero_optimization_stage()) == 3:
         flats = zero.fp32_partitioned_groups_flat
-        buffers = [zero.grad_partitions_flat_buffer, *engine._exact.values()]
+        zero_engine: ZeroEngine = engine
+        buffers = [zero.grad_partitions_flat_buffer, *zero_engine._exact.values()]
         if zero.offload_param:
             buffers += [p.ds_tensor for p in engine.model.parameters()]
     else:

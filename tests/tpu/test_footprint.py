@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,9 @@ from portable.tpu.xla.footprint import footprint
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK, XlaPool
 
+if TYPE_CHECKING:
+    from portable.tpu.xla.optim import XlaOptimizer
+
 
 def kept(config: RunConfig) -> tuple[int, int]:
     """Bytes of parameters and of optimizer state on the first device."""
@@ -31,7 +34,7 @@ def kept(config: RunConfig) -> tuple[int, int]:
     backend.start()
     try:
         engine: Any = restore(prepare(resolved, backend), None).engine
-        optimizer = engine._optimizer
+        optimizer: XlaOptimizer = engine._optimizer
         state = [t for tensors in optimizer.tensors().values() for t in tensors.values()]
         return on_first_device(engine.model.parameters()), on_first_device([*state, optimizer._steps])
     finally:

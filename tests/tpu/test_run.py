@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -36,6 +36,10 @@ from tests.parity import opened
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK, XlaPool
+
+if TYPE_CHECKING:
+    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.optim import XlaOptimizer
 
 ROOT = Path(__file__).parents[2]
 BATCH: dict[str, Any] = {
@@ -86,8 +90,9 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
 
         for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
             step(length, scale)
-        for name, (share, decay) in engine._optimizer._factors.items():
-            engine._optimizer._factors[name] = share, 2 * decay
+        optimizer: XlaOptimizer = engine._optimizer
+        for name, factors in optimizer._factors.items():
+            optimizer._factors[name] = factors._replace(weight_decay=2 * factors.weight_decay)
         step(16, 2.0)
     return said
 
@@ -119,7 +124,8 @@ def odd_state(config: RunConfig) -> tuple[float, float, int]:
     staged = stage_shards(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
     spare = min(float(shard.data.min()) for shard in staged["spare"].shards)
     (counter,) = staged["counter"].shards
-    return spare, float(engine._optimizer.scalars()["spare"]["step"]), int(counter.data)
+    optimizer: XlaOptimizer = engine._optimizer
+    return spare, float(optimizer.scalars()["spare"]["step"]), int(counter.data)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -182,7 +188,8 @@ def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
 def graph_of_a_step(config: RunConfig) -> str:
     with opened(config) as trial:
         trial.step()
-        (text,) = trial.engine.graphs._texts["step"].values()
+        graphs: Graphs = trial.engine.graphs
+        (text,) = graphs._texts["step"].values()
     return str(text)
 
 

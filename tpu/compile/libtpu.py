@@ -11,7 +11,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from portable.tpu.compile.messages import assign_devices, messages
 
@@ -110,6 +110,21 @@ class ExecutableMemory:
     aliased: int
     """Bytes of arguments whose buffers results take over."""
     temporary: int
+
+
+class CostEstimate(NamedTuple):
+    """Estimate of the compiler's cost analysis for one device. A value is 0 if the compiler has none."""
+
+    flops: float
+    bytes_accessed: float
+
+
+class ResultType(NamedTuple):
+    """Element type and shape of one result of an executable."""
+
+    element_type: int
+    """A ``PJRT_Buffer_Type``."""
+    shape: list[int]
 
 
 class Libtpu:
@@ -302,15 +317,15 @@ class Executable:
             *self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
         )
 
-    def read_cost(self) -> tuple[float, float]:
+    def read_cost(self) -> CostEstimate:
         """FLOPs and bytes accessed of one device, by the compiler's cost analysis; 0 where it has none."""
         _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
         analysis = _read_named_values(array, count)
         numbers = (analysis.get("flops"), analysis.get("bytes accessed"))
         flops, accessed = (float(number) if isinstance(number, int | float) else 0.0 for number in numbers)
-        return flops, accessed
+        return CostEstimate(flops, accessed)
 
-    def read_results(self) -> list[tuple[int, list[int]]]:
+    def read_result_types(self) -> list[ResultType]:
         """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""
         _, kinds, count = self._library.call("PJRT_Executable_OutputElementTypes", self.handle)[:3]
         _, _, sizes, ranks = self._library.call("PJRT_Executable_OutputDimensions", self.handle)[:4]
@@ -319,7 +334,7 @@ class Executable:
         dim_counts = (ctypes.c_size_t * count).from_address(ranks)
         dimensions = iter((ctypes.c_int64 * sum(dim_counts)).from_address(sizes))
         return [
-            (kind, [next(dimensions) for _ in range(rank)])
+            ResultType(kind, [next(dimensions) for _ in range(rank)])
             for kind, rank in zip((ctypes.c_int * count).from_address(kinds), dim_counts, strict=True)
         ]
 

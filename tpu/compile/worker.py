@@ -126,7 +126,7 @@ def measure_graph(
         large: elements from which a value is listed.
         seconds: that it took to compile.
     """
-    memory, (flops, accessed) = executable.read_memory(), executable.read_cost()
+    memory, cost = executable.read_memory(), executable.read_cost()
     report = analyze_module(executable.read_program(), devices, large)
     notes = []
     if report.unknown_loops:
@@ -138,8 +138,8 @@ def measure_graph(
         alias_bytes=memory.aliased,
         temporary_bytes=memory.temporary,
         code_bytes=memory.code,
-        flops=flops + report.looped_flops,
-        bytes_accessed=accessed + report.looped_bytes,
+        flops=cost.flops + report.looped_flops,
+        bytes_accessed=cost.bytes_accessed + report.looped_bytes,
         compile_seconds=round(seconds, 2),
         collectives=report.collectives,
         large_values=report.large_values,

@@ -239,7 +239,7 @@ class DryChip:
         assignment, size = self._store_text(build.device_assignment.SerializeToString())
         self.programs[executable.handle] = CompiledProgram(
             measure_graph(executable, "a program", chips, self._large, seconds),
-            [Buffer.from_sizes(*result) for result in executable.read_results()],
+            [Buffer.from_sizes(*result) for result in executable.read_result_types()],
             (assignment, size, assignment, _get_address(_FREES_NOTHING)),
         )
         arguments[4] = executable.handle

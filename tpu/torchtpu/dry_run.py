@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,6 +34,8 @@ from portable.tpu.torchtpu import torch_tpu_internals
 from portable.tpu.torchtpu.dry_chip import DryChip
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from portable.config import RunConfig
     from portable.registry import CompileTarget
     from portable.tpu.compile.libtpu import Topology
@@ -42,6 +44,16 @@ _NOTE = (
     "one graph stands for the {programs} programs of a step, which libtpu compiled one by one; its memory is "
     "the most that their buffers took"
 )
+
+
+class DryRunRequest(NamedTuple):
+    """Input of the process that runs the step."""
+
+    config: RunConfig
+    tpu_slice: TpuSlice
+    libtpu_path: Path
+    large_value_elements: int
+    """Number of elements from which a value of a program is listed."""
 
 
 def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
@@ -59,7 +71,7 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
         answer = ask(
             "from portable.tpu.torchtpu.dry_run import main; main()",
             folder / "answer.json",
-            request=(config, wanted, library.path, target.large or NO_VALUES),
+            request=DryRunRequest(config, wanted, library.path, target.large or NO_VALUES),
             environment=wanted.build_environment(dict(os.environ)) | _launch_environment(wanted),
             failure=lambda *ended: (
                 f"--compile: a step of {config.model.key} cannot be traced ({explain_exit(*ended)})"
@@ -91,9 +103,10 @@ def _launch_environment(wanted: TpuSlice) -> dict[str, str]:
 
 
 def main() -> None:
-    config, wanted, library, large = read_request()
-    os.environ["TPU_LIBRARY_PATH"] = str(library)
-    topology = Libtpu(library).open_topology(wanted.name, **wanted.options)
+    request: DryRunRequest = read_request()
+    config, wanted = request.config, request.tpu_slice
+    os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
+    topology = Libtpu(request.libtpu_path).open_topology(wanted.name, **wanted.options)
     answer = {"compiler": topology.compiler, "hbm_bytes": wanted.get_hbm_bytes(topology)}
 
     def refuse(error: CompileError) -> None:
@@ -101,7 +114,7 @@ def main() -> None:
         write_answer_and_exit(answer | {"graphs": [graph]})
 
     try:
-        chip = DryChip(topology, large, refuse)
+        chip = DryChip(topology, request.large_value_elements, refuse)
         step = run_step(config, topology, chip)
         answer |= {"graphs": [asdict(step)], "programs": len(chip.programs)}
     except Exception as error:  # not past here: Python would end beneath threads that call it

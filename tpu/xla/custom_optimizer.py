@@ -218,7 +218,7 @@ def build_xla_optimizer(
     layout: MeshLayout,
     device_parameters: Parameters,
     compute: torch.dtype,
-) -> Any:
+) -> XlaOptimizer | XlaUserOptimizer:
     """Build a :class:`portable.tpu.xla.optim.XlaOptimizer`, or :class:`XlaUserOptimizer` for a custom one."""
     if names_code(settings.optimizer):
         return XlaUserOptimizer(settings, model, layout, device_parameters)

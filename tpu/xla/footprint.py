@@ -190,7 +190,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
-    orthogonal, exchanged = _compute_orthogonalization_costs(model, compute, group)
+    orthogonalization = _compute_orthogonalization_cost(model, compute, group)
     per_pass = (sums.gathers + sums.scattered) * compute * share
     apart = sum(w.elements for w in model.trained) - sums.learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
@@ -214,13 +214,20 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         gathered=gathered + sums.copied,
         in_layers=in_layers + sums.copied,
         # The state is updated in place.
-        in_update=orthogonal + (gradients * compute // MASTER if whole_step else 0),
-        links=Traffic(per_pass=per_pass + summed, per_step=exchanged),
+        in_update=orthogonalization.memory_bytes + (gradients * compute // MASTER if whole_step else 0),
+        links=Traffic(per_pass=per_pass + summed, per_step=orthogonalization.sent_bytes),
         network=Traffic(per_pass=between),
     )
 
 
-def _compute_orthogonalization_costs(model: Inventory, compute: int, group: int) -> tuple[int, float]:
+class _OrthogonalizationCost(NamedTuple):
+    """Bytes that Muon's update takes in addition to its state, and bytes that a device sends in it."""
+
+    memory_bytes: int
+    sent_bytes: float
+
+
+def _compute_orthogonalization_cost(model: Inventory, compute: int, group: int) -> _OrthogonalizationCost:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and
@@ -235,4 +242,4 @@ def _compute_orthogonalization_costs(model: Inventory, compute: int, group: int)
         default=0,
     )
     moved = sum(count * math.prod(shape) for shape, count in alike.items())
-    return compute * most, 2 * compute * moved * (group - 1) / group**2
+    return _OrthogonalizationCost(compute * most, 2 * compute * moved * (group - 1) / group**2)

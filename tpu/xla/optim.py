@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,6 +60,13 @@ class Inputs:
     stacked: bool
 
 
+class UpdateResult(NamedTuple):
+    """Result of an update of one parameter, in fp32."""
+
+    parameter: Tensor
+    state: State
+
+
 class UpdateRule(Protocol):
     """The update of one parameter, or of a stack of them."""
 
@@ -68,7 +75,7 @@ class UpdateRule(Protocol):
     def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         """Where the state is kept; it starts as zeros."""
 
-    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> UpdateResult:
         """The new parameter and state."""
 
 
@@ -83,14 +90,14 @@ class XlaAdamW:
     def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> UpdateResult:
         (beta1, beta2), gradient = self._betas, inputs.gradient
         first = inputs.state["exp_avg"].lerp(gradient, 1 - beta1)
         second = inputs.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
         root = (second / _compute_bias_correction(beta2, inputs.step)).sqrt() + self._eps
         decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
         moved = decayed - inputs.rate / _compute_bias_correction(beta1, inputs.step) * (first / root)
-        return moved, {"exp_avg": first, "exp_avg_sq": second}
+        return UpdateResult(moved, {"exp_avg": first, "exp_avg_sq": second})
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
@@ -109,12 +116,12 @@ class XlaSgd:
     def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
-    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> UpdateResult:
         gradient = inputs.gradient + inputs.parameter * inputs.decay
         if not self._momentum:
-            return inputs.parameter - inputs.rate * gradient, {}
+            return UpdateResult(inputs.parameter - inputs.rate * gradient, {})
         buffer = inputs.state["momentum_buffer"] * self._momentum + gradient
-        return inputs.parameter - inputs.rate * buffer, {"momentum_buffer": buffer}
+        return UpdateResult(inputs.parameter - inputs.rate * buffer, {"momentum_buffer": buffer})
 
 
 class XlaAdafactor:
@@ -133,7 +140,7 @@ class XlaAdafactor:
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
 
-    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> UpdateResult:
         rule, parameter, gradient, state = self._rule, inputs.parameter, inputs.gradient, inputs.state
         fresh, rate = rule.compute_new_share(inputs.step), rule.limit_rate(inputs.rate, inputs.step)
         if rule.scaled:
@@ -149,7 +156,7 @@ class XlaAdafactor:
             variance = rule.estimate(rows, columns, rows.mean(dim=-2, keepdim=True))
         change = gradient * rule.compute_inverse_root(variance)
         clipped = change / adafactor.compute_update_divisor(_compute_rms(change, inputs.stacked))
-        return parameter * (1 - inputs.rate * inputs.decay) - rate * clipped, new
+        return UpdateResult(parameter * (1 - inputs.rate * inputs.decay) - rate * clipped, new)
 
 
 def _compute_rms(tensor: Tensor, stacked: bool) -> Tensor:
@@ -157,6 +164,13 @@ def _compute_rms(tensor: Tensor, stacked: bool) -> Tensor:
     if not stacked:
         return tensor.square().mean().sqrt()
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
+
+
+class MuonUpdates(NamedTuple):
+    """Orthogonalized updates and the state after them, both by parameter name."""
+
+    updates: dict[str, Tensor]
+    states: dict[str, State]
 
 
 class XlaMuon:
@@ -177,18 +191,18 @@ class XlaMuon:
     def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
-    def update(self, inputs: Inputs) -> tuple[Tensor, State]:
+    def update(self, inputs: Inputs) -> UpdateResult:
         """Apply the orthogonalized update, which :meth:`orthogonalize_updates` has put into ``gradient``.
 
         The state was updated by the same method.
         """
         adjusted = inputs.rate * compute_rate_factor(self._rate_rule, inputs.parameter.shape)
         decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
-        return decayed - adjusted * inputs.gradient, inputs.state
+        return UpdateResult(decayed - adjusted * inputs.gradient, inputs.state)
 
     def orthogonalize_updates(
         self, gradients: Mapping[str, Tensor], states: Mapping[str, State], specs: Mapping[str, Spec]
-    ) -> tuple[dict[str, Tensor], dict[str, State]]:
+    ) -> MuonUpdates:
         """The orthogonalized updates, fp32, and the new states, by name.
 
         Matrices of one shape and cut are put together and spread over the devices, each of which has some as
@@ -222,7 +236,7 @@ class XlaMuon:
                 )
             for name, update in zip(matrices, orthogonal.split([*counts, *[1] * padding]), strict=False):
                 updates[name] = update.reshape(gradients[name].shape).float()
-        return updates, new_states
+        return MuonUpdates(updates, new_states)
 
 
 def build_rule(settings: TrainConfig) -> UpdateRule:
@@ -233,6 +247,14 @@ def build_rule(settings: TrainConfig) -> UpdateRule:
     if settings.optimizer == "adafactor":
         return XlaAdafactor(adafactor.RULES[settings.adafactor_rule])
     return XlaSgd(beta1)
+
+
+class _GroupFactors(NamedTuple):
+    """Settings of a parameter's group: numbers, or for a stack of layers tensors with one value per layer."""
+
+    rate_share: Tensor | float
+    """Learning rate of the group divided by ``train.learning_rate``."""
+    weight_decay: Tensor | float
 
 
 class XlaOptimizer:
@@ -263,7 +285,7 @@ class XlaOptimizer:
             name: self._muon if named_groups[name].matrices else rule for name in trained
         }
         self._settings, self._decay = settings, settings.ema
-        self._factors = {name: self._compute_factors(name, named_groups) for name in trained}
+        self._factors = {name: self._compute_group_factors(name, named_groups) for name in trained}
         self._steps = layout.replicate(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
         self._places: dict[str, Places] = {}
@@ -280,20 +302,18 @@ class XlaOptimizer:
                 for key, (shape, place) in places.items()
             }
 
-    def _compute_factors(
-        self, name: str, groups: Mapping[str, Group]
-    ) -> tuple[Tensor | float, Tensor | float]:
+    def _compute_group_factors(self, name: str, groups: Mapping[str, Group]) -> _GroupFactors:
         """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
         member_groups = [groups[member] for member in self._device_parameters.get_names(name)]
         highest = self._settings.learning_rate
         pairs = [(group.learning_rate / highest, group.weight_decay) for group in member_groups]
         if len(set(pairs)) == 1:
-            return pairs[0]
+            return _GroupFactors(*pairs[0])
         shape = (len(member_groups), *[1] * (self._parameters[name].dim() - 1))
         share, decay = (
             self._layout.replicate(torch.tensor(values).view(shape)) for values in zip(*pairs, strict=True)
         )
-        return share, decay
+        return _GroupFactors(share, decay)
 
     def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
         """Update every parameter that has a gradient, if ``allowed``, a bool scalar on the device, is true.

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from portable.tpu.xla.custom_optimizer import XlaUserOptimizer
     from portable.tpu.xla.layout import LocalShard, MeshLayout
+    from portable.tpu.xla.optim import XlaOptimizer
     from portable.tpu.xla.parameters import Parameters
 
 
@@ -33,7 +35,10 @@ class Staged:
 
 
 def stage_state(
-    layout: MeshLayout, device_parameters: Parameters, optimizer: Any, rate: float
+    layout: MeshLayout,
+    device_parameters: Parameters,
+    optimizer: XlaOptimizer | XlaUserOptimizer,
+    rate: float,
 ) -> dict[str, Any]:
     """What this host saves of weights and optimizer, under the names of a live model.
 

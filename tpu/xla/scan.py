@@ -9,7 +9,7 @@ what is there. The gradient is a second loop, backwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -35,6 +35,23 @@ _seeds: list[list[torch.Tensor]] = []
 """Of each body that is being recorded, the innermost last: the seeds that its random numbers come from."""
 
 
+class ScanResult(NamedTuple):
+    """Result of a loop."""
+
+    carry: Tensors
+    """The carry after the last iteration."""
+    stacked_results: Tensors
+    """Results of the body, each of shape ``[iterations, ...]``."""
+
+
+class _InputCounts(NamedTuple):
+    """Number of inputs of a loop of each kind."""
+
+    carry: int
+    stacked: int
+    shared: int
+
+
 class Scan:
     """A body that is traced once for each signature of its inputs, and looped over.
 
@@ -58,7 +75,7 @@ class Scan:
         *,
         shardings: Sequence[Shardings] = (),
         key: Hashable = (),
-    ) -> tuple[Tensors, Tensors]:
+    ) -> ScanResult:
         """Run the loop; differentiable in ``carry``, ``stacked`` and ``shared``.
 
         Args:
@@ -72,7 +89,7 @@ class Scan:
             The last carry, and the results, each ``[iterations, ...]``.
         """
         inputs = (*carry, *stacked, *shared)
-        counts = (len(carry), len(stacked), len(shared))
+        counts = _InputCounts(len(carry), len(stacked), len(shared))
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         signature = (key, counts, learns, *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
         # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
@@ -88,14 +105,14 @@ class Scan:
         )
         if not learns:
             carried, results = traced.forward(carry, stacked, shared, seeds)
-            return tuple(carried), tuple(results)
+            return ScanResult(tuple(carried), tuple(results))
         outputs: Any = _Loops.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call, unused-ignore]
-        return outputs[: len(carry)], outputs[len(carry) :]
+        return ScanResult(outputs[: len(carry)], outputs[len(carry) :])
 
 
 class _Loops(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, traced: _TracedLoops, counts: tuple[int, int, int], *inputs: Tensor) -> Tensors:
+    def forward(ctx: Any, traced: _TracedLoops, counts: _InputCounts, *inputs: Tensor) -> Tensors:
         carry, stacked, shared, seeds = _split(inputs, *counts)
         carried, results = traced.forward(carry, stacked, shared, seeds)
         outputs, saved = _split(results, len(results) - traced.saved)
@@ -154,9 +171,7 @@ class _TracedLoops:
 class _BodyTrace:
     """Records the body on placeholders."""
 
-    def __init__(
-        self, body: Any, counts: tuple[int, int, int], inputs: Sequence[Tensor], shardings: Any
-    ) -> None:
+    def __init__(self, body: Any, counts: _InputCounts, inputs: Sequence[Tensor], shardings: Any) -> None:
         self._body, self._counts, self._shardings = body, counts, shardings
         carry, stacked, shared = _split(inputs, *counts[:2])
         self._iterations = len(stacked[0])

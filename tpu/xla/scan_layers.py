@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,10 +99,10 @@ def find_segments(model: nn.Module) -> list[Segment]:
         ]
         start = 0
         while start < len(members):
-            period, length = _find_longest_repetition(likes[start:])
-            if length:
+            period, num_layers = _find_longest_repetition(likes[start:])
+            if num_layers:
                 returned = returned or _record_returns(model, kind)
-                names = tuple(name for name, _ in members[start : start + length])
+                names = tuple(name for name, _ in members[start : start + num_layers])
                 for name in names[:period]:
                     require(
                         name in returned,
@@ -111,23 +111,31 @@ def find_segments(model: nn.Module) -> list[Segment]:
                     )
                 forms = tuple(returned[name] for name in names[:period])
                 segments.append(Segment(names, period, forms))
-            start += length or 1
+            start += num_layers or 1
     if not segments:
         raise UserError(f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {OFF}")
     return segments
 
 
-def _find_longest_repetition(likes: Sequence[Any]) -> tuple[int, int]:
+class _Repetition(NamedTuple):
+    """Layers at the start of a sequence that repeat with a period. Both numbers are 0 if none repeat."""
+
+    period: int
+    num_layers: int
+    """Number of layers in all repetitions together, a multiple of the period."""
+
+
+def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
     """The period and the number of layers of the longest repetition at the start; 0 if nothing repeats."""
-    best = (0, 0)
+    best = _Repetition(0, 0)
     for period in range(1, min(LONGEST_PERIOD, len(likes) // 2) + 1):
         if None in likes[:period]:
             break
         length = period
         while likes[length : length + period] == likes[:period]:
             length += period
-        if length > max(period, best[1]):
-            best = (period, length)
+        if length > max(period, best.num_layers):
+            best = _Repetition(period, length)
     return best
 
 

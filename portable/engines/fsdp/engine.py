@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from portable.optim.optimizers import EngineOptimizer
 
 
-def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
+def build_engine(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """Shard a model over the ranks and build its optimizer.
 
     Args:

@@ -6,7 +6,7 @@ docs/planning.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portable.engines.communication_volume import compute_internode_bytes, count_elements
 from portable.errors import UserError
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
+
+
+class PassMemory(NamedTuple):
+    """Bytes of gathered parameters, unreduced gradients and buffers at three points of a backward pass."""
+
+    before_layers: int
+    """Before the pass reaches the transformer layers."""
+    in_layers: int
+    at_end: int
+    """At the end of the pass, when few activations are left."""
 
 
 def compute_replicated_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
@@ -50,7 +60,7 @@ def compute_replicated_footprint(model: Inventory, config: RunConfig, cluster: C
 def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under FSDP2."""
     together = config.tensor_parallel_size
-    in_layers, averaged = _compute_tensor_parallel_traffic(model, config)
+    tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
     model = model.get_rank_share(together)
     group = cluster.devices // together
     if config.strategy in HYBRID:
@@ -67,7 +77,7 @@ def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Clus
             moments += compute_moment_bytes(
                 config.train, shape, rows, exact=weight.table, matrices=weight.matrices
             )
-    before, layers, end = _compute_gathered_bytes(model, config, group, compute)
+    gathered = _compute_gathered_bytes(model, config, group, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
     host = 0
@@ -89,17 +99,20 @@ def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Clus
         gradients=0 if offload_params else gradients,
         optimizer=0 if offload_params or offload_optimizer else moments,
         compute="cast",
-        gathered=before,
-        in_layers=layers,
-        at_end=end,
+        gathered=gathered.before_layers,
+        in_layers=gathered.in_layers,
+        at_end=gathered.at_end,
         in_update=in_update,
         host=host,
-        links=Traffic(per_pass=per_pass + in_layers, per_step=sent + averaged / group),
+        links=Traffic(
+            per_pass=per_pass + tensor_parallel_traffic.per_pass,
+            per_step=sent + tensor_parallel_traffic.per_step / group,
+        ),
         network=Traffic(per_pass=network, per_step=between),
     )
 
 
-def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> tuple[float, float]:
+def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> Traffic:
     """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
 
     They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
@@ -119,12 +132,13 @@ def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> tup
             width += weight.shape[1] if weight.cut == 0 else again * weight.shape[0]
     share = 2 * (ranks - 1) / ranks
     replicated_elements = count_elements(weight for weight in model.trained if weight.cut is None)
-    return share * tokens * width * COMPUTE_BYTES[config.precision], share * MASTER * replicated_elements
+    return Traffic(
+        per_pass=share * tokens * width * COMPUTE_BYTES[config.precision],
+        per_step=share * MASTER * replicated_elements,
+    )
 
 
-def _compute_gathered_bytes(
-    model: Inventory, config: RunConfig, group: int, compute: int
-) -> tuple[int, int, int]:
+def _compute_gathered_bytes(model: Inventory, config: RunConfig, group: int, compute: int) -> PassMemory:
     """Bytes of gathered parameters and unreduced gradients: before the backward pass reaches a unit, in the
     units, and at the end.
 
@@ -144,4 +158,4 @@ def _compute_gathered_bytes(
     there = compute * (outside + in_units)
     layers = there + compute * (waiting + learning) + reduced * learning
     end = compute * (outside + trained) + reduced * trained
-    return int(there), int(layers), int(end)
+    return PassMemory(int(there), int(layers), int(end))

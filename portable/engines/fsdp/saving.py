@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from portable.converters.writers.dcp_tables import (
     write_tables_index,
 )
 from portable.engines.background_saving import WriteHandle, copy_to_host
-from portable.engines.fsdp.shard_writer import WriterProcess, write_shards, write_synced
+from portable.engines.fsdp.shard_writer import PlannedItem, WriterProcess, write_and_sync, write_shards
 from portable.errors import to_one_line
 from portable.ranks.collectives import get_background_group
 from portable.terminal import silence_checkpoint_warnings
@@ -35,8 +35,6 @@ from portable.terminal import silence_checkpoint_warnings
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-    from torch.distributed.checkpoint.planner import WriteItem
 
     from portable.backend import SaveHandle
     from portable.converters.writers.dcp_tables import RankTable, TableRecord
@@ -60,7 +58,7 @@ class Saver:
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
         self._process = WriterProcess()
-        self._plans: dict[bytes, list[tuple[WriteItem, bool]]] = {}
+        self._plans: dict[bytes, list[PlannedItem]] = {}
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -94,7 +92,7 @@ def write_checkpoint(
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
     process: WriterProcess | None = None,
-    plans: dict[bytes, list[tuple[WriteItem, bool]]] | None = None,
+    plans: dict[bytes, list[PlannedItem]] | None = None,
 ) -> None:
     """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
@@ -141,19 +139,25 @@ def write_checkpoint(
         pieces = (ranks.receive(rank, record.pieces_nbytes) for rank, record in enumerate(records) if rank)
         content = iter_metadata(written[0], pieces)
         try:
-            crc32, nbytes = write_synced(folder / ".metadata", content)
+            metadata_file = write_and_sync(folder / ".metadata", content)
         finally:
             for _ in pieces:  # otherwise the other ranks would wait until their pieces are received
                 pass
         stored, expected = sum(record.numel for record in records), count_elements(keys)
         if stored != expected:
             raise OSError(f"{folder}: the ranks wrote {stored:,} elements of {expected:,}")
-        write_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
+        write_tables_index(
+            folder,
+            records,
+            metadata_crc32=metadata_file.crc32,
+            metadata_nbytes=metadata_file.size_bytes,
+        )
 
     digests = ranks.run(describe)
     # The keys of ranks differ only if a custom optimizer has other state on another rank.
     if not ranks.broadcast(digests is not None and len(set(digests)) == 1):
-        keys[:], holders = _merge_keys(ranks.all_gather(keys))
+        merged_keys = _merge_keys(ranks.all_gather(keys))
+        keys[:], holders = merged_keys.keys, merged_keys.holders
     records = ranks.run(write_own_shards)
     ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
 
@@ -244,13 +248,19 @@ def _describe_keys(planner: DefaultSavePlanner) -> list[KeyEntry]:
     return keys
 
 
-def _merge_keys(
-    keys_by_rank: Sequence[list[KeyEntry]],
-) -> tuple[list[KeyEntry], Mapping[str, tuple[int, ...]]]:
+class _MergedKeys(NamedTuple):
+    """Keys of the state dicts of all ranks."""
+
+    keys: list[KeyEntry]
+    holders: Mapping[str, tuple[int, ...]]
+    """Ranks that have a key, for each key that not all ranks have."""
+
+
+def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
     """Merge the keys of all ranks.
 
-    Returns:
-        The keys of all ranks, and the ranks that have a key if not all of them have it.
+    Raises:
+        OSError: If a key has different shapes or dtypes on two ranks.
     """
     merged: dict[str, KeyEntry] = {}
     holders: dict[str, list[int]] = {}
@@ -259,24 +269,18 @@ def _merge_keys(
             if merged.setdefault(entry.key, entry) != entry:
                 raise OSError(f"{entry.key}: has another shape or dtype on rank {rank} than on a lower rank")
             holders.setdefault(entry.key, []).append(rank)
-    return list(merged.values()), {
-        key: tuple(of_key) for key, of_key in holders.items() if len(of_key) < len(keys_by_rank)
-    }
+    incomplete = {key: tuple(ranks) for key, ranks in holders.items() if len(ranks) < len(keys_by_rank)}
+    return _MergedKeys(list(merged.values()), incomplete)
 
 
 def _plan_items(
     planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
-) -> list[tuple[WriteItem, bool]]:
-    """Choose the items that this rank writes.
-
-    Returns:
-        The items, and whether each one belongs to the checkpoint. If not, it is a copy of a small item that
-        belongs to the checkpoint in another rank's file.
-    """
+) -> list[PlannedItem]:
+    """Choose the items that this rank writes: the ones that it owns, and copies of small items."""
     everyone = tuple(range(ranks.world_size))
     # Bytes that each rank of a group of replicas writes. All of them compute the same numbers.
     loads: dict[tuple[int, ...], list[int]] = {}
-    items: list[tuple[WriteItem, bool]] = []
+    items: list[PlannedItem] = []
     for item in planner.create_local_plan().items:
         data, value = item.tensor_data, planner.state_dict[item.index.fqn]
         if isinstance(value, DTensor):
@@ -294,7 +298,7 @@ def _plan_items(
         load[writer] += nbytes
         is_owner = replicas[writer] == ranks.rank or is_empty
         if is_owner or nbytes <= _SMALL_BYTES:
-            items.append((item, is_owner))
+            items.append(PlannedItem(item, is_owner))
     return items
 
 

@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from isal import isal_zlib
@@ -42,10 +42,25 @@ _BATCH_BYTES, _BATCH_ITEMS = 4 << 20, 64
 """Sizes from which the bytes of items are sent without waiting for more items."""
 
 
+class PlannedItem(NamedTuple):
+    """An item that a rank writes into its shard file."""
+
+    item: WriteItem
+    is_owned: bool
+    """Whether the item belongs to the checkpoint. If not, it is a copy of an item in another rank's file."""
+
+
+class WrittenFile(NamedTuple):
+    """Checksum and size of a file that was written."""
+
+    crc32: int
+    size_bytes: int
+
+
 def write_shards(
     folder: Path,
     rank: int,
-    items: Sequence[tuple[WriteItem, bool]],
+    items: Sequence[PlannedItem],
     keys: Sequence[KeyEntry],
     planner: SavePlanner,
 ) -> RankTable:
@@ -54,8 +69,7 @@ def write_shards(
     Args:
         folder: Existing folder.
         rank: The rank, for the names of the files.
-        items: Items to write, and whether each one belongs to the checkpoint. If not, it is a copy of an item
-            in another rank's file.
+        items: Items to write.
         keys: All keys of the state dict.
         planner: DCP's planner, which resolves the items.
 
@@ -83,16 +97,12 @@ def write_shards(
         (pieces if is_owned else copies).append(piece)
     file = next((info.relative_path for info in stored), f"__{rank}_0.distcp")
     table, content = build_table(f"__{rank}.metadata", file, keys, pieces, copies)
-    write_synced(folder / table.record.name, iter([content]))
+    write_and_sync(folder / table.record.name, iter([content]))
     return table
 
 
-def write_synced(path: Path, content: Iterator[bytes]) -> tuple[int, int]:
-    """Write and fsync a file.
-
-    Returns:
-        The CRC32 of the content, and its size in bytes.
-    """
+def write_and_sync(path: Path, content: Iterator[bytes]) -> WrittenFile:
+    """Write and fsync a file."""
     crc32 = nbytes = 0
     with path.open("wb") as file:
         for part in content:
@@ -101,7 +111,7 @@ def write_synced(path: Path, content: Iterator[bytes]) -> tuple[int, int]:
             nbytes += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return crc32, nbytes
+    return WrittenFile(crc32, nbytes)
 
 
 class WriterProcess:
@@ -109,7 +119,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent: Sequence[tuple[WriteItem, bool]] | None = None
+        self._sent: Sequence[PlannedItem] | None = None
         """Items that the process knows from the file before."""
         self.connection: Connection | None = None
 
@@ -117,7 +127,7 @@ class WriterProcess:
         self,
         folder: Path,
         rank: int,
-        items: Sequence[tuple[WriteItem, bool]],
+        items: Sequence[PlannedItem],
         keys: Sequence[KeyEntry],
         planner: SavePlanner,
     ) -> RankTable:
@@ -149,7 +159,7 @@ class WriterProcess:
                 f"the process that writes checkpoints ended with code {code}, possibly for lack of memory"
             ) from None
 
-    def _send_batch(self, items: Sequence[tuple[WriteItem, bool]], planner: SavePlanner) -> None:
+    def _send_batch(self, items: Sequence[PlannedItem], planner: SavePlanner) -> None:
         """Send the bytes of the first items: their sizes, and then the bytes of all of them."""
         assert self.connection is not None
         parts: list[memoryview] = []
@@ -200,7 +210,7 @@ def _get_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
 class _RemotePlanner:
     """Resolves items with the bytes that the training process sends."""
 
-    def __init__(self, connection: Connection, items: Sequence[tuple[WriteItem, bool]]) -> None:
+    def __init__(self, connection: Connection, items: Sequence[PlannedItem]) -> None:
         self._connection = connection
         self._numbers = {item.index: number for number, (item, _) in enumerate(items)}
         self._received: dict[int, bytearray] = {}
@@ -234,7 +244,7 @@ class _RemotePlanner:
 
 def serve(connection: Connection) -> None:
     """Write shard files until the training process closes the connection."""
-    items: list[tuple[WriteItem, bool]] = []
+    items: list[PlannedItem] = []
     keys: list[KeyEntry] = []
     while True:
         folder, rank, plan = connection.recv()
