@@ -476,7 +476,7 @@ class Attack:
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
-    def _moment(self, complete: list[tuple[int, Place]]) -> str:
+    def _moment(self, complete: Sequence[tuple[int, Place]]) -> str:
         path = self._run.checkpoints.path
         names = [entry.name for entry in path.iterdir()] if path.exists() else []
         partial = [name for name in names if name.endswith(".partial")]

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from portable.data.sources.documents import Document
 from portable.data.sources.records import Cell
-from portable.data.sources.source import DataSource, SourceShard, TokenSource
+from portable.data.sources.source import DataSource, SourceShard, TokenChunk, TokenSource
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
@@ -67,7 +66,7 @@ class GivenTokens(TokenSource):
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         raise NotImplementedError
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         tokens = np.random.default_rng(0).integers(0, vocab_size, 80 * 40)
         ends = np.flatnonzero(tokens % 13 == 0)
         for start in range(0, len(tokens), self._size):
@@ -76,7 +75,7 @@ class GivenTokens(TokenSource):
             within = ends[(ends > start) & (ends <= start + self._size)] - start
             if start + self._size >= len(tokens):
                 within = np.append(within[within < len(tokens) - start], len(tokens) - start)
-            yield tokens[start : start + self._size], np.diff(within, prepend=0).tolist()
+            yield TokenChunk(tokens[start : start + self._size], np.diff(within, prepend=0).tolist())
 
 
 class Interrupted(Given):

@@ -122,7 +122,7 @@ def test_columns_of_a_shard_are_added_once() -> None:
     samples, columns = 10_000, 200_000
     offsets = 4 + 4 * (samples + 1) + 4 * np.arange(samples + 1)
     data = np.array([samples, *offsets, *range(samples)], "<u4").tobytes()
-    piece = {"sizes": [4] + [0] * columns, "column": 0, "dtype": "<u4", "shaped": True}
+    piece: Any = {"sizes": [4] + [0] * columns, "column": 0, "dtype": "<u4", "shaped": True}
     start = time.process_time()
     documents = sharded_tokens._parse_documents(data, piece)
     assert np.concatenate(documents).tolist() == list(range(samples))
