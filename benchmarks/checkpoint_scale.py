@@ -45,9 +45,9 @@ from portable.converters.writers.dcp_tables import (
     Box,
     KeyEntry,
     WrittenPiece,
-    build_table,
-    iter_metadata,
-    write_tables_index,
+    build_rank_table,
+    iter_metadata_bytes,
+    write_rank_tables_index,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def write_rank(folder: Path, keys: list[KeyEntry], rank: int) -> RankTable:
         WrittenPiece(entry.key, (rank, 0), (1, COLUMNS), number * len(item), len(item), checksum)
         for number, entry in enumerate(keys)
     ]
-    table, content = build_table(f"__{rank}.metadata", file, keys, pieces)
+    table, content = build_rank_table(f"__{rank}.metadata", file, keys, pieces)
     (folder / table.record.name).write_bytes(content)
     return table
 
@@ -88,11 +88,11 @@ def write_metadata(folder: Path, tables: list[RankTable]) -> int:
     """Write ``.metadata`` and the index as rank 0 does, and return the size of ``.metadata``."""
     crc32 = nbytes = 0
     with (folder / ".metadata").open("wb") as file:
-        for part in iter_metadata(tables[0], (table.pieces for table in tables[1:])):
+        for part in iter_metadata_bytes(tables[0], (table.pieces for table in tables[1:])):
             file.write(part)
             crc32, nbytes = isal_zlib.crc32(part, crc32), nbytes + len(part)
     records = [table.record for table in tables]
-    write_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
+    write_rank_tables_index(folder, records, metadata_crc32=crc32, metadata_nbytes=nbytes)
     return nbytes
 
 
@@ -369,7 +369,7 @@ def choose_saver(place: str) -> Callable[[dict[str, Any], Path], Callable[[], bo
         return start_copying
     if place in ("thread", "process"):
         saving.MIN_PROCESS_BYTES = 0 if place == "process" else 1 << 62
-        saver = saving.Saver()
+        saver = saving.DcpSaver()
         return lambda state, folder: saver.save(state, folder, background=True).is_done
     kind = AsyncCheckpointerType.PROCESS if place == "dcp-process" else AsyncCheckpointerType.THREAD
 

@@ -39,20 +39,20 @@ from benchmarks.loops import (
     auto_class,
 )
 from benchmarks.machine import command_line, describe_machine, print_machine
-from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.store import CheckpointStore
 from portable.config import load_config
 from portable.loop import iter_steps
 from portable.model.parameters import get_state_tensors
 from portable.planner.memory_model import StrategySetting as Sharding
-from portable.planner.this_machine import build_local_planner
-from portable.progress import Progress
+from portable.planner.this_machine import build_planner_for_backend
+from portable.progress import RunProgress
 from portable.ranks.parent_death import die_with_parent
 from portable.registry import create_backend
 from portable.run.batches import build_train_loader
-from portable.run.checkpointing import save
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.checkpointing import save_checkpoint
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
     from benchmarks.loops import Turn
     from portable.backend import Backend
-    from portable.engines.fsdp.offload import HostCopies
-    from portable.run.stages import Prepared
+    from portable.engines.fsdp.offload import HostParameterCopies
+    from portable.run.stages import PreparedRun
 
 START = "spawn"
 """How processes start; tests set another way."""
@@ -284,7 +284,7 @@ def write_case(case: Case, device: str, folder: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> Prepared:
+def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> PreparedRun:
     """The run of a case whose files are in ``folder``, with ``changes``, on ``backend``, which is started."""
     whole, micro = case.sequences
     settings = {
@@ -307,10 +307,10 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
         **case.settings,
         **changes,
     }
-    resolved = resolve(load_config(None, settings), backend.name)
+    resolved = resolve_run(load_config(None, settings), backend.name)
     backend.start()
     with redirect_stderr(StringIO()):
-        return prepare(resolved, backend)
+        return prepare_run(resolved, backend)
 
 
 # -- loops by turns ----------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
     pipe.recv()  # the leader ends the process
 
 
-def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerLoop:
+def _loop(name: str, run: PreparedRun, folder: Path, count: int) -> Loop | TrainerLoop:
     if name in OF_OURS:
         return PortableLoop(run, folder)
     setting = Setting.of_files(run, steps=count)
@@ -456,14 +456,14 @@ def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerL
     return TrainerLoop(setting, folder, logging_steps=count)
 
 
-def _planned(run: Prepared, backend: Backend) -> int:
+def _planned(run: PreparedRun, backend: Backend) -> int:
     """Bytes on the device that the planner expects of a run as it is."""
     from portable.adapters.adapter import build_training_model
     from portable.model import build as models
 
     model = build_training_model(models.load_model_config(run.config.model), run.config)
     return (
-        build_local_planner(run.config, model, backend)
+        build_planner_for_backend(run.config, model, backend)
         .build_option(Sharding.from_config(run.config))
         .device_bytes.total
     )
@@ -540,13 +540,13 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
         for _ in range(rounds):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            copies: HostCopies = engine._host_copies
-            found[TO_HOST].append(timed(copies.fetch_gradients, device))
-            found[TO_DEVICE].append(timed(copies.copy_back, device))
+            copies: HostParameterCopies = engine._host_copies
+            found[TO_HOST].append(timed(copies.move_gradients_to_host, device))
+            found[TO_DEVICE].append(timed(copies.copy_to_device, device))
         del engine, parameters, parameter
     free_memory(device)
     with _engine(case, device, folder, {}) as (run, engine):
-        checkpoints = Checkpoints(folder / "saves", keep=1, rank=0)
+        checkpoints = CheckpointStore(folder / "saves", keep=1, rank=0)
         state = [tensor for tensor in _state(engine) if tensor.numel()]
         held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
 
@@ -557,24 +557,26 @@ def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> di
         for turn in range(rounds):
             found[STAGED].append(timed(copy_all, device))
             begun = time.perf_counter()
-            saving = partial(save, run, checkpoints, engine, Progress(turn + 1, turn + 1))
+            saving = partial(save_checkpoint, run, checkpoints, engine, RunProgress(turn + 1, turn + 1))
             found[BLOCKED].append(timed(saving, device))
-            checkpoints.finish()
+            checkpoints.finish_save()
             found[COMPLETE].append(time.perf_counter() - begun)
         state_bytes = sum(t.numel() * t.itemsize for t in state)
     return {"seconds": found, "state_bytes": state_bytes, "parameter_bytes": parameter_bytes}
 
 
 @contextmanager
-def _engine(case: Case, device: str, folder: Path, changes: dict[str, Any]) -> Iterator[tuple[Prepared, Any]]:
+def _engine(
+    case: Case, device: str, folder: Path, changes: dict[str, Any]
+) -> Iterator[tuple[PreparedRun, Any]]:
     """The run of ``case``, strategy full_shard, and its engine after one step, with optimizer state."""
     backend = create_backend(device)
     changes = {"strategy": "full_shard", "compile": False, **changes}
     run = prepared(case, changes, folder, backend)
     try:
-        engine: Any = restore(run, None).engine
+        engine: Any = restore_run(run, None).engine
         batches = iter(build_train_loader(run, 0))
-        list(iter_steps(run, engine, batches, Progress(0, 0), 1))
+        list(iter_steps(run, engine, batches, RunProgress(0, 0), 1))
         batches.close()
         yield run, engine
     finally:
@@ -583,9 +585,9 @@ def _engine(case: Case, device: str, folder: Path, changes: dict[str, Any]) -> I
 
 def _state(engine: Any) -> list[torch.Tensor]:
     """The tensors of a checkpoint: weights and moments."""
-    from portable.engines.fsdp.optimizer_state import to_store
+    from portable.engines.fsdp.optimizer_state import build_optimizer_state_dict
 
-    optimizer = to_store(engine._optimizer, engine._optimized)
+    optimizer = build_optimizer_state_dict(engine._optimizer, engine._optimized)
     moments = [value for values in optimizer["state"].values() for value in values.values()]
     values = [*get_state_tensors(engine.model).values(), *moments]
     return [value.detach() for value in values if isinstance(value, torch.Tensor)]

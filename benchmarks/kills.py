@@ -39,19 +39,19 @@ from benchmarks.harness import SMALL_MODEL
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, print_machine
 from benchmarks.small_disk import SmallDisk, small_disk
-from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.store import CheckpointStore
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.converters import CheckpointError, open_checkpoint
-from portable.converters.storage.folder_operations import files_below
-from portable.converters.storage.path_or_url import in_store, place
+from portable.converters.storage.folder_operations import list_files_below
+from portable.converters.storage.path_or_url import is_in_store, parse_path_or_url
 from portable.errors import DamagedError, UserError
-from portable.output.export import MARKER
+from portable.output.export import EXPORT_MARKER_FILE
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from tests.object_store import ObjectStore
 
 ENGINES = ("full_shard", "zero2", "xla", "no_shard", "zero3")
@@ -150,14 +150,14 @@ class Run:
     def __init__(
         self,
         scratch: Path,
-        folder: Place,
+        folder: AnyPath,
         steps: int,
         *,
         ranks: int | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        self.checkpoints: Checkpoints[Any] = Checkpoints(folder / "checkpoints", keep=None)
+        self.checkpoints: CheckpointStore[Any] = CheckpointStore(folder / "checkpoints", keep=None)
         self._ranks = ranks or RANKS
         self._changes = dict(changes or {})
         self.cache, self.temporary = scratch / "cache", scratch / "temporary"
@@ -260,22 +260,22 @@ class Run:
 
     def step(self) -> int:
         """The last step that the launch has told, or that is in the metrics of a folder."""
-        if in_store(self.folder):
+        if is_in_store(self.folder):
             return max(map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)), default=0)
         path = self.folder / METRICS_FILE
         return max((row["step"] for row in read_metrics(self.folder)), default=0) if path.exists() else 0
 
     @property
-    def final(self) -> Place:
+    def final(self) -> AnyPath:
         """The exported model, as it is now: nothing of it was listed before."""
-        return place(str(self.folder / "final"))
+        return parse_path_or_url(str(self.folder / "final"))
 
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in read_metrics(self.folder) if "loss" in row}
 
     def names(self) -> set[str]:
         """Everything in the folders of the run, but for the logs of failed ranks."""
-        found = {f"run/{name}" for name in files_below(self.folder) if not name.startswith("log.rank")}
+        found = {f"run/{name}" for name in list_files_below(self.folder) if not name.startswith("log.rank")}
         for folder in (self.cache, self.temporary):
             found |= {str(path.relative_to(folder.parent)) for path in folder.rglob("*")}
         # The last launch's files on their way to a bucket, in a folder named by the URL.
@@ -318,10 +318,14 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def files_of(folder: Place) -> dict[str, bytes]:
+def files_of(folder: AnyPath) -> dict[str, bytes]:
     """The files that an export or a conversion wrote; not its marker, which tells times."""
-    found = {name: (folder / name).read_bytes() for name in files_below(folder)}
-    return {name: data for name, data in found.items() if name != MARKER and not name.startswith("_COMPLETE")}
+    found = {name: (folder / name).read_bytes() for name in list_files_below(folder)}
+    return {
+        name: data
+        for name, data in found.items()
+        if name != EXPORT_MARKER_FILE and not name.startswith("_COMPLETE")
+    }
 
 
 class Attack:
@@ -476,7 +480,7 @@ class Attack:
         gone = [step for step in self._complete if step not in steps]
         return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
-    def _moment(self, complete: Sequence[tuple[int, Place]]) -> str:
+    def _moment(self, complete: Sequence[tuple[int, AnyPath]]) -> str:
         path = self._run.checkpoints.path
         names = [entry.name for entry in path.iterdir()] if path.exists() else []
         partial = [name for name in names if name.endswith(".partial")]
@@ -496,7 +500,7 @@ def _renamed(path: Path) -> str:
     return "removing" if path.name.endswith(".old.partial") else "after rename"
 
 
-def _read_through(folder: Place) -> None:
+def _read_through(folder: AnyPath) -> None:
     """Read every byte of a checkpoint, checksums and all."""
     checkpoint = open_checkpoint(folder)
     for tensor in checkpoint.tensors.values():
@@ -535,7 +539,7 @@ def attack(
     engines: Sequence[str],
     kills: int,
     scratch: Path,
-    where: Place,
+    where: AnyPath,
     disk: SmallDisk | None,
     dice: random.Random,
     bar: tqdm[Any],
@@ -553,7 +557,7 @@ def attack(
         raise RuntimeError(f"the undisturbed run ended with {code}\n{output}")
     run = Run(scratch / name, where / name / "run", steps)
     kinds = [kind for kind in KINDS if not (kind in WITH_DISK and disk is None)]
-    if in_store(where):
+    if is_in_store(where):
         kinds = [kind for kind in kinds if kind not in MOMENTS]
     struck = Attack(run, disk, dice, seconds)
     for engine, kind in plan(dice, engines, kills, kinds):
@@ -614,7 +618,7 @@ def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outco
         "data.seq_len": 256,
         "model.config": {**SMALL_MODEL, "max_position_embeddings": 256},
     }
-    run = Run(scratch / "away", place(store.url("away")), 1_000_000, changes=changes)
+    run = Run(scratch / "away", parse_path_or_url(store.url("away")), 1_000_000, changes=changes)
     run.start("no_shard")
     until(lambda: bool(run.checkpoints.list_complete()) or not run.running())
     for length in seconds:
@@ -655,7 +659,7 @@ class Conversions:
         self._parent.mkdir(parents=True)
         self._sources = [folder for _, folder in run.checkpoints.list_complete()]
         self._out = {to: self._parent / to for to in ("safetensors", "dcp")}
-        self._results: dict[tuple[Place, str], dict[str, bytes]] = {}
+        self._results: dict[tuple[AnyPath, str], dict[str, bytes]] = {}
         self._there: dict[str, dict[str, bytes]] = {}
         self._seconds = 0.1
         for source in self._sources:
@@ -705,14 +709,14 @@ class Conversions:
         if left := sorted({path.name for path in self._parent.iterdir()} - set(self._out)):
             self._outcome.broken.append(f"conversions: left behind {left}")
 
-    def _start(self, source: Place, to: str) -> subprocess.Popen[bytes]:
+    def _start(self, source: AnyPath, to: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "portable.converters.cli", str(source), str(self._out[to])]
         with self._notes.open("w") as notes:
             return subprocess.Popen(
                 [*command, "--to", to, "--overwrite", "--quiet"], stdout=notes, stderr=notes
             )
 
-    def _alone(self, source: Place, to: str) -> None:
+    def _alone(self, source: AnyPath, to: str) -> None:
         if self._start(source, to).wait():
             raise RuntimeError(f"{source} to {to}: {self._notes.read_text()}")
         for tensor in open_checkpoint(self._out[to]).tensors.values():
@@ -780,7 +784,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs += [(engine, (engine,), given.each) for engine in given.engines if given.each]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
-        where: Place = scratch
+        where: AnyPath = scratch
         disk = None
         if given.bucket:
             from tests.object_store import ObjectStore
@@ -789,7 +793,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(store.close)
             store.renew()
             os.environ.update(store.environment)
-            where = place(store.url("runs"))
+            where = parse_path_or_url(store.url("runs"))
             if given.away:
                 outcomes.append(Outcome(f"store away for {given.away} s"))
                 stay_away(given.away, scratch, store, outcomes[-1])

@@ -22,14 +22,14 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from portable.callbacks import Callback, Run
-from portable.loop import StopSignals, train
+from portable.loop import StopSignals, run_training_loop
 from portable.model.build import AUTO_CLASSES
-from portable.model.parameter_groups import assign_groups
+from portable.model.parameter_groups import assign_parameter_groups
 from portable.optim.optimizers import build_parameter_groups
-from portable.output.output_dir import Output
-from portable.reporting.reporter import Reporter
+from portable.output.output_dir import RunOutput
+from portable.reporting.reporter import RunReporter
 from portable.run.batches import build_train_loader
-from portable.run.restore import restore
+from portable.run.restore import restore_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from portable.batch import Batch
     from portable.config import RunConfig
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,20 +108,20 @@ class StepClock:
 class Setting:
     """What the peers share with this project's loop."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     weights: dict[str, Tensor] | None
     """Of the model at the start, on the CPU; None for those in the folder that the run names."""
     batches: list[Batch]
     """The run's micro-batches in order, on the CPU; some more than the loops take."""
 
     @classmethod
-    def of(cls, prepared: Prepared, model: nn.Module, *, steps: int) -> Setting:
+    def of(cls, prepared: PreparedRun, model: nn.Module, *, steps: int) -> Setting:
         """``steps`` optimizer steps are to be taken, from the present weights of ``model``."""
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
         return cls(prepared, weights, _batches(prepared, steps))
 
     @classmethod
-    def of_files(cls, prepared: Prepared, *, steps: int) -> Setting:
+    def of_files(cls, prepared: PreparedRun, *, steps: int) -> Setting:
         """The same from the files of ``model.name_or_path``, with no model of this project's beside it."""
         return cls(prepared, None, _batches(prepared, steps))
 
@@ -135,7 +135,7 @@ class Setting:
 
     @property
     def accumulation(self) -> int:
-        return self.prepared.plan.accumulation_steps
+        return self.prepared.batch_plan.accumulation_steps
 
     @property
     def max_norm(self) -> float:
@@ -197,7 +197,9 @@ class Setting:
         """torch's fused AdamW, or bitsandbytes' in 8 bits."""
         settings = self.config.train
         named = dict(model.named_parameters())
-        groups = build_parameter_groups(named, assign_groups(model, settings), settings.learning_rate)
+        groups = build_parameter_groups(
+            named, assign_parameter_groups(model, settings), settings.learning_rate
+        )
         common: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
         if settings.optimizer == "adamw_8bit":
             import bitsandbytes
@@ -223,11 +225,11 @@ def plain_model(model: Any) -> nn.Module:
     return inner
 
 
-def _batches(prepared: Prepared, steps: int) -> list[Batch]:
+def _batches(prepared: PreparedRun, steps: int) -> list[Batch]:
     loader = iter(build_train_loader(prepared, 0))
     # Two steps more: a peer's data loader that reaches its end does extra work there, and the batch after
     # the last is what the results are compared on.
-    batches = list(islice(loader, (steps + 2) * prepared.plan.accumulation_steps))
+    batches = list(islice(loader, (steps + 2) * prepared.batch_plan.accumulation_steps))
     loader.close()
     return batches
 
@@ -257,33 +259,33 @@ class ShiftedRows(Rows):
 
 
 class PortableLoop:
-    """``portable.loop.train`` with the backend, engine, loader and reporter of ``portable-train``.
+    """``portable.loop.run_training_loop`` with the backend, engine, loader and reporter of ``portable-train``.
 
     A turn is a launch of the run without the checkpoint at its end.
     """
 
     name = "portable-train"
 
-    def __init__(self, prepared: Prepared, folder: Path) -> None:
+    def __init__(self, prepared: PreparedRun, folder: Path) -> None:
         # The last step of a turn is logged, as that of a launch, and no other.
         config = prepared.config.replaced({"log.every_steps": 10**9})
         prepared = replace(prepared, config=config)
-        restored = restore(prepared, None)
+        restored = restore_run(prepared, None)
         self.model = restored.engine.model
         self._batches = iter(build_train_loader(prepared, 0))
         self._clock = StepClock(prepared.backend.device)
         folder.mkdir()
         with _quiet():
-            output = Output(folder, prepared.backend.rank)
+            output = RunOutput(folder, prepared.backend.rank)
             self._run = Run(prepared, restored, output.open_checkpoints(keep=None), folder)
-            self._reporter = Reporter(self._run, output, restored, self._batches)
+            self._reporter = RunReporter(self._run, output, restored, self._batches)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:
-        self._run.until = self._run.step + steps
+        self._run.end_step = self._run.step + steps
         with _quiet():
             self._clock.start()
-            train(self._run, self._batches, StopSignals())
+            run_training_loop(self._run, self._batches, StopSignals())
             seconds = self._clock.stop()
         return Turn(seconds, self._reporter.last_loss)
 
@@ -353,7 +355,7 @@ class AccelerateLoop:
         optimizer = setting.build_optimizer(self.model)
         loader = DataLoader(
             setting.rows(),
-            batch_size=setting.prepared.plan.micro_batch_size,
+            batch_size=setting.prepared.batch_plan.micro_batch_size,
             pin_memory=setting.device.type == "cuda",
         )
         self._accelerator: Any = Accelerator(
@@ -452,7 +454,7 @@ class TrainerLoop:
                     # The Trainer logs after this call, so that its logging counts to the next turn.
                     clock.start()
 
-        settings, plan = self._setting.config.train, self._setting.prepared.plan
+        settings, plan = self._setting.config.train, self._setting.prepared.batch_plan
         arguments = TrainingArguments(
             output_dir=str(self._folder),
             max_steps=sum(turns),

@@ -24,16 +24,16 @@ import torch
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from portable.config import load_config
-from portable.engines.engine_interface import Machine
+from portable.engines.engine_interface import RankInfo
 from portable.engines.memory_trial import start_fake_ranks
 from portable.model import build as models
 from portable.model.initialize import InitialWeights
 from portable.planner.activations import build_fake_batch
 from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
-from portable.planner.pass_cost import Request
-from portable.planner.plan import DeviceBytes, Planner, Target
-from portable.registry import import_engine_part
+from portable.planner.pass_cost import PassRequest
+from portable.planner.plan import DeviceBytes, Planner, PlanTarget
+from portable.registry import import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -114,14 +114,14 @@ def settings_of(
 
 def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
-    machine = Machine(torch.device("cpu"), 0, ranks, ranks)
-    module = import_engine_part(config.strategy, "engine")
+    machine = RankInfo(torch.device("cpu"), 0, ranks, ranks)
+    module = import_engine_module(config.strategy, "engine")
     gc.collect()
     with start_fake_ranks(machine) as at_stop:
-        model = models.build_model(models.load_model_config(config.model), config.model)
-        request = Request.from_config(config, micro_batch=BATCH, compute="cast", on_gpu=False)
+        model = models.build_model_on_meta(models.load_model_config(config.model), config.model)
+        request = PassRequest.from_config(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         batch = build_fake_batch(model, request)
-        weights = InitialWeights.from_model(model).build_weights(0)
+        weights = InitialWeights.from_model(model).build_lazy_weights(0)
         with allocations() as recording:
             engine = module.build_engine(model, config, machine, at_stop)
             engine.load_weights(weights)
@@ -136,8 +136,8 @@ def measure(config: RunConfig, ranks: int) -> int:
 
 
 def planned(config: RunConfig, ranks: int) -> DeviceBytes:
-    model = models.build_model(models.load_model_config(config.model), config.model)
-    target = Target(config.backend, Cluster(ranks, ranks), None, None)
+    model = models.build_model_on_meta(models.load_model_config(config.model), config.model)
+    target = PlanTarget(config.backend, Cluster(ranks, ranks), None, None)
     subject = MetaModel(model, config)
     return Planner(config, subject, target).build_option(StrategySetting.from_config(config)).device_bytes
 

@@ -94,22 +94,22 @@ def measure_messages(path: Path, lazy: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from portable.ranks.collectives import get_background_group, reduce_any
+    from portable.ranks.collectives import get_or_create_background_group, reduce_any
     from portable.registry import create_backend
 
     if lazy:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     backend = create_backend("cpu")
     backend.start()
-    get_background_group()
+    get_or_create_background_group()
     flag = torch.zeros((), dtype=torch.int32)
 
     def exchange_now() -> None:
-        backend.total(7, stop=False)
-        backend.stop_requested(False)
+        backend.sum_host_numbers(7, stop=False)
+        backend.is_stop_requested(False)
 
     def exchange_before() -> None:
-        backend.total(7)
+        backend.sum_host_numbers(7)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
     def ask_all() -> None:
@@ -171,10 +171,10 @@ def train(arguments: Sequence[str], errors: Path) -> None:
     """Run ``portable-train`` as a rank of another launcher."""
     sys.stderr.flush()
     os.dup2(os.open(errors / f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    from portable.cli import program
+    from portable.cli import run_as_process
 
     sys.argv = ["portable-train", *arguments]
-    os._exit(program())
+    os._exit(run_as_process())
 
 
 def config_flags(folder: Path, data: Path, stop_after: int | None, batch: int) -> list[str]:

@@ -59,7 +59,7 @@ def tokenize(
 
     settings = SourceSettings(DataConfig(source=str(source), cache_dir=str(cache)))
     opened = open_source(settings)
-    opened.detect_format()
+    opened.detect_and_set_format()
     tokenizer = train_tokenizer(opened, 4000, tokenizer_folder)
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
     frame = build_special_token_frame("causal-lm", vocabulary)
@@ -67,11 +67,11 @@ def tokenize(
     if processes is not None:
         tokenizing._count_processes = lambda: processes
     began, cpu_before = time.monotonic(), _read_cpu_seconds()
-    tokens = TokenizeJob(opened.settings, tokenizer, vocabulary, frame, cache).tokenize(opened)
+    tokens = TokenizeJob(opened.settings, tokenizer, vocabulary, frame, cache).tokenize_source(opened)
     return {
         "seconds": time.monotonic() - began,
         "cpu": _read_cpu_seconds() - cpu_before,
-        "tokens": tokens.total_tokens,
+        "tokens": tokens.num_tokens,
         "fingerprint": tokens.fingerprint,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }

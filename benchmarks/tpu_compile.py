@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
 from portable.adapters.adapter import build_training_model
-from portable.adapters.settings import resolve_adapter
+from portable.adapters.settings import resolve_adapter_config
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
-from portable.planner.compiled_graph import Collective
+from portable.planner.compiled_graph import CollectiveStatistics
 from portable.planner.device_lookup import find_device
 from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
-from portable.planner.plan import Planner, Target
-from portable.tpu.compile.compiler import compile_graphs, find_library
-from portable.tpu.compile.slices import find_slice
-from portable.tpu.compile.trace import ANSWER, trace_graphs
+from portable.planner.plan import Planner, PlanTarget
+from portable.tpu.compile.compiler import compile_graph_files, find_libtpu
+from portable.tpu.compile.slices import select_tpu_slice
+from portable.tpu.compile.trace import ANSWER_FILE, trace_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
-    from portable.planner.plan import DeviceBytes, Option
+    from portable.planner.plan import DeviceBytes, PlanOption
 
 GIB = 1 << 30
 RECORD = Path(__file__).parents[1] / "tests/tpu/compiled_steps.json"
@@ -167,18 +167,18 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 def planner_of(case: Case, folder: str) -> Planner:
     """The planner of a case's run. Cases of one model share it, and the passes that it has run."""
-    config = resolve_adapter(case.config(folder))
+    config = resolve_adapter_config(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
     model = *sections, config.train.optimizer, config.precision
     if model not in _MODELS:
         built = build_training_model(models.load_model_config(config.model), config)
         _MODELS[model] = MetaModel(built, config)
     device = find_device(case.device)
-    target = Target("xla", Cluster(case.devices, device.per_node), device, None)
+    target = PlanTarget("xla", Cluster(case.devices, device.devices_per_node), device, None)
     return Planner(config, _MODELS[model], target)
 
 
-def plan(case: Case, folder: str) -> Option:
+def plan(case: Case, folder: str) -> PlanOption:
     """What the planner says of a case."""
     planner = planner_of(case, folder)
     return planner.build_option(StrategySetting.from_config(planner.config))
@@ -190,20 +190,20 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
         vocabulary = planner_of(case, scratch).model.vocab_size
         folder = Path(scratch) / "graphs"
         traced = trace_graphs(case.config(scratch), case.devices, folder)
-        host = json.loads((folder / ANSWER).read_text("utf-8"))["host_bytes"]
-        compiled = compile_graphs(
-            {graph.name: graph.path for graph in traced},
-            find_slice(case.device, case.devices, None),
-            find_library(),
+        host = json.loads((folder / ANSWER_FILE).read_text("utf-8"))["host_bytes"]
+        compiled = compile_graph_files(
+            {graph.name: graph.hlo_path for graph in traced},
+            select_tpu_slice(case.device, case.devices, None),
+            find_libtpu(),
             case.micro_batch * case.seq_len * vocabulary,
             only_memory=only_memory,
         )
     times = {"micro-batch": case.micro_batches, **dict.fromkeys(OTHER_GRAPHS, 0)}
-    collectives: dict[str, Collective] = {}
+    collectives: dict[str, CollectiveStatistics] = {}
     for graph in compiled.graphs:
         for kind, found in graph.collectives.items():
             more = found * times.get(graph.name, 1)
-            collectives[kind] = collectives.get(kind, Collective()) + more
+            collectives[kind] = collectives.get(kind, CollectiveStatistics()) + more
     return {
         **asdict(case),
         "libtpu": compiled.compiler,
@@ -215,7 +215,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
         "state_bytes": compiled.state_bytes,
         "working_bytes": compiled.working_bytes,
         "code_bytes": compiled.code_bytes,
-        "sent_bytes": compiled.compute_sent_bytes(case.micro_batches),
+        "sent_bytes": compiled.compute_sent_bytes_per_step(case.micro_batches),
         "collectives": {kind: [found.count, found.bytes] for kind, found in sorted(collectives.items())},
         "large_values": [
             f"{value.count} x {value.shape} {value.operation}"
@@ -225,7 +225,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
         "host_transfers": [transfer for graph in compiled.graphs for transfer in graph.host_transfers],
         "flops": sum(graph.flops * times.get(graph.name, 1) for graph in compiled.graphs),
         "compile_seconds": round(sum(graph.compile_seconds for graph in compiled.graphs), 1),
-        "trace_seconds": round(sum(graph.seconds for graph in traced), 1),
+        "trace_seconds": round(sum(graph.trace_seconds for graph in traced), 1),
         "trace_host_bytes": host,
         "compile_host_bytes": compiled.host_bytes,
     }

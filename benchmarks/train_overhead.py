@@ -36,16 +36,16 @@ from benchmarks.loops import (
     take_turns,
 )
 from benchmarks.machine import command_line, describe_machine, print_machine
-from portable.registry import create_backend, resolve_backend
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
+from portable.registry import create_backend, resolve_backend_name
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-6
 """Largest relative difference of this project's fp32 losses from the bare loop's."""
@@ -72,12 +72,12 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     adapter = {"adapter__type": "lora", "adapter__use_dora": options.adapter == "dora"}
     with tempfile.TemporaryDirectory(prefix="train-overhead-") as scratch:
         folder = Path(scratch)
-        backend = create_backend(resolve_backend(options.backend))
+        backend = create_backend(resolve_backend_name(options.backend))
         config = harness.quickstart(options, folder, **sizes, **(adapter if options.adapter else {}))
-        resolved = resolve(config, backend.name)
+        resolved = resolve_run(config, backend.name)
         backend.start()
         try:
-            results = _take_turns(options, prepare(resolved, backend), folder)
+            results = _take_turns(options, prepare_run(resolved, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()
@@ -86,7 +86,7 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
     return results
 
 
-def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Result]:
+def _take_turns(options: Options, prepared: PreparedRun, folder: Path) -> list[Result]:
     ours = PortableLoop(prepared, folder / "portable")
     setting = Setting.of(prepared, ours.model, steps=options.total_steps)
     trainer = TrainerLoop(setting, folder / "trainer", logging_steps=options.steps)
@@ -137,7 +137,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
     command = command_line("benchmarks.train_overhead", argv)
-    machine = describe_machine(create_backend(resolve_backend(options.backend)).device)
+    machine = describe_machine(create_backend(resolve_backend_name(options.backend)).device)
     print_machine(command, machine)
     measured = []
     for size in options.micro_batch_sizes:

@@ -31,14 +31,14 @@ from benchmarks.harness import Options, Result, check_losses, table
 from benchmarks.loops import Turn
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.loop import iter_steps as taken
-from portable.model.parameter_groups import assign_groups
+from portable.model.parameter_groups import assign_parameter_groups
 from portable.optim.optimizers import build_parameter_groups
-from portable.progress import Progress
+from portable.progress import RunProgress
 from portable.registry import create_backend
 from portable.run.batches import build_train_loader
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from portable.tpu.xla.runtime import torch_xla, xr, xs
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.batch import Batch
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-6
 BARE = "bare torch_xla"
@@ -68,17 +68,17 @@ class Ours:
 
     name = "portable-train"
 
-    def __init__(self, prepared: Prepared, backend: Backend) -> None:
+    def __init__(self, prepared: PreparedRun, backend: Backend) -> None:
         self._prepared, self._backend = prepared, backend
-        self.engine = restore(prepared, None).engine
+        self.engine = restore_run(prepared, None).engine
         self._batches = iter(build_train_loader(prepared, 0))
-        self._progress = Progress(0, 0)
+        self._progress = RunProgress(0, 0)
 
     def turn(self, steps: int) -> float:
         until = self._progress.step + steps
         for result in taken(self._prepared, self.engine, self._batches, self._progress, until):
             last = result
-        return self._backend.read([last.loss])[0]
+        return self._backend.read_to_host([last.loss])[0]
 
     def close(self) -> None:
         self._batches.close()
@@ -89,7 +89,7 @@ class Bare:
 
     name = BARE
 
-    def __init__(self, prepared: Prepared, weights: dict[str, Tensor], batches: list[Batch]) -> None:
+    def __init__(self, prepared: PreparedRun, weights: dict[str, Tensor], batches: list[Batch]) -> None:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_config(
@@ -110,7 +110,9 @@ class Bare:
         settings = prepared.config.train
         self._optimizer = torch.optim.AdamW(
             build_parameter_groups(
-                dict(model.named_parameters()), assign_groups(model, settings), settings.learning_rate
+                dict(model.named_parameters()),
+                assign_parameter_groups(model, settings),
+                settings.learning_rate,
             ),
             lr=torch.tensor(settings.learning_rate).to(self._device),
             betas=settings.betas,
@@ -136,7 +138,7 @@ class Bare:
         return float(loss.detach())
 
 
-def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
+def both(folder: Path, steps: int, **model: int) -> tuple[Backend, PreparedRun]:
     """The run of both: no warm-up and a constant rate, one micro-batch a step."""
     devices = xr.global_runtime_device_count()
     config = harness.quickstart(
@@ -150,8 +152,8 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
         train__micro_batch_size=2,
     )
     backend = create_backend("xla")
-    resolved = resolve(config, backend.name)
-    return backend, prepare(resolved, backend)
+    resolved = resolve_run(config, backend.name)
+    return backend, prepare_run(resolved, backend)
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model import build as models
 from portable.planner.activations import build_fake_batch
-from portable.planner.pass_cost import Request
+from portable.planner.pass_cost import PassRequest
 from portable.registry import create_backend
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def measure(config: RunConfig) -> Step:
     devices = backend.devices_per_rank
     backend.start()
     try:
-        model = models.build_model(models.load_model_config(config.model), config.model)
+        model = models.build_model_on_meta(models.load_model_config(config.model), config.model)
         micro_batch = int(config.train.micro_batch_size) * devices
-        request = Request.from_config(config, micro_batch=micro_batch, compute="cast", on_gpu=False)
-        engine: Any = backend.prepare(model, config)
-        batch = backend.place(build_fake_batch(model, request))
-        valid = backend.total(micro_batch * config.data.seq_len)
+        request = PassRequest.from_config(config, micro_batch=micro_batch, compute="cast", on_gpu=False)
+        engine: Any = backend.build_engine(model, config)
+        batch = backend.copy_to_device(build_fake_batch(model, request))
+        valid = backend.sum_host_numbers(micro_batch * config.data.seq_len)
         losses = []
 
         def passes() -> None:

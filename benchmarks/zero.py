@@ -39,20 +39,20 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.data.samples.loader import TrainLoader
 from portable.model.initialize import InitialWeights
-from portable.model.parameters import find_tied_names
+from portable.model.parameters import map_tied_names
 from portable.model.weight_sources import to_torch
-from portable.ranks.launch import launch
-from portable.registry import create_backend, resolve_backend
+from portable.ranks.launch import launch_ranks
+from portable.registry import create_backend, resolve_backend_name
 from portable.run.batches import build_train_loader
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 SAME_LOSS = 1e-5
 """Largest relative difference of this project's fp32 losses from the bare loop's."""
@@ -145,12 +145,12 @@ def measure(options: Options, strategy: str) -> list[Result]:
     forget_accelerators()  # what else ran in this process may have set them up without DeepSpeed
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
-        backend = create_backend(resolve_backend(options.backend))
+        backend = create_backend(resolve_backend_name(options.backend))
         config = harness.quickstart(options, folder, deepspeed__config=document(options, strategy))
-        resolved = resolve(config, backend.name)
+        resolved = resolve_run(config, backend.name)
         backend.start()
         try:
-            results = _take_turns(options, strategy, prepare(resolved, backend), folder)
+            results = _take_turns(options, strategy, prepare_run(resolved, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()
@@ -159,9 +159,9 @@ def measure(options: Options, strategy: str) -> list[Result]:
     return results
 
 
-def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Path) -> list[Result]:
+def _take_turns(options: Options, strategy: str, prepared: PreparedRun, folder: Path) -> list[Result]:
     weights = _whole_weights(prepared)
-    batches = (options.total_steps + 2) * prepared.plan.accumulation_steps
+    batches = (options.total_steps + 2) * prepared.batch_plan.accumulation_steps
     # The Trainer shares the samples out to the ranks itself.
     alone = TrainLoader(
         prepared.data.train,
@@ -194,11 +194,11 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
     return [Result.of(loop, turns, nan if loss is None else loss) for loop, loss in found]
 
 
-def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
+def _whole_weights(prepared: PreparedRun) -> dict[str, Tensor]:
     """The weights that the run starts from; each rank initialises only its share."""
-    drawn = InitialWeights.from_model(prepared.model).build_weights(prepared.config.seed)
+    drawn = InitialWeights.from_model(prepared.model).build_lazy_weights(prepared.config.seed)
     weights = {name: to_torch(tensor.read()) for name, tensor in drawn.items()}
-    for name, others in find_tied_names(prepared.model).items():
+    for name, others in map_tied_names(prepared.model).items():
         weights |= dict.fromkeys(others, weights[name])
     return weights
 
@@ -242,12 +242,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
     command = command_line("benchmarks.zero", argv)
-    machine = describe_machine(create_backend(resolve_backend(options.backend)).device, "deepspeed")
+    machine = describe_machine(create_backend(resolve_backend_name(options.backend)).device, "deepspeed")
     print_machine(command, machine)
     measured = []
     for strategy in options.strategies:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            launch(_rank, (options, strategy, file.name), ranks=options.ranks)
+            launch_ranks(_rank, (options, strategy, file.name), ranks=options.ranks)
             results = [Result(**values) for values in json.loads(Path(file.name).read_text("utf-8"))]
         measured.append(harness.about(options, "strategy", strategy, results))
         print(

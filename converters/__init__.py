@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.lazy_imports import make_lazy_getattr
+from portable.converters.lazy_imports import build_lazy_getattr
 
 if TYPE_CHECKING:
     from portable.converters.adapters.adapter import StoredAdapter, find_adapter
@@ -66,4 +66,4 @@ __all__ = [
     "write_shard_checksums",
 ]
 
-__getattr__ = make_lazy_getattr(__name__)
+__getattr__ = build_lazy_getattr(__name__)

@@ -7,16 +7,16 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.errors import CheckpointError, prefix_errors
-from portable.converters.names.model_config import override_settings
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.names.model_config import override_config_settings
 from portable.converters.names.tied_weights import resolve_ties
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
@@ -131,12 +131,12 @@ class Checkpoint:
         self,
         *,
         format: str,
-        root: Place,
+        root: AnyPath,
         tensors: Mapping[str, Tensor],
         aliases: Aliases | None = None,
         optimizer: OptimizerState | Callable[[Aliases], OptimizerState | None] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        companions: Mapping[str, Place] | None = None,
+        companions: Mapping[str, AnyPath] | None = None,
         counters: Callable[[], Mapping[str, Scalar]] | None = None,
         config: Mapping[str, Any] | None = None,
         documents: Mapping[str, bytes] | None = None,
@@ -145,7 +145,7 @@ class Checkpoint:
         self.format = format
         self.root = root
         self.metadata: Mapping[str, Any] = dict(metadata or {})
-        self.companions: Mapping[str, Place] = dict(companions or {})
+        self.companions: Mapping[str, AnyPath] = dict(companions or {})
         self._stored_tensors = tensors
         self._recorded_aliases = dict(aliases or {})
         self._optimizer_or_loader = optimizer
@@ -203,11 +203,11 @@ class Checkpoint:
             The settings of the model after the overrides, which may also remove settings. Empty if the
             checkpoint does not have a `config.json`.
         """
-        settings = read_small_table(self.companions.get("config.json"))
-        override_settings(settings, self.config)
+        settings = read_json_object_or_empty(self.companions.get("config.json"))
+        override_config_settings(settings, self.config)
         return settings
 
-    def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
+    def with_companions(self, files: Mapping[str, AnyPath]) -> Checkpoint:
         """Return a copy of the checkpoint with additional companion files.
 
         Args:
@@ -217,10 +217,10 @@ class Checkpoint:
         Returns:
             A new `Checkpoint` with the same tensors.
         """
-        return self._copy_with(companions={**self.companions, **files})
+        return self._copy_with_attributes(companions={**self.companions, **files})
 
     def with_tensors(
-        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, Place]
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, AnyPath]
     ) -> Checkpoint:
         """Return a copy of the checkpoint with different tensors, for example dequantized weights.
 
@@ -234,7 +234,7 @@ class Checkpoint:
         Returns:
             A new `Checkpoint` with the same optimizer state, counters, and metadata.
         """
-        return self._copy_with(
+        return self._copy_with_attributes(
             _stored_tensors=tensors,
             _recorded_aliases=self.aliases,
             config={**self.config, **config},
@@ -250,7 +250,7 @@ class Checkpoint:
         Returns:
             A new `Checkpoint` with the same tensors.
         """
-        return self._copy_with(shards=dict(shards))
+        return self._copy_with_attributes(shards=dict(shards))
 
     def with_names(
         self,
@@ -270,7 +270,7 @@ class Checkpoint:
         Returns:
             A new `Checkpoint` with the same metadata and companion files.
         """
-        return self._copy_with(
+        return self._copy_with_attributes(
             names=names, _stored_tensors=tensors, _recorded_aliases=aliases, _optimizer_or_loader=optimizer
         )
 
@@ -301,9 +301,11 @@ class Checkpoint:
                 f"{self.root}: no parameter has an optimizer state named {state_name}; "
                 "use a checkpoint that contains this state"
             )
-        return self._copy_with(_stored_tensors={**self.tensors, **weights}, _recorded_aliases=self.aliases)
+        return self._copy_with_attributes(
+            _stored_tensors={**self.tensors, **weights}, _recorded_aliases=self.aliases
+        )
 
-    def _copy_with(self, **changes: Any) -> Checkpoint:
+    def _copy_with_attributes(self, **changes: Any) -> Checkpoint:
         """Copy the checkpoint with the given attributes replaced, and clear all cached properties."""
         checkpoint = copy(self)
         vars(checkpoint).update(changes)
@@ -317,5 +319,5 @@ class Checkpoint:
         if not self._should_resolve_ties:
             return dict(self._stored_tensors), {}
         config = self.companions.get("config.json")
-        with prefix_errors(self.root):
+        with prefix_checkpoint_errors(self.root):
             return resolve_ties(self._stored_tensors, self._recorded_aliases, config)

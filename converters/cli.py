@@ -20,12 +20,19 @@ from portable.converters.commands import (
     DONE,
     REFUSED,
     ShowVersion,
+    exit_without_traceback,
     format_exit_codes,
-    wrap_main,
 )
 from portable.converters.console import print_error, print_line, wrap_lines
 from portable.converters.errors import CheckpointError, CommandError, to_printable
-from portable.converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, NAMES, WRITERS
+from portable.converters.options import (
+    ADAPTER_CONFIG,
+    DTYPES,
+    MAX_EXPANSION,
+    NAME_KINDS,
+    QUANTIZATION_FORMS,
+    WRITERS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from portable.converters.convert_checkpoint import Conversion
 
 # Commands of their own; a folder of that name is given as ./inspect.
-_LOOKING = ("inspect", "diff")
+_SUBCOMMANDS = ("inspect", "diff")
 
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
@@ -114,9 +121,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--quantize",
-        choices=FORMS,
+        choices=QUANTIZATION_FORMS,
         metavar="FORM",
-        help=f"write the weights of linear layers as codes: {', '.join(FORMS)}",
+        help=f"write the weights of linear layers as codes: {', '.join(QUANTIZATION_FORMS)}",
     )
     parser.add_argument(
         "--quantize-like",
@@ -130,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-shard-size",
-        type=_parse_size,
+        type=_parse_byte_size,
         default=5 * 10**9,
         metavar="SIZE",
         help="maximum size of a shard: 5GB (default), 500MB, 2GiB, or bytes",
@@ -147,7 +154,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", choices=list(WRITERS), default="safetensors", help="format to write")
     parser.add_argument(
         "--names",
-        choices=NAMES,
+        choices=NAME_KINDS,
         help="names and shapes of the tensors: those of published files (published, the default for "
         "safetensors, torch and gguf), or those that transformers uses in memory (live). By default, the "
         "other formats keep the names in SRC",
@@ -182,8 +189,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expand",
         action="store_true",
-        help=f"allow OUT to be more than {EXPANSION} times as large as SRC, where tensors of SRC share the "
-        "same bytes",
+        help=f"allow OUT to be more than {MAX_EXPANSION} times as large as SRC, where tensors of SRC share "
+        "the same bytes",
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
@@ -191,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_size(text: str) -> int:
+def _parse_byte_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
     if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
@@ -199,7 +206,7 @@ def _parse_size(text: str) -> int:
     return max(1, int(float(match[1]) * unit))
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `portable-convert`; returns an exit code of `portable.converters.commands.EXIT_CODES`."""
     previous = None
@@ -211,24 +218,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The threads of a conversion multiply in parallel, so OpenBLAS's own threads would only compete
             # with them for the cores. NumPy reads the variable when it is imported, which is later.
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if arguments[:1] and arguments[0] in _LOOKING:
+        if arguments[:1] and arguments[0] in _SUBCOMMANDS:
             return _run_subcommand(arguments)
         options = build_parser().parse_args(arguments)
         with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
             previous = signal.signal(signal.SIGTERM, _exit_on_sigterm)
-        return _convert(options)
+        return _run_conversion(options)
     except CheckpointError as error:
-        return _report(error, as_json="--json" in arguments)
+        return _report_error(error, as_json="--json" in arguments)
     except RecursionError:
         reason = f"{arguments[-1] if arguments else ''}: nested too deeply"
-        return _report(CheckpointError(reason), as_json="--json" in arguments)
+        return _report_error(CheckpointError(reason), as_json="--json" in arguments)
     finally:
         if previous is not None:
             signal.alarm(0)
             signal.signal(signal.SIGTERM, previous)
 
 
-def _report(error: CheckpointError, *, as_json: bool) -> int:
+def _report_error(error: CheckpointError, *, as_json: bool) -> int:
     """Print an error on standard error and, with `--json`, also as JSON on standard output."""
     message = to_printable(error)
     if as_json:
@@ -253,7 +260,7 @@ def _exit_on_sigterm(signum: int, frame: object) -> NoReturn:
     raise SystemExit(BY_SIGNAL + signum)
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _run_conversion(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     # Imported here, so that --help and a wrong option answer at once.
     from portable.converters.convert_checkpoint import convert
@@ -268,9 +275,9 @@ def _convert(options: argparse.Namespace) -> int:
     if options.json:
         print_line(_format_json(conversion, options))
     elif options.dry_run:
-        print_line(_describe(conversion, to=options.to))
+        print_line(_format_dry_run(conversion, output_format=options.to))
     elif not options.quiet:
-        print_line(wrap_lines(_summarize(conversion, verified=options.verify), sys.stdout))
+        print_line(wrap_lines(_format_summary(conversion, verified=options.verify), sys.stdout))
         if conversion.warning is not None:
             print_error(f"warning: {to_printable(conversion.warning)}")
         elif (loader := _format_load_hint(conversion, options)) is not None:
@@ -285,12 +292,14 @@ def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
     from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
-    about, losses = checkpoint.metadata, plan.losses
+    metadata, losses = checkpoint.metadata, plan.losses
     document = {
         "source": options.src,
         "format": checkpoint.format,
         **{
-            key: about[key] for key in ("zero_stage", "world_size", "step") if isinstance(about.get(key), int)
+            key: metadata[key]
+            for key in ("zero_stage", "world_size", "step")
+            if isinstance(metadata.get(key), int)
         },
         "tag": conversion.tag,
         "out": options.out,
@@ -300,8 +309,8 @@ def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
         "bytes": plan.nbytes,
         "files": sorted(plan.names),
         "tied": dict(checkpoint.aliases),
-        "became_infinite": losses.infinite,
-        "became_zero": losses.zero,
+        "became_infinite": losses.num_infinite,
+        "became_zero": losses.num_zero,
         "tensors": {
             entry.name: {"dtype": TO_TORCH[entry.dtype], "shape": list(entry.tensor.shape)}
             for file in plan.files
@@ -311,7 +320,7 @@ def _format_json(conversion: Conversion, options: argparse.Namespace) -> str:
     return json.dumps(document, indent=1)
 
 
-def _summarize(conversion: Conversion, *, verified: bool) -> str:
+def _format_summary(conversion: Conversion, *, verified: bool) -> str:
     """Format the summary of a conversion.
 
     For example: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`.
@@ -319,18 +328,18 @@ def _summarize(conversion: Conversion, *, verified: bool) -> str:
     from portable.converters.tensors.dtypes import TO_TORCH
 
     checkpoint, plan = conversion.checkpoint, conversion.plan
-    about = checkpoint.metadata
-    stage = about.get("zero_stage")
+    metadata = checkpoint.metadata
+    stage = metadata.get("zero_stage")
     source = [f"{checkpoint.format} ZeRO-{stage}" if stage else checkpoint.format]
-    if isinstance(ranks := about.get("world_size"), int):
+    if isinstance(ranks := metadata.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
-    source += [f"step {about['step']}"] if "step" in about else []
+    source += [f"step {metadata['step']}"] if "step" in metadata else []
     source += [conversion.tag] if conversion.tag else []
     entries = [entry for file in plan.files for entry in file.entries]
     dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
     written = [
         "1 tensor" if len(entries) == 1 else f"{len(entries)} tensors",
-        _format_bytes(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
+        _format_byte_count(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
         " and ".join(dtypes),
     ]
     checked = "\n  compared with the source" if verified else ""
@@ -361,12 +370,12 @@ def _format_load_hint(conversion: Conversion, options: argparse.Namespace) -> st
     return f"portable-convert {shlex.quote(options.out)} {shlex.quote(location)}, then {loader}"
 
 
-def _describe(conversion: Conversion, *, to: str) -> str:
+def _format_dry_run(conversion: Conversion, *, output_format: str) -> str:
     """Format the plan of a dry run: every output file with its tensors."""
-    from portable.converters.writers.targets import is_single
+    from portable.converters.writers.targets import is_single_file_output
 
     checkpoint, plan, out = conversion.checkpoint, conversion.plan, conversion.out
-    single = is_single(to, out)
+    single = is_single_file_output(output_format, out)
     lines = [f"{checkpoint.root} ({checkpoint.format})"]
     if "step" in checkpoint.metadata:
         lines[0] += f", step {checkpoint.metadata['step']}"
@@ -374,24 +383,25 @@ def _describe(conversion: Conversion, *, to: str) -> str:
         lines.append(f"  tied: {alias} is {owner}, left out")
     for file in plan.files:
         lines.append(
-            f"{out if single else out / file.name}: {len(file.entries)} tensors, {_format_bytes(file.nbytes)}"
+            f"{out if single else out / file.name}: {len(file.entries)} tensors, "
+            f"{_format_byte_count(file.nbytes)}"
         )
         for entry in file.entries:
             source = entry.tensor.dtype
             dtype = source if source == entry.dtype else f"{source} -> {entry.dtype}"
             lines.append(
-                f"  {entry.name}  {list(entry.tensor.shape)}  {dtype}  {_format_bytes(entry.nbytes)}"
+                f"  {entry.name}  {list(entry.tensor.shape)}  {dtype}  {_format_byte_count(entry.nbytes)}"
             )
     lines += [f"{out / name}" for name in plan.documents]
     lines += [f"{out / name}: copied from {path}" for name, path in plan.companions.items()]
     lines.append(
-        f"total {_format_bytes(plan.nbytes)}; peak buffer {_format_bytes(plan.buffer)}; dry run, nothing was "
-        "written"
+        f"total {_format_byte_count(plan.nbytes)}; peak buffer "
+        f"{_format_byte_count(plan.peak_buffer_nbytes)}; dry run, nothing was written"
     )
     return "\n".join(line[: len(line) - len(line.lstrip())] + to_printable(line) for line in lines)
 
 
-def _format_bytes(count: int) -> str:
+def _format_byte_count(count: int) -> str:
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -10,19 +10,19 @@ import sys
 from functools import wraps
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from portable.converters.console import OutputError, flush, print_error
+from portable.converters.console import OutputError, flush_stdout, print_error
 from portable.converters.errors import CheckpointError, CommandError, to_printable
-from portable.converters.interrupts import INTERRUPTED, raise_once
+from portable.converters.interrupts import INTERRUPTED, raise_first_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Main = Callable[[Sequence[str] | None], int]
+    MainFunction = Callable[[Sequence[str] | None], int]
 
 DONE, FAILED, NOT_EXPORTED, STOPPED = 0, 1, 74, 75
 REFUSED, DAMAGED = CommandError.exit_code, CheckpointError.exit_code
 BY_SIGNAL = 128
-_NO_ROOM = re.compile("failed to map segment|annot allocate memory")
+_OUT_OF_MEMORY_MESSAGE = re.compile("failed to map segment|annot allocate memory")
 """Of the system, where the libraries of a package do not fit into memory."""
 _BROKEN_PIPE = BY_SIGNAL + 13
 
@@ -62,7 +62,7 @@ def format_version() -> str:
     return f"portable-trainer {version('portable-trainer')}"
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Argument parser that reports an invalid command line as one `error:` line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -83,7 +83,7 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def wrap_main(main: Main) -> Callable[..., int]:
+def exit_without_traceback(main: MainFunction) -> Callable[..., int]:
     """Wrap the main function of a command so that it exits without a traceback.
 
     This covers Ctrl-C, a closed pipe (`... | head`), standard output that cannot be written, and running out
@@ -98,24 +98,24 @@ def wrap_main(main: Main) -> Callable[..., int]:
 
     @wraps(main)
     def run_guarded(argv: Sequence[str] | None = None) -> int:
-        with raise_once():
-            return _run(main, argv)
+        with raise_first_interrupt():
+            return _run_main_with_exit_codes(main, argv)
 
     return run_guarded
 
 
-def _run(main: Main, argv: Sequence[str] | None) -> int:
+def _run_main_with_exit_codes(main: MainFunction, argv: Sequence[str] | None) -> int:
     try:
         try:
             return main(argv)
         finally:
-            flush()  # at interpreter exit, a failure could not be handled
+            flush_stdout()  # at interpreter exit, a failure could not be handled
     except BrokenPipeError:
         streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
-        gone = [stream for stream in streams if _has_no_reader(stream)]
-        if not gone:
+        closed_streams = [stream for stream in streams if _is_closed_pipe(stream)]
+        if not closed_streams:
             raise
-        for stream in gone:
+        for stream in closed_streams:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def _run(main: Main, argv: Sequence[str] | None) -> int:
         print_error(f"error: {error}")
         return FAILED
     except (MemoryError, ImportError) as error:
-        if isinstance(error, ImportError) and not _NO_ROOM.search(str(error)):
+        if isinstance(error, ImportError) and not _OUT_OF_MEMORY_MESSAGE.search(str(error)):
             raise
         print_error("error: out of memory")
         return FAILED
@@ -136,7 +136,7 @@ def _run(main: Main, argv: Sequence[str] | None) -> int:
         return FAILED
 
 
-def _has_no_reader(stream: IO[str]) -> bool:
+def _is_closed_pipe(stream: IO[str]) -> bool:
     try:
         watch = select.poll()
         watch.register(stream.fileno(), select.POLLOUT)

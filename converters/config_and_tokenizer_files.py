@@ -15,40 +15,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.limits import MAX_TOKENIZER_FILE
 from portable.converters.manifest import check_manifest
-from portable.converters.names.earlier_keys import add_earlier_keys
-from portable.converters.names.model_config import override_settings
-from portable.converters.storage.folder_operations import inside
-from portable.converters.storage.path_or_url import file_size, make_absolute, place
-from portable.converters.storage.safe_open import LinkError, read_small, read_small_table, read_small_text
+from portable.converters.names.earlier_keys import add_earlier_keys_to_config
+from portable.converters.names.model_config import override_config_settings
+from portable.converters.storage.folder_operations import resolve_path_inside
+from portable.converters.storage.path_or_url import get_file_size, make_absolute, parse_path_or_url
+from portable.converters.storage.safe_open import (
+    LinkError,
+    read_json_object_or_empty,
+    read_small_file,
+    read_small_text_file,
+)
 from portable.converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.entry import OutputTensor
 
 _log = logging.getLogger(__name__)
 
-TOKENIZER = re.compile(
+TOKENIZER_NAMES = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+"
     r"|additional_chat_templates/.+|.+\.(model|spm|tiktoken)"
 )
 """Names of tokenizer files and chat templates."""
-MERGED = "merged_adapters.json"
+MERGED_ADAPTERS_FILE = "merged_adapters.json"
 """Record of the adapters that were merged into a model, see `portable.converters.adapters.merging`."""
-GENERATION = "generation_config.json"
-COMPANIONS = re.compile(
+GENERATION_CONFIG_FILE = "generation_config.json"
+COMPANION_NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.(model|spm|tiktoken)"
     r"|(video_)?preprocessor_config\.json|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
     r"|modules\.json|(config_)?sentence_\w+\.json|LICENSE(\.\w+)?|NOTICE"
 )
-CODE = "custom code"
+CUSTOM_CODE = "custom code"
 _WEIGHTS = "weights"
 # File names that are not companions, with the reason.
-_EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
+_EXCLUSION_REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         _WEIGHTS,
         re.compile(
@@ -72,7 +77,7 @@ _EXCLUDED: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"|(all|train|eval)_results\.json"
         ),
     ),
-    (CODE, re.compile(r".+\.(py|so|sh|ipynb)")),
+    (CUSTOM_CODE, re.compile(r".+\.(py|so|sh|ipynb)")),
 )
 OTHER_WEIGHTS = "weights that do not belong to the tensors of the model"
 # Names of the model's own files, of copies in other formats, and of training state.
@@ -98,7 +103,7 @@ _RUN_CHECKPOINTS = "checkpoints"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 only reads torch_dtype
 
 
-def find_companions(root: Place) -> dict[str, Place]:
+def find_companions(root: AnyPath) -> dict[str, AnyPath]:
     """Find the companion files of a checkpoint.
 
     Searches the checkpoint's folder, its subfolders `model`, `hf`, `huggingface`, and `tokenizer`, the parent
@@ -111,10 +116,10 @@ def find_companions(root: Place) -> dict[str, Place]:
     Returns:
         Paths of the files, keyed by file name.
     """
-    folder, *parents = _list_folders(root)
+    folder, *parents = _list_searched_folders(root)
     # From a checkpoint of this project, copy only files that were saved with the checkpoint.
     manifest = check_manifest(folder, only=lambda name: name == "trainer_state.json" or is_companion(name))
-    companions = {**_classify_files(folder).companions, **_search_folders([folder, *parents])}
+    companions = {**_classify_files(folder).companions, **_find_files_in_folders([folder, *parents])}
     if manifest is None or not any(is_companion(name) for name in manifest["files"]):
         return companions
     for name in sorted(companions.keys() - manifest["files"].keys()):
@@ -125,10 +130,10 @@ def find_companions(root: Place) -> dict[str, Place]:
 
 def is_companion(name: str) -> bool:
     """Return whether a small file with this name is a companion."""
-    return bool(COMPANIONS.fullmatch(name)) or _get_exclusion_reason(name) is None
+    return bool(COMPANION_NAMES.fullmatch(name)) or _get_exclusion_reason(name) is None
 
 
-def find_small_files(root: Place) -> dict[str, Place]:
+def find_companions_in_folder(root: AnyPath) -> dict[str, AnyPath]:
     """Find the companion files in the folder of a model, without searching the parent folders.
 
     Args:
@@ -137,16 +142,16 @@ def find_small_files(root: Place) -> dict[str, Place]:
     Returns:
         Paths of the files, keyed by file name.
     """
-    return _classify_files(_get_folder(root)).companions
+    return _classify_files(_get_checkpoint_folder(root)).companions
 
 
-def list_companion_names(root: Place) -> set[str]:
+def list_companion_names(root: AnyPath) -> set[str]:
     """Return the names of all companion and custom code files in the folder of a model."""
-    companions, excluded = _classify_files(_get_folder(root))
-    return {*companions, *(name for name, reason in excluded.items() if reason == CODE)}
+    companions, excluded = _classify_files(_get_checkpoint_folder(root))
+    return {*companions, *(name for name, reason in excluded.items() if reason == CUSTOM_CODE)}
 
 
-def find_excluded_files(root: Place) -> dict[str, str]:
+def find_excluded_files(root: AnyPath) -> dict[str, str]:
     """Find the files in the folder of a model that are not companions.
 
     Args:
@@ -155,13 +160,13 @@ def find_excluded_files(root: Place) -> dict[str, str]:
     Returns:
         The reason for each file, keyed by file name. The name of a folder ends with a slash.
     """
-    excluded = _classify_files(_get_folder(root)).excluded
+    excluded = _classify_files(_get_checkpoint_folder(root)).excluded
     if excluded.get(root.name) == OTHER_WEIGHTS and not root.is_dir():
         excluded[root.name] = _WEIGHTS  # the model itself
     return excluded
 
 
-def find_custom_code(root: Place) -> dict[str, Place]:
+def find_custom_code(root: AnyPath) -> dict[str, AnyPath]:
     """Find the Python files of a model with custom code.
 
     Args:
@@ -170,18 +175,18 @@ def find_custom_code(root: Place) -> dict[str, Place]:
     Returns:
         Paths of the files, keyed by file name.
     """
-    folder = _get_folder(root)
-    files: dict[str, Place] = {}
+    folder = _get_checkpoint_folder(root)
+    files: dict[str, AnyPath] = {}
     for name, reason in find_excluded_files(root).items():
-        if reason == CODE and (name.endswith(".py") or name.startswith(f"{_GENERATION_CODE}/")):
+        if reason == CUSTOM_CODE and (name.endswith(".py") or name.startswith(f"{_GENERATION_CODE}/")):
             try:
-                files[name] = inside(folder / name, folder)
+                files[name] = resolve_path_inside(folder / name, folder)
             except LinkError as error:
                 _log.warning("warning: %s; not copied", to_printable(error))
     return files
 
 
-def _get_folder(root: Place) -> Place:
+def _get_checkpoint_folder(root: AnyPath) -> AnyPath:
     return root if root.is_dir() else root.parent
 
 
@@ -189,7 +194,7 @@ def _get_exclusion_reason(name: str) -> str | None:
     """Return the reason why a file is not a companion, or None if it is a companion."""
     if name.startswith("."):
         return "hidden"
-    return next((reason for reason, names in _EXCLUDED if names.fullmatch(name)), None)
+    return next((reason for reason, names in _EXCLUSION_REASONS if names.fullmatch(name)), None)
 
 
 class _ClassifiedFiles(NamedTuple):
@@ -201,11 +206,11 @@ class _ClassifiedFiles(NamedTuple):
             folder ends with a slash.
     """
 
-    companions: dict[str, Place]
+    companions: dict[str, AnyPath]
     excluded: dict[str, str]
 
 
-def _classify_files(folder: Place) -> _ClassifiedFiles:
+def _classify_files(folder: AnyPath) -> _ClassifiedFiles:
     """Classify the files in the folder of a model.
 
     The files of named chat templates, of custom generation code and of sentence-transformers modules are in
@@ -215,11 +220,11 @@ def _classify_files(folder: Place) -> _ClassifiedFiles:
     Returns:
         The files. Both attributes are empty if the folder does not contain the config.json of a model.
     """
-    companions: dict[str, Place] = {}
+    companions: dict[str, AnyPath] = {}
     excluded: dict[str, str] = {}
     entries = _list_entries(folder)
     by_name = {entry.name: entry for entry in entries}
-    if "config.json" not in by_name or not _is_usable(by_name["config.json"], "config.json"):
+    if "config.json" not in by_name or not _is_usable_companion(by_name["config.json"], "config.json"):
         return _ClassifiedFiles(companions, excluded)
     modules = _read_sentence_modules(by_name.get("modules.json"), folder)
     subfolders = [_TEMPLATES, _GENERATION_CODE, *modules]
@@ -227,7 +232,9 @@ def _classify_files(folder: Place) -> _ClassifiedFiles:
     for name in subfolders:
         if name in by_name:
             try:
-                nested += [(name, entry) for entry in _list_entries(inside(by_name[name], folder))]
+                nested += [
+                    (name, entry) for entry in _list_entries(resolve_path_inside(by_name[name], folder))
+                ]
             except LinkError:
                 excluded[f"{name}/"] = "a link outside the folder"
     for parent, entry in (*(("", entry) for entry in entries), *nested):
@@ -238,20 +245,20 @@ def _classify_files(folder: Place) -> _ClassifiedFiles:
                 if not is_expected and entry.is_dir():
                     excluded[f"{name}/"] = "a folder"
                 continue
-            reason = None if COMPANIONS.fullmatch(entry.name) else _get_exclusion_reason(entry.name)
+            reason = None if COMPANION_NAMES.fullmatch(entry.name) else _get_exclusion_reason(entry.name)
             limit = _get_size_limit(entry.name)
             if parent == _GENERATION_CODE:
-                reason = CODE
+                reason = CUSTOM_CODE
             elif reason == _WEIGHTS and parent in modules:
                 reason, limit = None, MAX_TOKENIZER_FILE
             elif reason == _WEIGHTS and _TORCH_FILE.fullmatch(name) and not _OWN_WEIGHTS.fullmatch(name):
                 reason = OTHER_WEIGHTS
-            if reason is None and file_size(entry) > limit:
+            if reason is None and get_file_size(entry) > limit:
                 reason = f"larger than {limit >> 20} MiB"
             if reason is None and len(companions) >= _MAX_SMALL_FILES:
                 reason = f"more than {_MAX_SMALL_FILES} files"
             if reason is None:
-                companions[name] = inside(entry, folder)
+                companions[name] = resolve_path_inside(entry, folder)
                 continue
         except OSError:
             reason = "unreadable"
@@ -262,15 +269,15 @@ def _classify_files(folder: Place) -> _ClassifiedFiles:
 
 
 def _get_size_limit(name: str) -> int:
-    return MAX_TOKENIZER_FILE if COMPANIONS.fullmatch(name) else MAX_SMALL_FILE
+    return MAX_TOKENIZER_FILE if COMPANION_NAMES.fullmatch(name) else MAX_SMALL_FILE
 
 
-def _read_sentence_modules(file: Place | None, folder: Place) -> list[str]:
+def _read_sentence_modules(file: AnyPath | None, folder: AnyPath) -> list[str]:
     """Return the folders of the modules that sentence-transformers lists in `modules.json`."""
-    if file is None or not _is_usable(file, file.name):
+    if file is None or not _is_usable_companion(file, file.name):
         return []
     try:
-        modules = json.loads(read_small(file, folder))
+        modules = json.loads(read_small_file(file, folder))
     except (OSError, ValueError, RecursionError, CheckpointError):
         return []
     paths = [
@@ -281,7 +288,7 @@ def _read_sentence_modules(file: Place | None, folder: Place) -> list[str]:
     return [path for path in paths if isinstance(path, str) and re.fullmatch(r"[\w-]+", path)]
 
 
-def find_beside(root: Place, name: str) -> Place | None:
+def find_companion_file(root: AnyPath, name: str) -> AnyPath | None:
     """Find a file in the folders that `find_companions` searches.
 
     Args:
@@ -292,16 +299,16 @@ def find_beside(root: Place, name: str) -> Place | None:
         Path of the file in the nearest folder, or None if there is no such file. If the checkpoint has a
         manifest, the file must have been saved with the checkpoint.
     """
-    folder, *parents = _list_folders(root)
+    folder, *parents = _list_searched_folders(root)
     manifest = check_manifest(folder, only=lambda file: file == name)
     if manifest is not None and name not in manifest["files"]:
         return None
-    return _search_folders([folder, *parents], re.compile(re.escape(name))).get(name)
+    return _find_files_in_folders([folder, *parents], re.compile(re.escape(name))).get(name)
 
 
-def _list_folders(root: Place) -> list[Place]:
+def _list_searched_folders(root: AnyPath) -> list[AnyPath]:
     """Return the folder of a checkpoint, and the parent folders that may contain its companions."""
-    folder = make_absolute(_get_folder(root))
+    folder = make_absolute(_get_checkpoint_folder(root))
     folders = [folder, folder.parent]
     if folder.parent.name == _RUN_CHECKPOINTS:
         folders.append(folder.parent.parent)
@@ -310,25 +317,25 @@ def _list_folders(root: Place) -> list[Place]:
     return folders
 
 
-def check_one_model(folder: Place, name: str) -> None:
+def check_single_model(folder: AnyPath, first_file: str) -> None:
     """Check that Accelerate's `save_state` did not write several models to a folder.
 
     Args:
         folder: Folder of the checkpoint.
-        name: Name of the first model's file.
+        first_file: Name of the first model's file.
 
     Raises:
         CheckpointError: If the folder contains a second model.
     """
-    stem, _, suffix = name.partition(".")
+    stem, _, suffix = first_file.partition(".")
     for second in (f"{stem}_1.{suffix}", f"{stem}_1.{suffix.removesuffix('.index.json')}"):
         if (folder / second).is_file():
             raise CommandError(
-                f"{folder}: contains several models, {name} and {second}; specify the path of one file"
+                f"{folder}: contains several models, {first_file} and {second}; specify the path of one file"
             )
 
 
-def resolve_companions(name_or_path: str) -> dict[str, Place]:
+def find_or_download_companions(name_or_path: str) -> dict[str, AnyPath]:
     """Find the companion files of the model in `--config-from`.
 
     Args:
@@ -340,12 +347,12 @@ def resolve_companions(name_or_path: str) -> dict[str, Place]:
     Raises:
         CheckpointError: If the model config does not exist.
     """
-    folder = place(name_or_path)
+    folder = parse_path_or_url(name_or_path)
     if folder.is_file():
         folder = folder.parent
     elif not folder.exists() and _HUB_ID.fullmatch(name_or_path):
         folder = download_from_hub(name_or_path, f"--config-from {name_or_path}", _HUB_FILES)
-    companions = {**_classify_files(folder).companions, **_search_folders([folder])}
+    companions = {**_classify_files(folder).companions, **_find_files_in_folders([folder])}
     if "config.json" not in companions:
         raise CommandError(
             f"--config-from {name_or_path}: does not contain the config.json of a model; specify a folder "
@@ -354,7 +361,7 @@ def resolve_companions(name_or_path: str) -> dict[str, Place]:
     return companions
 
 
-def locate_model(name_or_path: str) -> Place:
+def locate_or_download_model(name_or_path: str) -> AnyPath:
     """Return the path of a checkpoint, and download the checkpoint if it is on the Hub.
 
     Args:
@@ -366,19 +373,19 @@ def locate_model(name_or_path: str) -> Place:
     Raises:
         CheckpointError: If the model cannot be downloaded.
     """
-    path = place(name_or_path)
+    path = parse_path_or_url(name_or_path)
     if not path.exists() and name_or_path.count("/") == 1 and _HUB_ID.fullmatch(name_or_path):
         return download_from_hub(name_or_path, name_or_path, _MODEL_FILES)
     return path
 
 
-def download_from_hub(name: str, description: str, files: tuple[str, ...]) -> Place:
+def download_from_hub(hub_id: str, option: str, file_patterns: tuple[str, ...]) -> AnyPath:
     """Download files of a model to the Hub cache.
 
     Args:
-        name: Hub ID of the model.
-        description: Option or argument that specified the model, used in error messages.
-        files: Patterns of the file names.
+        hub_id: Hub ID of the model.
+        option: Option or argument that specified the model, used in error messages.
+        file_patterns: Patterns of the file names.
 
     Returns:
         Path of the model's folder in the cache.
@@ -390,23 +397,25 @@ def download_from_hub(name: str, description: str, files: tuple[str, ...]) -> Pl
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CommandError(
-            f"{description}: no such file or folder, and the hub needs the package huggingface_hub"
+            f"{option}: no such file or folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
-        return place(snapshot_download(name, allow_patterns=list(files)))
+        return parse_path_or_url(snapshot_download(hub_id, allow_patterns=list(file_patterns)))
     except Exception as error:  # The HTTP client raises its own exceptions.
-        why = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         # The first sentence has the reason, and the others are advice about the Python API.
-        why = re.split(r"(?<=[.!?])\s", why)[0].rstrip(".")
+        reason = re.split(r"(?<=[.!?])\s", reason)[0].rstrip(".")
         raise CommandError(
-            f"{description}: neither a local file or folder nor available from the hub ({why}); with a "
-            f"network, hf download {name} --local-dir FOLDER, and give FOLDER"
+            f"{option}: neither a local file or folder nor available from the hub ({reason}); with a "
+            f"network, hf download {hub_id} --local-dir FOLDER, and give FOLDER"
         ) from None
 
 
-def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS) -> dict[str, Place]:
+def _find_files_in_folders(
+    folders: Iterable[AnyPath], name_pattern: re.Pattern[str] = COMPANION_NAMES
+) -> dict[str, AnyPath]:
     """Search folders and their model subfolders for files with matching names."""
-    files: dict[str, Place] = {}
+    files: dict[str, AnyPath] = {}
     for folder in folders:
         direct_entries = _list_entries(folder)
         entry_names = {entry.name for entry in direct_entries}
@@ -414,34 +423,34 @@ def _search_folders(folders: Iterable[Place], names: re.Pattern[str] = COMPANION
         for name in _SUBFOLDERS:
             if name in entry_names:
                 try:
-                    nested_entries.append(_list_entries(inside(folder / name, folder)))
+                    nested_entries.append(_list_entries(resolve_path_inside(folder / name, folder)))
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", to_printable(error))
         for entries in (direct_entries, *nested_entries):
             for entry in entries:
-                if entry.name in files or not names.fullmatch(entry.name):
+                if entry.name in files or not name_pattern.fullmatch(entry.name):
                     continue
                 try:
                     # Resolve links now, because a link could be changed before the file is copied.
-                    path = inside(entry, folder)
+                    path = resolve_path_inside(entry, folder)
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", to_printable(error))
                     continue
-                if _is_usable(path, entry.name):
+                if _is_usable_companion(path, entry.name):
                     files[entry.name] = path
     return files
 
 
-def _list_entries(folder: Place) -> list[Place]:
+def _list_entries(folder: AnyPath) -> list[AnyPath]:
     """Return the entries of a folder, sorted by name, or an empty list if the folder cannot be listed."""
     try:
-        entries: list[Place] = list(folder.iterdir())
+        entries: list[AnyPath] = list(folder.iterdir())
     except (OSError, AccessDeniedError):  # The credentials may not cover the parent folders.
         return []
     return sorted(entries, key=lambda path: path.name)
 
 
-def read_trainer_metadata(folder: Place) -> dict[str, Any]:
+def read_trainer_metadata(folder: AnyPath) -> dict[str, Any]:
     """Read the `trainer_state.json` that this project or the Trainer of transformers saved.
 
     Args:
@@ -451,28 +460,28 @@ def read_trainer_metadata(folder: Place) -> dict[str, Any]:
         The content under `trainer_state`, and the number of steps under `step`. Empty if the file does not
         exist.
     """
-    state = read_small_table(folder / "trainer_state.json")
+    state = read_json_object_or_empty(folder / "trainer_state.json")
     if not state:
         return {}
     step = state.get("step", state.get("global_step"))
     return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
 
 
-def _is_usable(path: Place, name: str) -> bool:
+def _is_usable_companion(path: AnyPath, name: str) -> bool:
     """Return whether a file is small enough, and a `config.json` belongs to a model.
 
     Raises:
         CheckpointError: If a `config.json` is damaged.
     """
     try:
-        if not path.is_file() or file_size(path) > MAX_TOKENIZER_FILE:
+        if not path.is_file() or get_file_size(path) > MAX_TOKENIZER_FILE:
             return False
     except OSError:
         return False
     if name != "config.json":
         return True
     try:
-        values = json.loads(read_small_text(path))
+        values = json.loads(read_small_text_file(path))
     except OSError:
         return False
     except (ValueError, RecursionError):
@@ -492,10 +501,10 @@ class OutputCompanions(NamedTuple):
     """
 
     documents: dict[str, bytes]
-    copied: dict[str, Place]
+    copied: dict[str, AnyPath]
 
 
-def prepare_companions(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> OutputCompanions:
+def plan_companion_files(checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]) -> OutputCompanions:
     """Prepare the companion files of an output.
 
     The dtype in `config.json` is updated, because `from_pretrained` converts the weights to this dtype. The
@@ -504,30 +513,32 @@ def prepare_companions(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) 
 
     Args:
         checkpoint: Checkpoint to write.
-        entries: Tensors to write.
+        written_tensors: Tensors to write.
 
     Returns:
         The files to write and the files to copy.
     """
-    updated, copied = _update_config(checkpoint, entries)
+    updated, copied = _build_updated_config(checkpoint, written_tensors)
     return OutputCompanions({**updated, **checkpoint.documents}, copied)
 
 
-def _update_config(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> OutputCompanions:
-    """Update the dtype and the settings in `config.json`, see `prepare_companions`."""
+def _build_updated_config(
+    checkpoint: Checkpoint, written_tensors: Iterable[OutputTensor]
+) -> OutputCompanions:
+    """Update the dtype and the settings in `config.json`, see `plan_companion_files`."""
     # Imported here, because importing numpy is slow.
-    from portable.converters.tensors.dtypes import CASTABLE, TO_TORCH
+    from portable.converters.tensors.dtypes import CASTABLE_DTYPES, TO_TORCH
 
     copied = dict(checkpoint.companions)
-    config = read_small_table(copied.get("config.json"))
+    config = read_json_object_or_empty(copied.get("config.json"))
     if not config:
         return OutputCompanions({}, copied)
-    settings = {**_find_corrections(checkpoint), **checkpoint.config}
-    entries = list(entries)
-    casts = {TO_TORCH[entry.dtype] for entry in entries if entry.dtype != entry.tensor.dtype}
+    settings = {**_find_config_corrections(checkpoint), **checkpoint.config}
+    written_tensors = list(written_tensors)
+    casts = {TO_TORCH[entry.dtype] for entry in written_tensors if entry.dtype != entry.tensor.dtype}
     sizes: dict[str, int] = {}
-    for entry in entries:
-        if entry.dtype in CASTABLE and entry.tensor.shape:
+    for entry in written_tensors:
+        if entry.dtype in CASTABLE_DTYPES and entry.tensor.shape:
             sizes[TO_TORCH[entry.dtype]] = sizes.get(TO_TORCH[entry.dtype], 0) + entry.nbytes
     dtype = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
     # Keep the dtype of the config if at least one tensor has it. If the weights are quantized, the dtype in
@@ -539,9 +550,9 @@ def _update_config(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> O
         keeps_dtype = dtype.removeprefix("torch.") == cast
         sizes = {cast: 1}
     if not keeps_dtype:
-        _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    override_settings(config, settings)
-    if not add_earlier_keys(config) and keeps_dtype and not settings:
+        _set_config_dtype(config, max(sizes, key=lambda name: sizes[name]))
+    override_config_settings(config, settings)
+    if not add_earlier_keys_to_config(config) and keeps_dtype and not settings:
         return OutputCompanions({}, copied)
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -552,28 +563,32 @@ def _update_config(checkpoint: Checkpoint, entries: Iterable[OutputTensor]) -> O
         return OutputCompanions({"config.json": escaped.encode()}, copied)
 
 
-def _find_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
+def _find_config_corrections(checkpoint: Checkpoint) -> dict[str, Any]:
     """Find the settings of a config that contradict the tensors, see `portable.converters.integrity`."""
     from portable.converters.names.contradictions import (
-        find_split_tie,
-        find_stale_quantization,
-        has_split_text_tie,
+        find_contradicted_tie,
+        has_contradicted_text_tie,
+        has_stale_quantization,
     )
 
     corrections: dict[str, Any] = {}
     config = checkpoint.read_config()
-    is_split = find_split_tie(checkpoint.tensors, config) is not None
-    if is_split or has_split_text_tie(checkpoint.tensors, config):
+    is_split = find_contradicted_tie(checkpoint.tensors, config) is not None
+    if is_split or has_contradicted_text_tie(checkpoint.tensors, config):
         corrections["tie_word_embeddings"] = False
-    if find_stale_quantization(checkpoint.tensors, config):
+    if has_stale_quantization(checkpoint.tensors, config):
         corrections["quantization_config"] = None
     return corrections
 
 
-def _set_dtype(config: dict[str, Any], name: str) -> None:
+def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
     """Set the dtype of a config and of all nested configs that have a dtype."""
     present = [key for key in _DTYPE_KEYS if key in config]
-    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], name))
-    for key, part in config.items():
-        if key.endswith("_config") and isinstance(part, dict) and not part.keys().isdisjoint(_DTYPE_KEYS):
-            _set_dtype(part, name)
+    config.update(dict.fromkeys(present or _DTYPE_KEYS[:1], dtype))
+    for key, nested_config in config.items():
+        if (
+            key.endswith("_config")
+            and isinstance(nested_config, dict)
+            and not nested_config.keys().isdisjoint(_DTYPE_KEYS)
+        ):
+            _set_config_dtype(nested_config, dtype)

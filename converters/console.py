@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import TextIO
 
-_COLOURS = {"error:": "1;31", "warning:": "1;33"}
+_LABEL_COLORS = {"error:": "1;31", "warning:": "1;33"}
 
 
 class OutputError(Exception):
@@ -29,7 +29,7 @@ def escape_control_characters(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def print_line(text: str, *, coloured: bool = False) -> None:
+def print_line(text: str, *, is_colored: bool = False) -> None:
     """Print `text` and flush.
 
     Args:
@@ -40,11 +40,11 @@ def print_line(text: str, *, coloured: bool = False) -> None:
         OutputError: writing fails for any other reason.
     """
     with _raise_output_errors():
-        print(text if coloured else escape_control_characters(text))
-    flush()
+        print(text if is_colored else escape_control_characters(text))
+    flush_stdout()
 
 
-def flush() -> None:
+def flush_stdout() -> None:
     """Flush standard output; raises what `print_line` does."""
     if sys.stdout is not None:  # None if it was closed at start-up
         with _raise_output_errors():
@@ -54,7 +54,7 @@ def flush() -> None:
 def print_error(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(color_label(wrap_lines(escape_control_characters(line), sys.stderr)), file=sys.stderr)
+        print(color_error_label(wrap_lines(escape_control_characters(line), sys.stderr)), file=sys.stderr)
 
 
 def get_terminal_width(stream: TextIO | None) -> int | None:
@@ -88,14 +88,14 @@ def wrap_lines(text: str, stream: TextIO | None) -> str:
     return "\n".join(lines)
 
 
-def color_label(line: str) -> str:
+def color_error_label(line: str) -> str:
     """`line` with the first word of an error or warning in color on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     first = line.split(" ", 1)[0]
-    if first not in _COLOURS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if first not in _LABEL_COLORS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line
     if sys.stderr is None or not sys.stderr.isatty():
         return line
-    return f"\x1b[{_COLOURS[first]}m{first}\x1b[0m{line[len(first) :]}"
+    return f"\x1b[{_LABEL_COLORS[first]}m{first}\x1b[0m{line[len(first) :]}"
 
 
 @contextmanager

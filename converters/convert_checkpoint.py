@@ -14,18 +14,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.config_and_tokenizer_files import (
     find_custom_code,
     find_excluded_files,
+    find_or_download_companions,
     list_companion_names,
-    locate_model,
-    resolve_companions,
+    locate_or_download_model,
 )
-from portable.converters.errors import CommandError, prefix_errors
-from portable.converters.integrity import NAMES_IN_MEMORY, check_complete
+from portable.converters.errors import CommandError, prefix_checkpoint_errors
+from portable.converters.integrity import LIVE_NAMES_PROBLEM, check_model_complete
 from portable.converters.opening import open_checkpoint
-from portable.converters.options import ADAPTER_CONFIG, DTYPES, FORMS, NAMES, PUBLISHED
-from portable.converters.storage.path_or_url import make_absolute, place, resolve_links, suggest_path
-from portable.converters.writers.atomic_output import check_output
-from portable.converters.writers.conversion import Choices, carry_out, check_expansion
-from portable.converters.writers.targets import get_planner, is_single
+from portable.converters.options import (
+    ADAPTER_CONFIG,
+    DTYPES,
+    FORMATS_WITH_PUBLISHED_NAMES,
+    NAME_KINDS,
+    QUANTIZATION_FORMS,
+)
+from portable.converters.storage.path_or_url import (
+    format_path_suggestion,
+    make_absolute,
+    parse_path_or_url,
+    resolve_links,
+)
+from portable.converters.writers.atomic_output import validate_output_path
+from portable.converters.writers.conversion import ContentOptions, check_output_growth, write_plan_atomically
+from portable.converters.writers.targets import get_plan_function, is_single_file_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +44,7 @@ if TYPE_CHECKING:
     from portable.converters.adapters.adapter import StoredAdapter
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.integrity import CheckpointProblem
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.plan import ConversionPlan
 
 # Do not report files that are not copied for one of these reasons, because users expect it.
@@ -55,8 +66,8 @@ class Conversion:
         warning: What prevents other programs from loading the output, or None.
     """
 
-    source: Place
-    out: Place
+    source: AnyPath
+    out: AnyPath
     checkpoint: Checkpoint
     plan: ConversionPlan
     tag: str | None
@@ -65,22 +76,22 @@ class Conversion:
 
 
 def convert(
-    source: str | Place,
-    out: str | Place,
+    source: str | AnyPath,
+    out: str | AnyPath,
     *,
     to: str = "safetensors",
     tag: str | None = None,
     dtype: str = "keep",
     names: str | None = None,
     optimizer: bool = False,
-    config_from: str | Place | None = None,
-    merge_into: str | Place | None = None,
-    adapter_config: str | Place | None = None,
+    config_from: str | AnyPath | None = None,
+    merge_into: str | AnyPath | None = None,
+    adapter_config: str | AnyPath | None = None,
     adapter_name: str | None = None,
     dequantize: str | None = None,
     quantize: str | None = None,
-    quantize_like: str | Place | None = None,
-    max_shard_size: int = Choices.max_shard_size,
+    quantize_like: str | AnyPath | None = None,
+    max_shard_size: int = ContentOptions.max_shard_size,
     partial: bool = False,
     expand: bool = False,
     trust_remote_code: bool = False,
@@ -139,19 +150,21 @@ def convert(
         CheckpointError: If the source is damaged, incomplete, or not supported, or if the output cannot be
             written. `out` is then unchanged.
     """
-    _check_value("names", names, NAMES)
-    _check_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
-    _check_value("quantize", quantize, FORMS)
-    _check_value("dtype", dtype, list(DTYPES))
-    source_path, out_path = locate_model(str(source)), place(out)
-    single = is_single(to, out_path)
+    _check_option_value("names", names, NAME_KINDS)
+    _check_option_value("dequantize", dequantize, ("bfloat16", "float16", "float32"))
+    _check_option_value("quantize", quantize, QUANTIZATION_FORMS)
+    _check_option_value("dtype", dtype, list(DTYPES))
+    source_path, out_path = locate_or_download_model(str(source)), parse_path_or_url(out)
+    single = is_single_file_output(to, out_path)
     if not source_path.exists():
-        raise CommandError(f"{source_path}: no such file or folder{suggest_path(source_path)}")
-    models = [source_path] if merge_into is None else [source_path, locate_model(str(merge_into))]
+        raise CommandError(f"{source_path}: no such file or folder{format_path_suggestion(source_path)}")
+    models = [source_path] if merge_into is None else [source_path, locate_or_download_model(str(merge_into))]
     if not dry_run:
-        companions = () if config_from is None else list_companion_names(place(config_from))
-        check_output(out_path, models, overwrite=overwrite, single=single, companions=companions)
-    request = _Request(
+        companions = () if config_from is None else list_companion_names(parse_path_or_url(config_from))
+        validate_output_path(
+            out_path, models, overwrite=overwrite, is_single_file=single, replaceable_names=companions
+        )
+    request = _ConversionRequest(
         source=str(source),
         to=to,
         dtype=dtype,
@@ -167,18 +180,18 @@ def convert(
         max_shard_size=max_shard_size,
         partial=partial,
         trust_remote_code=trust_remote_code,
-        models=models if config_from is None else [*models, place(config_from)],
-        given_companions=None if config_from is None else resolve_companions(str(config_from)),
+        model_paths=models if config_from is None else [*models, parse_path_or_url(config_from)],
+        config_from_companions=None if config_from is None else find_or_download_companions(str(config_from)),
     )
-    checkpoint = open_checkpoint(source_path, tag, companions=request.given_companions)
+    checkpoint = open_checkpoint(source_path, tag, companions=request.config_from_companions)
     chosen_tag = _find_chosen_tag(checkpoint, source_path)
-    checkpoint, make_plan = request.apply(checkpoint)
-    excluded_files = _find_excluded_files(checkpoint, request.models)
+    checkpoint, make_plan = request.prepare_conversion(checkpoint)
+    excluded_files = _list_uncopied_files(checkpoint, request.model_paths)
     if dry_run:
         plan = make_plan()
-        check_expansion(checkpoint, plan, allowed=expand)
+        check_output_growth(checkpoint, plan, is_allowed=expand)
     else:
-        plan = carry_out(
+        plan = write_plan_atomically(
             checkpoint,
             make_plan,
             out_path,
@@ -186,7 +199,7 @@ def convert(
             progress=progress,
             verify=verify,
             expand=expand,
-            single=single,
+            is_single_file=single,
         )
     notes = [
         *request.notes,
@@ -195,11 +208,11 @@ def convert(
         *_describe_problems(request.problems),
         *_describe_missing_config(plan, source_path, out, to),
     ]
-    warning = None if dry_run else _find_foreign_names(checkpoint, plan, to)
+    warning = None if dry_run else _describe_foreign_names(checkpoint, plan, to)
     return Conversion(source_path, out_path, checkpoint, plan, chosen_tag, tuple(notes), warning)
 
 
-def _check_value(option: str, value: str | None, allowed: Sequence[str]) -> None:
+def _check_option_value(option: str, value: str | None, allowed: Sequence[str]) -> None:
     if value is not None and value not in allowed:
         raise CommandError(f"{option}: {value!r} is not one of {', '.join(allowed)}")
 
@@ -238,12 +251,12 @@ class _MergedModel(NamedTuple):
 
 
 @dataclass
-class _Request:
+class _ConversionRequest:
     """Options of `convert` that change the model, and the notes that arise while they are applied.
 
     Attributes:
-        models: Places from which files other than weights are copied.
-        given_companions: Files of `config_from`, keyed by name. None without `config_from`.
+        model_paths: Places from which files other than weights are copied.
+        config_from_companions: Files of `config_from`, keyed by name. None without `config_from`.
         problems: Problems of an incomplete model that the user allowed.
     """
 
@@ -253,7 +266,7 @@ class _Request:
     names: str | None
     optimizer: bool
     config_from: str | None
-    merge_into: Place | None
+    merge_into: AnyPath | None
     adapter_config: str | None
     adapter_name: str | None
     dequantize: str | None
@@ -262,30 +275,32 @@ class _Request:
     max_shard_size: int
     partial: bool
     trust_remote_code: bool
-    models: Sequence[Place]
-    given_companions: Mapping[str, Place] | None
+    model_paths: Sequence[AnyPath]
+    config_from_companions: Mapping[str, AnyPath] | None
     notes: list[str] = field(default_factory=list)
     problems: Sequence[CheckpointProblem] = ()
 
-    def apply(self, checkpoint: Checkpoint) -> _PlannedConversion:
+    def prepare_conversion(self, checkpoint: Checkpoint) -> _PlannedConversion:
         """Merge, dequantize, rename, and quantize as requested.
 
         Returns:
             The resulting checkpoint, and a function that plans the output files.
         """
-        from portable.converters.names.model_config import check_fits
+        from portable.converters.names.model_config import check_config_fits_tensors
 
         if self.dequantize is not None and self.merge_into is None:
-            checkpoint = _dequantize(checkpoint, self.dequantize)
+            checkpoint = _dequantize_checkpoint(checkpoint, self.dequantize)
         checkpoint, adapter, stored = self._merge_or_extract_adapter(checkpoint)
-        if self.given_companions is not None and adapter is None:
-            check_fits(checkpoint.tensors, checkpoint.read_config(), f"--config-from {self.config_from}")
+        if self.config_from_companions is not None and adapter is None:
+            check_config_fits_tensors(
+                checkpoint.tensors, checkpoint.read_config(), f"--config-from {self.config_from}"
+            )
         if adapter is None:
-            self.problems = check_complete(checkpoint, partial=self.partial, stored=stored)
-            checkpoint = self._rename_tensors(checkpoint)
+            self.problems = check_model_complete(checkpoint, partial=self.partial, expert_source=stored)
+            checkpoint = self._rename_tensors_for_format(checkpoint)
             if self.trust_remote_code:
                 files = {
-                    name: path for model in self.models for name, path in find_custom_code(model).items()
+                    name: path for model in self.model_paths for name, path in find_custom_code(model).items()
                 }
                 checkpoint = checkpoint.with_companions(files)
         elif self.names is not None:
@@ -295,11 +310,11 @@ class _Request:
             )
         quantizes = self.quantize is not None or self.quantize_like is not None
         if quantizes:
-            checkpoint = self._quantize(checkpoint, adapter)
+            checkpoint = self._quantize_weights(checkpoint, adapter)
         # Weights that are quantized were already cast to --dtype.
-        choices = Choices("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
+        choices = ContentOptions("keep" if quantizes else self.dtype, self.max_shard_size, self.optimizer)
         if adapter is None:
-            make_plan = functools.partial(get_planner(self.to), checkpoint, choices)
+            make_plan = functools.partial(get_plan_function(self.to), checkpoint, choices)
             return _PlannedConversion(checkpoint, make_plan)
         if self.to == "gguf":
             from portable.converters.writers.gguf_writer import plan_gguf_adapter
@@ -329,25 +344,27 @@ class _Request:
             return _AdapterOutcome(checkpoint, None, checkpoint)
         config = None
         if self.adapter_config is not None:
-            from portable.converters.adapters.config import find_config_file
+            from portable.converters.adapters.config import find_adapter_config_file
 
-            config = find_config_file(self.adapter_config)
+            config = find_adapter_config_file(self.adapter_config)
         adapter = find_adapter(checkpoint, config=config, name=self.adapter_name)
         if adapter is None:
             if option is not None:
                 raise CommandError(f"{option}: {checkpoint.root} holds no adapter")
             return _AdapterOutcome(checkpoint, None, checkpoint)
         if self.merge_into is not None:
-            merged, stored = self._merge(checkpoint, adapter, self.merge_into)
+            merged, stored = self._merge_adapter_into_base(checkpoint, adapter, self.merge_into)
             return _AdapterOutcome(merged, None, stored)
-        if adapter.base:
-            count = len(adapter.base)
+        if adapter.base_tensors:
+            count = len(adapter.base_tensors)
             tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
-            remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_base else ""
+            remedy = f"; --merge-into {self.source} writes it merged" if adapter.has_complete_base else ""
             self.notes.append(f"{tensors} of the base model left out{remedy}")
         return _AdapterOutcome(adapter.checkpoint, adapter, checkpoint)
 
-    def _merge(self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: Place) -> _MergedModel:
+    def _merge_adapter_into_base(
+        self, checkpoint: Checkpoint, adapter: StoredAdapter, base_path: AnyPath
+    ) -> _MergedModel:
         """Merge an adapter into its base model."""
         from portable.converters.adapters.merging import merge
 
@@ -355,13 +372,13 @@ class _Request:
             raise CommandError("--optimizer: a merged model has no optimizer state; leave it out")
         contains_base = base_path.exists() and resolve_links(base_path) in (
             resolve_links(checkpoint.root),
-            resolve_links(place(self.source)),
+            resolve_links(parse_path_or_url(self.source)),
         )
         if contains_base:
-            stored = adapter.open_included_base().with_companions(self.given_companions or {})
+            stored = adapter.build_included_base().with_companions(self.config_from_companions or {})
         else:
-            stored = open_checkpoint(base_path, companions=self.given_companions)
-        base = stored if self.dequantize is None else _dequantize(stored, self.dequantize)
+            stored = open_checkpoint(base_path, companions=self.config_from_companions)
+        base = stored if self.dequantize is None else _dequantize_checkpoint(stored, self.dequantize)
         merged = merge(adapter, base, dtype=self.dtype)
         if merged.config.get("tie_word_embeddings") is False:
             self.notes.append(
@@ -372,14 +389,14 @@ class _Request:
 
     def _read_base_config(self, adapter: StoredAdapter) -> Mapping[str, Any]:
         """Read the config of the model that an adapter was trained on."""
-        from portable.converters.storage.safe_open import read_small_table
+        from portable.converters.storage.safe_open import read_json_object_or_empty
 
-        companions, path = self.given_companions, adapter.trained_config
+        companions, path = self.config_from_companions, adapter.trained_config
         if companions is None and path is None and adapter.config.base_model is not None:
-            companions = resolve_companions(adapter.config.base_model)
-        return read_small_table(path if companions is None else companions.get("config.json"))
+            companions = find_or_download_companions(adapter.config.base_model)
+        return read_json_object_or_empty(path if companions is None else companions.get("config.json"))
 
-    def _rename_tensors(self, checkpoint: Checkpoint) -> Checkpoint:
+    def _rename_tensors_for_format(self, checkpoint: Checkpoint) -> Checkpoint:
         """Convert the tensors to the names that `--names` specifies, or to the default of the format."""
         from portable.converters.naming import (
             find_name_rules,
@@ -389,12 +406,12 @@ class _Request:
             rename_to_published,
         )
 
-        names = self.names or ("published" if self.to in PUBLISHED else None)
+        names = self.names or ("published" if self.to in FORMATS_WITH_PUBLISHED_NAMES else None)
         if names is None:
             return checkpoint
-        config = None if self.given_companions is None else self.given_companions["config.json"]
+        config = None if self.config_from_companions is None else self.config_from_companions["config.json"]
         base = None if config is None else read_published_names(config)
-        with prefix_errors("--names"):
+        with prefix_checkpoint_errors("--names"):
             rules = find_name_rules(
                 checkpoint, base, lambda: {} if config is None else read_published_shapes(config)
             )
@@ -402,7 +419,7 @@ class _Request:
             rename_to_live(checkpoint, rules) if names == "live" else rename_to_published(checkpoint, rules)
         )
 
-    def _quantize(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
+    def _quantize_weights(self, checkpoint: Checkpoint, adapter: StoredAdapter | None) -> Checkpoint:
         """Quantize the weights with `--quantize` or `--quantize-like`."""
         from portable.converters.quantization.quantize import quantize_checkpoint, quantize_like_base
 
@@ -416,22 +433,22 @@ class _Request:
             raise CommandError(f"{option}: cannot be combined with {excluded}; leave out one of them")
         if adapter is not None:
             raise CommandError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-        with prefix_errors(option):
+        with prefix_checkpoint_errors(option):
             if self.quantize is not None:
                 return quantize_checkpoint(checkpoint, self.quantize, dtype=self.dtype)
             assert self.quantize_like is not None
-            base = open_checkpoint(locate_model(self.quantize_like))
+            base = open_checkpoint(locate_or_download_model(self.quantize_like))
             return quantize_like_base(checkpoint, base, dtype=self.dtype)
 
 
-def _dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+def _dequantize_checkpoint(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     from portable.converters.quantization.dequantize import dequantize_checkpoint
 
-    with prefix_errors("--dequantize"):
+    with prefix_checkpoint_errors("--dequantize"):
         return dequantize_checkpoint(checkpoint, dtype)
 
 
-def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:
+def _find_chosen_tag(checkpoint: Checkpoint, source: AnyPath) -> str | None:
     """Return the step or tag that was chosen below the source, or None if the source is the checkpoint."""
     tag = checkpoint.metadata.get("tag")
     if isinstance(tag, str):
@@ -440,7 +457,7 @@ def _find_chosen_tag(checkpoint: Checkpoint, source: Place) -> str | None:
     return root.name if make_absolute(root) != make_absolute(source) else None
 
 
-def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dict[str, str]:
+def _list_uncopied_files(checkpoint: Checkpoint, models: Sequence[AnyPath]) -> dict[str, str]:
     """Return the reason for each file of the model that is not copied, keyed by file name."""
     excluded = {name: reason for model in models for name, reason in find_excluded_files(model).items()}
     return {name: reason for name, reason in excluded.items() if name not in checkpoint.companions}
@@ -449,11 +466,11 @@ def _find_excluded_files(checkpoint: Checkpoint, models: Sequence[Place]) -> dic
 def _describe_losses(plan: ConversionPlan, dtype: str) -> list[str]:
     """Describe the values that a cast changed to infinity or zero."""
     losses = plan.losses
-    if not losses.first:
+    if not losses.first_tensor_name:
         return []
-    counts = {"infinite": losses.infinite, "0": losses.zero}
+    counts = {"infinite": losses.num_infinite, "0": losses.num_zero}
     changes = " and ".join(f"{count:,} values became {value}" for value, count in counts.items() if count)
-    return [f"{changes} in --dtype {dtype}, some of them in {losses.first!r}"]
+    return [f"{changes} in --dtype {dtype}, some of them in {losses.first_tensor_name!r}"]
 
 
 def _describe_excluded_files(excluded: Mapping[str, str], to: str) -> list[str]:
@@ -470,11 +487,11 @@ def _describe_problems(problems: Sequence[CheckpointProblem]) -> list[str]:
     return [
         str(problem) if problem.repaired else f"--partial: {problem}"
         for problem in problems
-        if problem.kind != NAMES_IN_MEMORY
+        if problem.kind != LIVE_NAMES_PROBLEM
     ]
 
 
-def _describe_missing_config(plan: ConversionPlan, source: Place, out: str | Place, to: str) -> list[str]:
+def _describe_missing_config(plan: ConversionPlan, source: AnyPath, out: str | AnyPath, to: str) -> list[str]:
     """Explain why `from_pretrained` cannot load an output without a config."""
     if to != "safetensors" or plan.names & {"config.json", ADAPTER_CONFIG}:
         return []
@@ -484,7 +501,7 @@ def _describe_missing_config(plan: ConversionPlan, source: Place, out: str | Pla
     ]
 
 
-def _find_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
+def _describe_foreign_names(checkpoint: Checkpoint, plan: ConversionPlan, to: str) -> str | None:
     """Return a warning if most tensor names do not belong to the model type in the config."""
     from portable.converters.names.known_words import find_foreign_name
 

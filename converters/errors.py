@@ -51,12 +51,12 @@ class OptimizerStateError(CheckpointError):
 
 
 @contextmanager
-def prefix_errors(path: object) -> Iterator[None]:
-    """Prefix the message of a `CheckpointError` raised within by `path`."""
+def prefix_checkpoint_errors(prefix: object) -> Iterator[None]:
+    """Prefix the message of a `CheckpointError` raised within by `prefix`."""
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error.args[0]}") from None
+        raise type(error)(f"{prefix}: {error.args[0]}") from None
 
 
 def raise_unless_panic(error: BaseException) -> None:
@@ -68,9 +68,9 @@ def raise_unless_panic(error: BaseException) -> None:
         raise error
 
 
-_USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
-_QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
-_TOKENS = re.compile(
+_URL_USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
+_URL_QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
+_KNOWN_TOKENS = re.compile(
     r"\b(?:"
     r"(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}"  # AWS
     r"|hf_[A-Za-z0-9]{16,}"  # Hugging Face
@@ -105,26 +105,26 @@ def redact_credentials(text: str) -> str:
     Credentials are recognized in URLs, by the name of a parameter, by their first letters, and by the values
     of environment variables.
     """
-    text = _USERINFO.sub(r"\g<scheme>***@", text)
-    text = _QUERY.sub(r"\g<url>?***", text)
+    text = _URL_USERINFO.sub(r"\g<scheme>***@", text)
+    text = _URL_QUERY.sub(r"\g<url>?***", text)
     text = _PARAMETER.sub(r"\g<name>***", text)
     text = _TOKEN_PARAMETER.sub(r"\g<name>***", text)
-    text = _TOKENS.sub("***", text)
-    for secret in _list_secrets():
+    text = _KNOWN_TOKENS.sub("***", text)
+    for secret in _list_secret_values():
         text = text.replace(secret, "***")
     return text
 
 
-def _list_secrets() -> list[str]:
+def _list_secret_values() -> list[str]:
     """Values of the environment to redact, longest first."""
     secrets = {
         value
         for name, value in os.environ.items()
-        if len(value) >= 6 and _SECRET_NAME.search(name.upper()) and not _is_path(value)
+        if len(value) >= 6 and _SECRET_NAME.search(name.upper()) and not _is_existing_path(value)
     }
     return sorted(secrets, key=len, reverse=True)
 
 
-def _is_path(value: str) -> bool:
+def _is_existing_path(value: str) -> bool:
     """Whether a variable such as GOOGLE_APPLICATION_CREDENTIALS names a file, which may be shown."""
     return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()

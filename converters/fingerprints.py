@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from portable.converters.tensors.tensor import Tensor
 
 # The most tensors that are looked into, and elements of each.
-_TENSORS, _ELEMENTS = 2048, 1 << 14
+_MAX_SAMPLED_TENSORS, _MAX_SAMPLED_ELEMENTS = 2048, 1 << 14
 
 
 def compute_fingerprint(checkpoint: Checkpoint) -> str:
@@ -21,20 +21,20 @@ def compute_fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     tensors = checkpoint.tensors
-    stride = -(-len(tensors) // _TENSORS) or 1
+    stride = -(-len(tensors) // _MAX_SAMPLED_TENSORS) or 1
     for number, name in enumerate(sorted(tensors)):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         if number % stride == 0:
-            digest.update(tensor.read(_choose_elements(tensor)).tobytes())
+            digest.update(tensor.read(_build_sample_index(tensor)).tobytes())
     return digest.hexdigest()
 
 
-def _choose_elements(tensor: Tensor) -> tuple[slice, ...]:
+def _build_sample_index(tensor: Tensor) -> tuple[slice, ...]:
     """An index of a few elements in the middle of the tensor, in a row where it is long enough."""
     sizes = list(tensor.shape)
     index = [slice(size // 2, size // 2 + 1) if size else slice(0, 0) for size in sizes]
     if sizes:
-        start = max(0, sizes[-1] // 2 - _ELEMENTS // 2)
-        index[-1] = slice(start, min(start + _ELEMENTS, sizes[-1]))
+        start = max(0, sizes[-1] // 2 - _MAX_SAMPLED_ELEMENTS // 2)
+        index[-1] = slice(start, min(start + _MAX_SAMPLED_ELEMENTS, sizes[-1]))
     return tuple(index)

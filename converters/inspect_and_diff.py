@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.adapters.adapter import find_adapter
 from portable.converters.console import print_line
 from portable.converters.errors import CheckpointError, to_printable
-from portable.converters.integrity import find_problems
+from portable.converters.integrity import find_model_problems
 from portable.converters.lazy_numpy import np
 from portable.converters.naming import find_name_rules, rename_to_published
 from portable.converters.opening import open_checkpoint
 from portable.converters.tensors.casting import BLOCK_BYTES
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
-from portable.converters.writers.parallel_jobs import run_jobs
+from portable.converters.writers.parallel_jobs import run_jobs_in_threads
 
 if TYPE_CHECKING:
     import argparse
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.tensors.tensor import Array
-    from portable.converters.writers.parallel_jobs import Progress
+    from portable.converters.writers.parallel_jobs import ReportBytes
 
-    Parser = Callable[..., argparse.ArgumentParser]
+    ParserFactory = Callable[..., argparse.ArgumentParser]
 
 SAME, DIFFERENT = 0, 1
 _BLOCK = BLOCK_BYTES // 4
@@ -48,8 +48,8 @@ class TensorStatistics:
     not_finite: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def add(self, block: Array) -> None:
-        values = _to_floats(block)
+    def add_block(self, block: Array) -> None:
+        values = _convert_to_float64(block)
         values = np.abs(values) if values.dtype.kind == "c" else values
         finite = values[np.isfinite(values)]
         self.count += values.size
@@ -84,17 +84,21 @@ class TensorDifference:
     largest: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def add(self, left: Array, right: Array) -> None:
-        values = _to_floats(left)
+    def add_blocks(self, left: Array, right: Array) -> None:
+        left_values = _convert_to_float64(left)
         with np.errstate(all="ignore"):
-            self._sums[1] += float(np.square(np.abs(values[np.isfinite(values)])).sum())
+            self._sums[1] += float(np.square(np.abs(left_values[np.isfinite(left_values)])).sum())
             if left.dtype == right.dtype and left.tobytes() == right.tobytes():
                 return
-            two = _to_floats(right)
+            right_values = _convert_to_float64(right)
             # Integers of 64 bits do not fit a float.
-            unequal = values != two if left.dtype != right.dtype or left.dtype.kind == "c" else left != right
-            unequal &= ~(np.isnan(values) & np.isnan(two))
-            distance = np.abs(values - two)[unequal]
+            unequal = (
+                left_values != right_values
+                if left.dtype != right.dtype or left.dtype.kind == "c"
+                else left != right
+            )
+            unequal &= ~(np.isnan(left_values) & np.isnan(right_values))
+            distance = np.abs(left_values - right_values)[unequal]
             finite = distance[np.isfinite(distance)]
             self.elements += distance.size
             self.not_finite += distance.size - finite.size
@@ -107,15 +111,15 @@ class TensorDifference:
         return {**values, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
 
 
-def _to_floats(block: Array) -> Array:
+def _convert_to_float64(block: Array) -> Array:
     """The elements as float64, or as complex128."""
     return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
 
 
-def list_tensors(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor]:
-    """The model's tensors; with `optimizer` those of its state too, as `<parameter>.<state>`."""
+def list_inspected_tensors(checkpoint: Checkpoint, *, includes_optimizer: bool) -> dict[str, Tensor]:
+    """The model's tensors; with `includes_optimizer` those of its state too, as `<parameter>.<state>`."""
     tensors = dict(checkpoint.tensors)
-    state = checkpoint.optimizer if optimizer else None
+    state = checkpoint.optimizer if includes_optimizer else None
     for name, values in state.state.items() if state is not None else ():
         tensors |= {
             f"{name}.{state_name}": value for state_name, value in values.items() if isinstance(value, Tensor)
@@ -123,9 +127,9 @@ def list_tensors(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor
     return tensors
 
 
-def run_inspect(parser: Parser, argv: Sequence[str]) -> int:
+def run_inspect(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     """Run `portable-convert inspect`; returns the exit code."""
-    arguments = parser(
+    arguments = make_parser(
         prog="portable-convert inspect",
         description="Show what a checkpoint contains, and whether it is a complete model. Only headers and a "
         "few bytes of each expert are read, unless --stats is given.",
@@ -142,20 +146,20 @@ def run_inspect(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
     checkpoint = open_checkpoint(options.src, options.tag)
-    tensors = list_tensors(checkpoint, optimizer=options.optimizer)
-    tensor_statistics = compute_statistics(tensors) if options.stats else {}
-    problems = find_problems(checkpoint)
-    document = describe(checkpoint, tensors, tensor_statistics)
+    tensors = list_inspected_tensors(checkpoint, includes_optimizer=options.optimizer)
+    tensor_statistics = compute_tensor_statistics(tensors) if options.stats else {}
+    problems = find_model_problems(checkpoint)
+    document = build_inspection(checkpoint, tensors, tensor_statistics)
     document["problems"] = [{**asdict(problem), "text": str(problem)} for problem in problems]
-    print_line(json.dumps(document, indent=1, default=str) if options.json else format_text(document))
+    print_line(json.dumps(document, indent=1, default=str) if options.json else format_inspection(document))
     return DIFFERENT if problems else SAME
 
 
-def describe(
+def build_inspection(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], tensor_statistics: Mapping[str, TensorStatistics]
 ) -> dict[str, Any]:
     """What a checkpoint holds, as JSON values."""
-    listed: dict[str, dict[str, Any]] = {
+    tensor_entries: dict[str, dict[str, Any]] = {
         name: {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -165,23 +169,23 @@ def describe(
         for name, tensor in tensors.items()
     }
     for name, statistic in tensor_statistics.items():
-        listed[name]["statistics"] = statistic.to_json()
+        tensor_entries[name]["statistics"] = statistic.to_json()
     by_dtype: dict[str, int] = {}
-    for entry in listed.values():
+    for entry in tensor_entries.values():
         dtype = entry["dtype"]
         by_dtype[dtype] = by_dtype.get(dtype, 0) + entry["bytes"] // get_itemsize(dtype)
-    about = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
+    metadata = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
     adapter = _describe_adapter(checkpoint)
     return {
         "path": str(checkpoint.root),
         "format": checkpoint.format,
-        **about,
+        **metadata,
         **({"adapter": adapter} if adapter else {}),
         "elements": by_dtype,
-        "bytes": sum(entry["bytes"] for entry in listed.values()),
+        "bytes": sum(entry["bytes"] for entry in tensor_entries.values()),
         "tied": dict(checkpoint.aliases),
         "companions": sorted(checkpoint.companions),
-        "tensors": listed,
+        "tensors": tensor_entries,
     }
 
 
@@ -196,10 +200,10 @@ def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base_model}
 
 
-def format_text(document: Mapping[str, Any]) -> str:
+def format_inspection(document: Mapping[str, Any]) -> str:
     """The same for a terminal."""
-    about = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
-    lines = [", ".join([f"{document['path']} ({document['format']})", *about])]
+    metadata = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
+    lines = [", ".join([f"{document['path']} ({document['format']})", *metadata])]
     if "adapter" in document:
         lines.append(
             "  adapter: "
@@ -234,23 +238,23 @@ def _format_statistics(entry: Mapping[str, Any]) -> str:
     return ", ".join([*numbers, *counts])
 
 
-def compute_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatistics]:
+def compute_tensor_statistics(tensors: Mapping[str, Tensor]) -> dict[str, TensorStatistics]:
     """Of every tensor; each is read once, in blocks, by a few threads."""
     statistics_by_name = {name: TensorStatistics() for name in tensors}
 
-    def add_tensor(name: str, progress: Progress) -> None:
+    def add_tensor(name: str, progress: ReportBytes) -> None:
         for block in tensors[name].iter_blocks_then_verify(BLOCK_BYTES):
-            statistics_by_name[name].add(block)
+            statistics_by_name[name].add_block(block)
             progress(block.nbytes)
         tensors[name].release()
 
-    run_jobs((partial(add_tensor, name) for name in tensors), lambda _: None)
+    run_jobs_in_threads((partial(add_tensor, name) for name in tensors), lambda _: None)
     return statistics_by_name
 
 
-def run_diff(parser: Parser, argv: Sequence[str]) -> int:
+def run_diff(make_parser: ParserFactory, argv: Sequence[str]) -> int:
     """Run `portable-convert diff`; returns 0 where the checkpoints hold the same, else 1."""
-    arguments = parser(
+    arguments = make_parser(
         prog="portable-convert diff",
         description="Compare the tensors of two checkpoints of any formats, value by value.",
         epilog="exit codes: 0 the same, 1 different, 2 mistake in the command, 65 A or B cannot be opened",
@@ -262,13 +266,16 @@ def run_diff(parser: Parser, argv: Sequence[str]) -> int:
     arguments.add_argument("--json", action="store_true", help="print JSON")
     options = arguments.parse_args(argv)
     checkpoints = [open_checkpoint(path) for path in (options.left, options.right)]
-    sides = [list_tensors(side, optimizer=options.optimizer) for side in _unify_names(checkpoints)]
-    document = compare(*sides, tolerance=options.tolerance)
+    sides = [
+        list_inspected_tensors(side, includes_optimizer=options.optimizer)
+        for side in _rename_to_common_names(checkpoints)
+    ]
+    document = compare_tensors(*sides, tolerance=options.tolerance)
     print_line(json.dumps(document, indent=1) if options.json else _format_differences(document))
     return SAME if document["same"] else DIFFERENT
 
 
-def _unify_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def _rename_to_common_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Convert both checkpoints to published names if their names differ.
 
     If the name rules of one checkpoint are unknown, the rules of the other checkpoint are used.
@@ -286,47 +293,51 @@ def _unify_names(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     ]
 
 
-def compare(
+def compare_tensors(
     left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tolerance: float = 0.0
 ) -> dict[str, Any]:
     """How two sets of tensors differ, as JSON values; a dtype alone is no difference of values."""
-    both = [name for name in left if name in right]
-    fit = [name for name in both if left[name].shape == right[name].shape]
-    differences = {name: TensorDifference() for name in fit}
+    common_names = [name for name in left if name in right]
+    comparable_names = [name for name in common_names if left[name].shape == right[name].shape]
+    differences = {name: TensorDifference() for name in comparable_names}
 
-    def compare_tensor(name: str, progress: Progress) -> None:
+    def compare_one_tensor(name: str, progress: ReportBytes) -> None:
         both = left[name], right[name]
         blocks = (side.iter_blocks_then_verify(_BLOCK * get_itemsize(side.dtype)) for side in both)
         for ours, theirs in zip(*blocks, strict=True):
-            differences[name].add(ours, theirs)
+            differences[name].add_blocks(ours, theirs)
             progress(ours.nbytes)
         for side in both:
             side.release()
 
-    run_jobs((partial(compare_tensor, name) for name in fit), lambda _: None)
-    apart = {
+    run_jobs_in_threads((partial(compare_one_tensor, name) for name in comparable_names), lambda _: None)
+    different_values = {
         name: difference.to_json()
         for name, difference in differences.items()
         if difference.elements and (difference.not_finite or difference.largest > tolerance or not tolerance)
     }
     shapes = {
-        name: [list(left[name].shape), list(right[name].shape)] for name in both if name not in differences
+        name: [list(left[name].shape), list(right[name].shape)]
+        for name in common_names
+        if name not in differences
     }
     dtypes = {
-        name: [left[name].dtype, right[name].dtype] for name in both if left[name].dtype != right[name].dtype
+        name: [left[name].dtype, right[name].dtype]
+        for name in common_names
+        if left[name].dtype != right[name].dtype
     }
-    only = [
-        [name for name in compare_tensor if name not in two]
-        for compare_tensor, two in ((left, right), (right, left))
+    unmatched_names = [
+        [name for name in compare_one_tensor if name not in two]
+        for compare_one_tensor, two in ((left, right), (right, left))
     ]
     return {
-        "same": not (apart or shapes or only[0] or only[1]),
-        "compared": len(fit),
-        "only_in_a": only[0],
-        "only_in_b": only[1],
+        "same": not (different_values or shapes or unmatched_names[0] or unmatched_names[1]),
+        "compared": len(comparable_names),
+        "only_in_a": unmatched_names[0],
+        "only_in_b": unmatched_names[1],
         "shapes": shapes,
         "dtypes": dtypes,
-        "values": apart,
+        "values": different_values,
     }
 
 

@@ -18,24 +18,24 @@ from portable.converters.adapters.adapter import find_adapter
 from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.names.contradictions import (
     EXPERT_COUNT,
-    find_class,
-    find_invalid_settings,
-    find_split_tie,
-    find_stale_quantization,
+    describe_invalid_settings,
+    find_contradicted_tie,
+    find_tensors_of_class,
+    has_stale_quantization,
 )
 from portable.converters.names.expected_tensors import (
-    compute_sizes,
-    is_tied,
-    list_numbers,
+    collect_integer_settings,
+    compute_formula_sizes,
+    group_names_by_layer,
+    may_tie_embeddings,
     replace_layer_number,
-    split_layers,
 )
-from portable.converters.names.model_config import check_fits
+from portable.converters.names.model_config import check_config_fits_tensors
 from portable.converters.names.name_rules import get_architecture
-from portable.converters.names.published_names import are_live, arrange_for_memory
+from portable.converters.names.published_names import are_memory_names, arrange_for_memory
 from portable.converters.naming import find_name_rules
-from portable.converters.storage.path_or_url import in_store
-from portable.converters.tensors.dtypes import QUANTIZED
+from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.tensors.dtypes import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,25 +48,25 @@ _MAX_SHOWN = 10
 _BLOCK_BYTES = 1 << 20
 _CONNECTIONS = 16
 _SAMPLE_ELEMENTS = 64
-_EXPERT = re.compile(
+_EXPERT_NAME = re.compile(
     r"(?P<module>(?:.+\.)?(?:experts|local_experts|expert))\.(?:expert_)?(?P<number>\d{1,6})\.(?P<rest>.+)"
 )
-_EXPERT_STACK = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
+_EXPERT_STACK_NAME = re.compile(r"(?:.+\.)?experts\.(?:[^.]+)(?:\.weight)?")
 _MTP_COUNT = re.compile(r".*(nextn|mtp).*")
 # Tensors of quantized weights that may be equal for several experts, or zero.
-_METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
+_QUANTIZATION_METADATA = re.compile(r"scale|zero|g_idx|bias|shape|absmax|quant|SCB|nested|sink|norm")
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ATTENTION = re.compile(r"attn|attention")
 # Keys of settings that decide which layers are of another kind.
 _LAYER_KINDS = re.compile(r"layer|dense|sparse|shared|step|interval|freq|period|every|pattern|interleav")
 _BLOCK_NAMES = ("layers", "layer", "h", "blocks", "block")
 # Words in the names of image and audio encoders, and their nested configs.
-_TOWERS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
+_ENCODER_CONFIGS = (("visual", "vision_config"), ("vision", "vision_config"), ("audio", "audio_config"))
 _TOWER_DEPTH = re.compile(r"(^|_)(depths?|layers|blocks)(_|$)")
 _ZERO_EXPERTS = "zero_expert_num"  # number of experts without parameters in LongCat-Flash
-NAMES_IN_MEMORY = "names in memory"
+LIVE_NAMES_PROBLEM = "names in memory"
 """Kind of the problem of files that only transformers 5 can read."""
-_TIE = "tie_word_embeddings"
+_TIE_SETTING = "tie_word_embeddings"
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class CheckpointProblem:
         return to_printable(f"{self.message}{names}{cause}")
 
 
-def check_complete(
-    checkpoint: Checkpoint, *, partial: bool = False, stored: Checkpoint | None = None
+def check_model_complete(
+    checkpoint: Checkpoint, *, partial: bool = False, expert_source: Checkpoint | None = None
 ) -> list[CheckpointProblem]:
     """Check that a checkpoint is a complete model.
 
     Args:
         checkpoint: Checkpoint to convert.
         partial: Whether to accept an incomplete model.
-        stored: Checkpoint with the values of the experts, see `find_problems`.
+        expert_source: Checkpoint with the values of the experts, see `find_model_problems`.
 
     Returns:
         The problems that a conversion repairs. If `partial` is True, all problems.
@@ -111,7 +111,7 @@ def check_complete(
     Raises:
         CheckpointError: If tensors are missing or contradict the config. The message lists the problems.
     """
-    problems = find_problems(checkpoint, stored=stored)
+    problems = find_model_problems(checkpoint, expert_source=expert_source)
     serious = [problem for problem in problems if not problem.repaired]
     if serious and not partial:
         described = "; ".join(map(str, serious[:4]))
@@ -124,8 +124,8 @@ def check_complete(
     return problems
 
 
-def find_problems(
-    checkpoint: Checkpoint, *, read_values: bool = True, stored: Checkpoint | None = None
+def find_model_problems(
+    checkpoint: Checkpoint, *, read_values: bool = True, expert_source: Checkpoint | None = None
 ) -> list[CheckpointProblem]:
     """Find the reasons why a checkpoint is not a complete model.
 
@@ -133,7 +133,8 @@ def find_problems(
         checkpoint: Checkpoint of a model or of an adapter, with any names.
         read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
             object store, only one weight of each expert is compared.
-        stored: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is merged, the
+        expert_source: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is
+        merged, the
             base model, because reading a part of a merged weight may compute the complete weight.
 
     Returns:
@@ -141,52 +142,56 @@ def find_problems(
     """
     try:
         if find_adapter(checkpoint) is not None:
-            return find_adapter_problems(checkpoint.tensors)
+            return find_lora_shape_problems(checkpoint.tensors)
     except CheckpointError as error:
-        return find_adapter_problems(checkpoint.tensors) or [CheckpointProblem("adapter", str(error))]
+        return find_lora_shape_problems(checkpoint.tensors) or [CheckpointProblem("adapter", str(error))]
     config = checkpoint.read_config()
     tensors = checkpoint.tensors
-    problems = [*_find_empty(tensors)]
-    if invalid := find_invalid_settings(config, tensors):
+    problems = [*_find_empty_tensors(tensors)]
+    if invalid := describe_invalid_settings(config, tensors):
         problems.append(CheckpointProblem("config", f"config.json: {'; '.join(invalid[:_MAX_SHOWN])}"))
     if problems:
         return problems
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shapes |= {alias: shapes[owner] for alias, owner in checkpoint.aliases.items() if owner in shapes}
-    expected = find_class(config)
+    expected = find_tensors_of_class(config)
     expert_problems = _find_expert_problems(shapes, config, is_known=expected is not None)
-    compared = None if expected is None else _compare_with_class(checkpoint, shapes, config, expected)
+    class_problems = (
+        None if expected is None else _compare_with_expected_tensors(checkpoint, shapes, config, expected)
+    )
     problems += expert_problems
-    if compared is not None:
+    if class_problems is not None:
         problems += [
-            problem for problem in compared if not (expert_problems and _is_only_of_experts(problem))
+            problem for problem in class_problems if not (expert_problems and _affects_only_experts(problem))
         ]
     else:
-        problems += [*_find_holes(shapes), *_find_missing_embeddings(shapes, config)]
+        problems += [*_find_layer_gaps(shapes), *_find_missing_embeddings(shapes, config)]
         try:
             if config and not expert_problems:
-                check_fits(tensors, config, "config.json")
+                check_config_fits_tensors(tensors, config, "config.json")
         except CheckpointError as error:
             problems.append(CheckpointProblem("config", str(error).rpartition("; ")[0]))
     if read_values:
-        stored = checkpoint if stored is None else stored
-        problems += _find_bad_values(stored.tensors, config, is_remote=in_store(stored.root))
-    problems += _find_contradictions(checkpoint, config, expected)
+        expert_source = checkpoint if expert_source is None else expert_source
+        problems += _find_zero_or_equal_experts(
+            expert_source.tensors, config, is_remote=is_in_store(expert_source.root)
+        )
+    problems += _find_repairable_contradictions(checkpoint, config, expected)
     return problems
 
 
-def _is_only_of_experts(problem: CheckpointProblem) -> bool:
+def _affects_only_experts(problem: CheckpointProblem) -> bool:
     return bool(problem.names) and all(".experts." in name or ".expert" in name for name in problem.names)
 
 
-def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
+def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
     """Find LoRA factors that do not fit each other."""
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
         return [
             CheckpointProblem(
                 "empty",
-                f"{_count(empty, 'tensor')} of the adapter without elements",
+                f"{_format_count(empty, 'tensor')} of the adapter without elements",
                 empty,
                 "the adapter was saved without gathering the partitions of ZeRO-3 or FSDP, so its values are "
                 "lost",
@@ -204,7 +209,7 @@ def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProbl
     return [
         CheckpointProblem(
             "cut adapter",
-            f"the factors lora_A and lora_B of {_count(names, 'module')} do not fit each other",
+            f"the factors lora_A and lora_B of {_format_count(names, 'module')} do not fit each other",
             tuple(names),
             "a save of PEFT under FSDP2 that kept only the shard of one rank looks like this; the other "
             "shards are lost, so train the adapter again with a fixed version of Accelerate",
@@ -212,7 +217,7 @@ def find_adapter_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProbl
     ]
 
 
-def _find_empty(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
+def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -226,10 +231,10 @@ def _find_empty(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
             "ZeRO-3 leaves such placeholders if a model is saved without gathering its parameters; convert "
             "the folder with the ZeRO checkpoint instead"
         )
-    return [CheckpointProblem("empty", f"{_count(empty, 'tensor')} without elements", empty, cause)]
+    return [CheckpointProblem("empty", f"{_format_count(empty, 'tensor')} without elements", empty, cause)]
 
 
-def _count(items: Iterable[object], noun: str) -> str:
+def _format_count(items: Iterable[object], noun: str) -> str:
     number = len(list(items))
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -237,7 +242,7 @@ def _count(items: Iterable[object], noun: str) -> str:
 # -- known classes ----------------------------------------------------------------------------------------
 
 
-def _compare_with_class(
+def _compare_with_expected_tensors(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], config: Mapping[str, Any], expected: ExpectedTensors
 ) -> list[CheckpointProblem] | None:
     """Compare the tensors with a class of transformers.
@@ -245,15 +250,21 @@ def _compare_with_class(
     Returns:
         The problems, or None if the names do not follow the layout of the class.
     """
-    live = _convert_names(checkpoint, shapes, expected)
+    live = _rename_shapes_to_live(checkpoint, shapes, expected)
     if live is None:
         return None
-    matcher = _Matcher(live, is_quantized=_is_quantized(checkpoint.tensors, config))
+    matcher = _TensorNames(live, is_quantized=_is_quantized(checkpoint.tensors, config))
     default = expected.tied
-    wanted = expected.required if is_tied(config, default=default) else expected.required | expected.untied
-    missing = [mask for mask in sorted(wanted) if not matcher.contains(mask) and matcher.has_sibling(mask)]
+    wanted = (
+        expected.required
+        if may_tie_embeddings(config, default=default)
+        else expected.required | expected.untied
+    )
+    missing = [
+        mask for mask in sorted(wanted) if not matcher.has_tensor(mask) and matcher.has_tensors_beside(mask)
+    ]
     problems = []
-    by_stack = split_layers(live)
+    by_stack = group_names_by_layer(live)
     holes: list[str] = []
     for stack, layers in expected.stacks.items():
         problems += _find_missing_layers(stack, layers, by_stack.get(stack, {}), config, expected.required)
@@ -261,11 +272,11 @@ def _compare_with_class(
     reported = {replace_layer_number(name) for name in holes}
     names = (*(mask.replace(".*.", ".N.") for mask in missing if mask not in reported), *holes)
     if names:
-        problems.append(CheckpointProblem("missing", f"{_count(names, 'tensor')} missing", names))
+        problems.append(CheckpointProblem("missing", f"{_format_count(names, 'tensor')} missing", names))
     return problems + _find_wrong_shapes(checkpoint, live, config, expected)
 
 
-def _convert_names(
+def _rename_shapes_to_live(
     checkpoint: Checkpoint, shapes: Mapping[str, Shape], expected: ExpectedTensors
 ) -> dict[str, Shape] | None:
     """Return the shapes under the names in memory, or None if the names are of another layout."""
@@ -273,7 +284,7 @@ def _convert_names(
     if rules is None:
         return None
     converted = dict(shapes)
-    if checkpoint.names != "live" and not are_live(shapes, rules):
+    if checkpoint.names != "live" and not are_memory_names(shapes, rules):
         errors: dict[str, str] = {}
         arrangements = arrange_for_memory(shapes, rules, None, errors)
         converted = {name: values.shape for name, values in arrangements.items()}
@@ -311,12 +322,12 @@ def _convert_names(
 
 def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
     quantized = config.get("quantization_config") is not None or any(
-        tensor.dtype in QUANTIZED and len(tensor.shape) > 1 for tensor in tensors.values()
+        tensor.dtype in QUANTIZED_DTYPES and len(tensor.shape) > 1 for tensor in tensors.values()
     )
-    return quantized and not find_stale_quantization(tensors, config)
+    return quantized and not has_stale_quantization(tensors, config)
 
 
-class _Matcher:
+class _TensorNames:
     """Set of tensor names that also finds quantized weights, which consist of several tensors."""
 
     def __init__(self, names: Iterable[str], *, is_quantized: bool) -> None:
@@ -331,13 +342,13 @@ class _Matcher:
                 replace_layer_number(module + ".x").removesuffix(".x") for module in self.modules
             }
 
-    def contains(self, name: str) -> bool:
+    def has_tensor(self, name: str) -> bool:
         """Return whether a tensor exists, or a tensor of its module if the weights are quantized."""
         if name in self.names or name in self.masks:
             return True
         return name.rpartition(".")[0] in self.modules
 
-    def has_sibling(self, mask: str) -> bool:
+    def has_tensors_beside(self, mask: str) -> bool:
         """Return whether the parent module of a tensor of layers has other tensors.
 
         A model may have no layer of a kind, such as layers with an MLP in a mixture of experts.
@@ -354,9 +365,9 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
-    key, depth = layers.depth, list_numbers(config).get(layers.depth or "")
+    key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
-        key, depth = _find_depth_of_tower(stack, config)
+        key, depth = _find_tower_depth(stack, config)
     if not present:
         if depth == 0 or not any(mask.startswith(f"{stack}.*.") for mask in required):
             return []
@@ -376,7 +387,7 @@ def _find_missing_layers(
             CheckpointProblem("layers", f"config.json has {key} {depth:,}, but layers are missing", names)
         ]
     extra = max(present) + 1 - depth
-    numbers = list_numbers(config)
+    numbers = collect_integer_settings(config)
     if extra > 0 and not any(_MTP_COUNT.fullmatch(key) and value > 0 for key, value in numbers.items()):
         return [
             CheckpointProblem(
@@ -398,9 +409,9 @@ class _TowerDepth(NamedTuple):
     num_layers: int | None
 
 
-def _find_depth_of_tower(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
+def _find_tower_depth(stack: str, config: Mapping[str, Any]) -> _TowerDepth:
     """Find the number of layers of an image or audio encoder in its nested config."""
-    for word, part in _TOWERS:
+    for word, part in _ENCODER_CONFIGS:
         nested = config.get(part)
         if word in stack and isinstance(nested, dict) and stack.rpartition(".")[2] in _BLOCK_NAMES:
             numbers = {
@@ -417,24 +428,24 @@ def _find_incomplete_layers(
     layers: LayerStack,
     present: Mapping[int, Mapping[str, str]],
     config: Mapping[str, Any],
-    matcher: _Matcher,
+    matcher: _TensorNames,
 ) -> list[str]:
     """Return the missing tensors of layers that are not missing completely."""
-    depth = list_numbers(config).get(layers.depth or "", 1 << 60)
+    depth = collect_integer_settings(config).get(layers.depth or "", 1 << 60)
     missing = []
-    mixtures = _find_mixtures(layers)
+    mixtures = _find_mixture_modules(layers)
     lacking: dict[int, frozenset[str]] = {}
     for number, rests in present.items():
         if number >= depth:
             continue  # a layer for multi-token prediction, which transformers does not load
 
         def contains(rest: str, prefix: str = f"{stack}.{number}.") -> bool:
-            return matcher.contains(prefix + rest)
+            return matcher.has_tensor(prefix + rest)
 
         lacking[number] = frozenset(
             rest
             for rest in layers.always
-            if not contains(rest) and not _is_replaced(rest, layers.always, rests, contains)
+            if not contains(rest) and not _has_replacement_module(rest, layers.always, rests, contains)
         )
         for group in layers.groups:
             if any(rest in rests for rest in group):
@@ -448,13 +459,13 @@ def _find_incomplete_layers(
     # values with an earlier layer. Such layers are accepted if the config distinguishes them.
     for kind in set(lacking.values()):
         numbers_of_kind = {number for number, rests in lacking.items() if rests == kind}
-        if not _distinguishes(config, numbers_of_kind, len(lacking)):
+        if not _may_distinguish_layers(config, numbers_of_kind, len(lacking)):
             missing += [f"{stack}.{number}.{rest}" for number in numbers_of_kind for rest in kind]
     missing.sort()
     return list(dict.fromkeys(missing))
 
 
-def _find_mixtures(layers: LayerStack) -> list[str]:
+def _find_mixture_modules(layers: LayerStack) -> list[str]:
     """Find the modules that have experts in some layers and other tensors in the other layers."""
     groups: dict[str, list[frozenset[str]]] = {}
     for group in layers.groups:
@@ -468,7 +479,7 @@ def _find_mixtures(layers: LayerStack) -> list[str]:
     ]
 
 
-def _distinguishes(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
+def _may_distinguish_layers(config: Mapping[str, Any], layers: set[int], depth: int) -> bool:
     """Return whether a setting may give some layers other tensors than the other layers have.
 
     Args:
@@ -483,7 +494,9 @@ def _distinguishes(config: Mapping[str, Any], layers: set[int], depth: int) -> b
     if len(layers) < 2 or len(layers) == depth:
         return False
     first = min(layers)
-    settings = {key: value for key, value in list_numbers(config).items() if _LAYER_KINDS.search(key)}
+    settings = {
+        key: value for key, value in collect_integer_settings(config).items() if _LAYER_KINDS.search(key)
+    }
     for number in set(settings.values()) - {0, 1, depth}:
         ranges = (range(number), range(number, depth), range(depth - number), range(depth - number, depth))
         if layers in map(set, ranges) or (
@@ -507,7 +520,7 @@ def _distinguishes(config: Mapping[str, Any], layers: set[int], depth: int) -> b
     return False
 
 
-def _is_replaced(
+def _has_replacement_module(
     rest: str, always: Iterable[str], rests: Iterable[str], contains: Callable[[str], bool]
 ) -> bool:
     """Return whether a layer has other tensors instead of a module, such as experts instead of an MLP."""
@@ -526,12 +539,12 @@ def _find_wrong_shapes(
     """Compare the shapes with the config."""
     if _is_quantized(checkpoint.tensors, config):
         return []
-    sizes = compute_sizes(config)
-    numbers = list_numbers(config)
+    sizes = compute_formula_sizes(config)
+    numbers = collect_integer_settings(config)
     depths = {stack: numbers.get(layers.depth or "", 1 << 60) for stack, layers in expected.stacks.items()}
-    behind = {
+    names_after_last_layer = {
         name
-        for stack, layers in split_layers(live).items()
+        for stack, layers in group_names_by_layer(live).items()
         for number, rests in layers.items()
         if number >= depths.get(stack, 1 << 60)
         for name in rests.values()
@@ -542,7 +555,7 @@ def _find_wrong_shapes(
     wrong = []
     for name, shape in live.items():
         formulas = expected.shapes.get(replace_layer_number(name))
-        if formulas is None or name in behind or (shape == () and formulas):
+        if formulas is None or name in names_after_last_layer or (shape == () and formulas):
             continue
         if separate_heads and _ATTENTION.search(name) and not any("D" in formula for formula in formulas):
             continue
@@ -557,7 +570,9 @@ def _find_wrong_shapes(
         return []
     return [
         CheckpointProblem(
-            "shapes", f"{_count(wrong, 'tensor')} with a shape that contradicts config.json", tuple(wrong)
+            "shapes",
+            f"{_format_count(wrong, 'tensor')} with a shape that contradicts config.json",
+            tuple(wrong),
         )
     ]
 
@@ -565,10 +580,10 @@ def _find_wrong_shapes(
 # -- any model --------------------------------------------------------------------------------------------
 
 
-def _find_holes(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
+def _find_layer_gaps(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
     """Find missing layers, and single layers that lack tensors of all other layers."""
     problems = []
-    for stack, layers in split_layers(shapes).items():
+    for stack, layers in group_names_by_layer(shapes).items():
         if stack.rpartition(".")[2] not in _BLOCK_NAMES or len(layers) < 2:
             continue
         sizes = sorted(len(rests) for rests in layers.values())
@@ -578,21 +593,23 @@ def _find_holes(shapes: Mapping[str, Shape]) -> list[CheckpointProblem]:
         if missing and len(missing) <= max(layers) // 2:
             names = tuple(f"{stack}.{number}" for number in missing)
             problems.append(CheckpointProblem("layers", "layers are missing between others", names))
-        kinds = Counter(frozenset(_mask_experts(rests)) for rests in layers.values())
+        kinds = Counter(frozenset(_replace_expert_numbers(rests)) for rests in layers.values())
         (usual, count), *_ = kinds.most_common(1)
         for number, rests in layers.items():
-            own = frozenset(_mask_experts(rests))
+            layer_kind = frozenset(_replace_expert_numbers(rests))
             # Only one layer differs, and layers at both ends do not. Models with layers of different kinds
             # have more than one layer of a kind.
             if (
-                kinds[own] == 1
+                kinds[layer_kind] == 1
                 and len(kinds) == 2
                 and count >= 3
-                and own < usual
+                and layer_kind < usual
                 and 0 < number < max(layers)
             ):
-                names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - own))
-                problems.append(CheckpointProblem("missing", f"{_count(names, 'tensor')} missing", names))
+                names = tuple(f"{stack}.{number}.{rest}" for rest in sorted(usual - layer_kind))
+                problems.append(
+                    CheckpointProblem("missing", f"{_format_count(names, 'tensor')} missing", names)
+                )
         problems += _find_deviating_shapes(shapes, layers)
     return problems
 
@@ -629,11 +646,19 @@ def _find_missing_embeddings(
     shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[CheckpointProblem]:
     """Find a causal language model with one table of words although its config does not tie embeddings."""
-    words, architecture = list_numbers(config).get("vocab_size", 0), get_architecture(config) or ""
+    words, architecture = (
+        collect_integer_settings(config).get("vocab_size", 0),
+        get_architecture(config) or "",
+    )
     is_draft = any("draft" in key or "eagle" in key for key in config)
-    if config.get(_TIE) is not False or words <= 0 or not architecture.endswith("ForCausalLM") or is_draft:
+    if (
+        config.get(_TIE_SETTING) is not False
+        or words <= 0
+        or not architecture.endswith("ForCausalLM")
+        or is_draft
+    ):
         return []
-    if not any(stack.rpartition(".")[2] in _BLOCK_NAMES for stack in split_layers(shapes)):
+    if not any(stack.rpartition(".")[2] in _BLOCK_NAMES for stack in group_names_by_layer(shapes)):
         return []
     tables = [name for name, shape in shapes.items() if len(shape) == 2 and max(shape) >= words]
     if len(tables) != 1:
@@ -641,16 +666,16 @@ def _find_missing_embeddings(
     return [
         CheckpointProblem(
             "missing",
-            f"config.json has {_TIE} false and vocab_size {words:,}, but only one tensor has as many rows: "
-            "input or output embeddings are missing",
+            f"config.json has {_TIE_SETTING} false and vocab_size {words:,}, but only one tensor has as many "
+            "rows: input or output embeddings are missing",
             (tables[0],),
         )
     ]
 
 
-def _mask_experts(rests: Iterable[str]) -> set[str]:
+def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
     return {
-        f"{match['module']}.*.{match['rest']}" if (match := _EXPERT.fullmatch(rest)) else rest
+        f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
     }
 
@@ -661,16 +686,16 @@ def _find_expert_problems(
     """Compare the number of experts with the config, and the experts of a layer with each other."""
     counts = _list_expert_counts(config) or (_list_expert_counts(config, least=0) if is_known else set())
     modules: dict[str, dict[int, set[str]]] = {}
-    depth = list_numbers(config).get("num_hidden_layers", 1 << 60)
+    depth = collect_integer_settings(config).get("num_hidden_layers", 1 << 60)
     wrong: list[str] = []
     holes: list[str] = []
     for name, shape in shapes.items():
         if (layer := _LAYER_NUMBER.search(name)) and int(layer[1]) >= depth:
             continue  # a layer for multi-token prediction, which transformers does not load
-        if match := _EXPERT.fullmatch(name):
+        if match := _EXPERT_NAME.fullmatch(name):
             experts = modules.setdefault(match["module"], {})
             experts.setdefault(int(match["number"]), set()).add(match["rest"])
-        elif _EXPERT_STACK.fullmatch(name) and len(shape) >= 3 and counts and shape[0] not in counts:
+        elif _EXPERT_STACK_NAME.fullmatch(name) and len(shape) >= 3 and counts and shape[0] not in counts:
             wrong.append(f"{name} has {shape[0]:,}")
     for module, experts in modules.items():
         size = max(experts) + 1
@@ -694,7 +719,8 @@ def _find_expert_problems(
         problems.append(
             CheckpointProblem(
                 "experts",
-                f"{_count(holes, 'expert or tensor' if len(holes) == 1 else 'experts or tensor')} missing",
+                f"{_format_count(holes, 'expert or tensor' if len(holes) == 1 else 'experts or tensor')} "
+                "missing",
                 tuple(holes),
             )
         )
@@ -740,13 +766,13 @@ def _group_expert_weights(
     unused = config.get(_ZERO_EXPERTS)
     groups: dict[tuple[str, str], list[_ExpertWeight]] = {}
     for name, tensor in tensors.items():
-        if _METADATA.search(name.rpartition("experts.")[2]):
+        if _QUANTIZATION_METADATA.search(name.rpartition("experts.")[2]):
             continue
-        if match := _EXPERT.fullmatch(name):
+        if match := _EXPERT_NAME.fullmatch(name):
             if len(tensor.shape) >= 2:
                 expert = _ExpertWeight(name, tensor)
                 groups.setdefault((match["module"], match["rest"]), []).append(expert)
-        elif _EXPERT_STACK.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
+        elif _EXPERT_STACK_NAME.fullmatch(name) and len(tensor.shape) >= 3 and tensor.numel:
             # The experts without parameters are at the end of the stack.
             count = tensor.shape[0]
             if isinstance(unused, int) and 0 <= unused < count:
@@ -763,7 +789,7 @@ def _read_samples(weights: Sequence[_ExpertWeight]) -> dict[_ExpertWeight, Array
         return dict(zip(weights, pool.map(_ExpertWeight.read_sample, weights), strict=True))
 
 
-def _find_bad_values(
+def _find_zero_or_equal_experts(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_remote: bool
 ) -> list[CheckpointProblem]:
     """Find experts whose weights are zero, or equal to the weights of another expert of the layer."""
@@ -787,7 +813,7 @@ def _find_bad_values(
                 continue
             # Weights are only equal if their samples are equal.
             for other in by_sample.setdefault(sample.tobytes(), []):
-                if expert.equals(other):
+                if expert.has_same_bytes(other):
                     equal.append(f"{expert.name} = {other.name}")
                     break
             else:
@@ -797,14 +823,17 @@ def _find_bad_values(
     if zero:
         problems.append(
             CheckpointProblem(
-                "zero experts", f"{_count(zero, 'weight')} of experts with only zeros", tuple(zero), lost
+                "zero experts",
+                f"{_format_count(zero, 'weight')} of experts with only zeros",
+                tuple(zero),
+                lost,
             )
         )
     if equal:
         problems.append(
             CheckpointProblem(
                 "equal experts",
-                f"{_count(equal, 'weight')} of experts equal to another expert",
+                f"{_format_count(equal, 'weight')} of experts equal to another expert",
                 tuple(equal),
                 lost,
             )
@@ -830,16 +859,16 @@ class _ExpertWeight:
     def _shape(self) -> Shape:
         return self.tensor.shape if self.index is None else self.tensor.shape[1:]
 
-    def _read(self, rows: slice, columns: slice = slice(None)) -> Array:
+    def _read_rows(self, rows: slice, columns: slice = slice(None)) -> Array:
         first = () if self.index is None else (slice(self.index, self.index + 1),)
         return self.tensor.read((*first, rows, columns))
 
     def read_sample(self) -> Array:
         """Read a few elements in the middle of the weight."""
         row = self._shape[0] // 2
-        return self._read(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
+        return self._read_rows(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
 
-    def _list_blocks(self) -> list[slice]:
+    def _list_row_blocks(self) -> list[slice]:
         rows = self._shape[0]
         row_bytes = max(1, self.tensor.nbytes // max(1, self.tensor.shape[0]))
         if self.index is not None:
@@ -849,36 +878,40 @@ class _ExpertWeight:
 
     def is_zero(self) -> bool:
         """Return whether all elements are zero; stops at the first other element."""
-        return not any((self._read(rows) != 0).any() for rows in self._list_blocks())
+        return not any((self._read_rows(rows) != 0).any() for rows in self._list_row_blocks())
 
-    def equals(self, other: _ExpertWeight) -> bool:
+    def has_same_bytes(self, other: _ExpertWeight) -> bool:
         """Return whether another weight has the same bytes; stops at the first difference."""
         if self._shape != other._shape or self.tensor.dtype != other.tensor.dtype:
             return False
-        return all(self._read(rows).tobytes() == other._read(rows).tobytes() for rows in self._list_blocks())
+        return all(
+            self._read_rows(rows).tobytes() == other._read_rows(rows).tobytes()
+            for rows in self._list_row_blocks()
+        )
 
 
-def _find_contradictions(
+def _find_repairable_contradictions(
     checkpoint: Checkpoint, config: Mapping[str, Any], expected: ExpectedTensors | None
 ) -> list[CheckpointProblem]:
     """Find settings of the config that contradict the tensors, and that a conversion corrects."""
     problems = []
     tensors = checkpoint.tensors
     # Sharded checkpoints always have the stacks that transformers has in memory.
-    stacks = tuple(name for name in tensors if _EXPERT_STACK.fullmatch(name))
+    stacks = tuple(name for name in tensors if _EXPERT_STACK_NAME.fullmatch(name))
     rules = find_name_rules(checkpoint) if stacks and checkpoint.format == "safetensors" else None
-    if rules is not None and checkpoint.names == "stored" and are_live(tensors, rules):
+    if rules is not None and checkpoint.names == "stored" and are_memory_names(tensors, rules):
         problems.append(
             CheckpointProblem(
-                NAMES_IN_MEMORY,
-                f"{_count(stacks, 'stack')} of experts, although the type has one tensor for each expert",
+                LIVE_NAMES_PROBLEM,
+                f"{_format_count(stacks, 'stack')} of experts, although the type has one tensor for each "
+                "expert",
                 stacks,
                 "only transformers 5 reads such stacks; transformers 4, vLLM, SGLang and others skip the "
                 "experts, and a conversion writes one tensor for each expert",
                 repaired=True,
             )
         )
-    if find_stale_quantization(tensors, config):
+    if has_stale_quantization(tensors, config):
         problems.append(
             CheckpointProblem(
                 "stale quantization_config",
@@ -887,13 +920,13 @@ def _find_contradictions(
                 repaired=True,
             )
         )
-    if tie := find_split_tie(tensors, config):
+    if tie := find_contradicted_tie(tensors, config):
         head, embedding = tie
         problems.append(
             CheckpointProblem(
                 "split tie",
                 f"config.json ties the embeddings, but {head} differs from {embedding}",
-                cause=f"a conversion writes {_TIE}: false",
+                cause=f"a conversion writes {_TIE_SETTING}: false",
                 repaired=True,
             )
         )

@@ -17,55 +17,55 @@ INTERRUPTED = 130
 _MESSAGE = b"error: interrupted\n"
 
 
-def exit_on_interrupt() -> None:
+def install_exit_on_interrupt() -> None:
     """Exit at once on SIGINT, without a traceback.
 
     For the start and the end of a process, where nothing has to be cleaned up. Handlers other than Python's
     own are left unchanged.
     """
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit)
+        signal.signal(signal.SIGINT, _exit_interrupted)
 
 
 @contextmanager
-def raise_once() -> Iterator[None]:
+def raise_first_interrupt() -> Iterator[None]:
     """Raise `KeyboardInterrupt` at the first SIGINT and exit at the second.
 
     A second `KeyboardInterrupt` would interrupt the cleanup after the first one, which then ends in a
     traceback. Python discards a `KeyboardInterrupt` that it raises in a destructor or a callback, so this
     exits as well.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if not _is_main_thread() or before not in (signal.default_int_handler, _exit):
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or previous_handler not in (signal.default_int_handler, _exit_interrupted):
         yield
         return
-    interrupted = False
+    has_interrupted = False
 
-    def interrupt(*_: object) -> None:
-        nonlocal interrupted
-        if interrupted:
-            _exit()
-        interrupted = True
+    def handle_interrupt(*_: object) -> None:
+        nonlocal has_interrupted
+        if has_interrupted:
+            _exit_interrupted()
+        has_interrupted = True
         raise KeyboardInterrupt
 
     hook = sys.unraisablehook
 
-    def report(unraisable: Any) -> None:
+    def handle_unraisable(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            _exit()
+            _exit_interrupted()
         hook(unraisable)
 
-    sys.unraisablehook = report
-    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = handle_unraisable
+    signal.signal(signal.SIGINT, handle_interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
         sys.unraisablehook = hook
 
 
 @contextmanager
-def ignore_interrupts() -> Iterator[None]:
+def block_interrupts_in_children() -> Iterator[None]:
     """Start child processes that never receive SIGINT.
 
     Ctrl-C in a terminal signals every process of the command. Children inherit the mask of this thread, so
@@ -78,14 +78,14 @@ def ignore_interrupts() -> Iterator[None]:
         from multiprocessing import resource_tracker
 
         resource_tracker.ensure_running()  # unblocks SIGINT when it starts the tracker
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def _exit(*_: object) -> None:
+def _exit_interrupted(*_: object) -> None:
     with suppress(OSError):
         os.write(2, _MESSAGE)
     os._exit(INTERRUPTED)

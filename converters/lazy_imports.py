@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def make_lazy_getattr(package: str) -> Callable[[str], Any]:
+def build_lazy_getattr(package: str) -> Callable[[str], Any]:
     """A `__getattr__` for `package`: a name of its `__all__` comes from where `if TYPE_CHECKING` imports it.
 
     Every module of a package passes its `__init__`, and few need all that it offers: importing numpy takes
@@ -23,14 +23,14 @@ def make_lazy_getattr(package: str) -> Callable[[str], Any]:
         module = sys.modules[package]
         if name not in module.__all__:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(module)[name] = getattr(import_module(_map_names_to_modules(package)[name]), name)
+        value = vars(module)[name] = getattr(import_module(_find_modules_of_names(package)[name]), name)
         return value
 
     return get_attribute
 
 
 @cache
-def _map_names_to_modules(package: str) -> dict[str, str]:
+def _find_modules_of_names(package: str) -> dict[str, str]:
     """The modules that the source of a package imports names from, by name."""
     import ast  # only where a name is asked for
 

@@ -20,43 +20,43 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from portable.converters.errors import CheckpointError, to_printable
-from portable.converters.storage.byte_sources import CHUNK
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import names_below
-from portable.converters.storage.safe_open import read_small_text, stays_inside
+from portable.converters.storage.byte_sources import CRC_CHUNK_BYTES
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_names_below
+from portable.converters.storage.safe_open import is_safe_relative_path, read_small_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from portable.converters.storage.byte_sources import SourceFile
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.byte_sources import CheckpointFile
+    from portable.converters.storage.path_or_url import AnyPath
 
 MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
 # Files of DCP, whose checksums are in a file of their own. `Path(".metadata")` has no suffix.
-_CHECKED_ELSEWHERE = (".distcp", ".metadata")
-_READS = 16
+_SUFFIXES_CHECKED_ELSEWHERE = (".distcp", ".metadata")
+_NUM_PARALLEL_READS = 16
 """Files that are read at a time."""
-_ZIP = b"PK\x03\x04"
+_ZIP_SIGNATURE = b"PK\x03\x04"
 
-Entries = dict[str, dict[str, int]]
+ManifestEntries = dict[str, dict[str, int]]
 
 # What DCP and DeepSpeed's universal format are recognized by: either would be opened instead of ZeRO's files.
-_ANOTHER_FORMAT = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
+_OTHER_FORMAT_NAMES = re.compile(r"(.*/)?(\w*\.metadata|\w+\.distcp|latest_universal|zero/.*/fp32\.pt)")
 
 
-def compute_manifest_entries(folder: Path) -> Entries:
+def compute_manifest_entries(folder: Path) -> ManifestEntries:
     """The manifest entries of the files below a local ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    entries: Entries = {}
-    opened = Folder(folder)
+    entries: ManifestEntries = {}
+    opened = CheckpointFolder(folder)
     for path in paths:
         name = path.relative_to(folder).as_posix()
-        file = opened.file(name)
+        file = opened.get_file(name)
         entries[name] = {"bytes": file.nbytes}
-        if not path.name.endswith(_CHECKED_ELSEWHERE):
-            zipped = file.read(0, min(len(_ZIP), file.nbytes)) == _ZIP
+        if not path.name.endswith(_SUFFIXES_CHECKED_ELSEWHERE):
+            zipped = file.read_bytes(0, min(len(_ZIP_SIGNATURE), file.nbytes)) == _ZIP_SIGNATURE
             kind = "directory" if zipped else "crc32"
             entries[name][kind] = _CHECKSUMS[kind](file)
     return entries
@@ -73,16 +73,16 @@ def format_manifest(entries: Mapping[str, Mapping[str, int]], **about: Any) -> s
     return json.dumps({**document, "crc32": _compute_own_crc32(document)}) + "\n"
 
 
-def read_manifest(folder: Place) -> dict[str, Any] | None:
+def read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     """The manifest of a checkpoint; None where there is none; CheckpointError where it is damaged."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_small_text(path, folder))
+        manifest = json.loads(read_small_text_file(path, folder))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{path}: damaged") from None
-    if not isinstance(manifest, dict) or not _is_complete(manifest):
+    if not isinstance(manifest, dict) or not _is_valid_manifest(manifest):
         raise CheckpointError(f"{path}: damaged")
     if manifest.get("version") != _VERSION:
         raise CheckpointError(f"{path}: written by a newer version of this program; upgrade portable-trainer")
@@ -90,7 +90,7 @@ def read_manifest(folder: Place) -> dict[str, Any] | None:
 
 
 def check_manifest(
-    folder: Place,
+    folder: AnyPath,
     only: Callable[[str], object] | None = None,
     *,
     reads: Callable[[str], bool] = lambda _: True,
@@ -111,23 +111,23 @@ def check_manifest(
     manifest = read_manifest(folder)
     if manifest is None:
         return None
-    listed = names_below(folder)
-    for name in sorted(listed):
-        if name not in manifest["files"] and _ANOTHER_FORMAT.fullmatch(name):
+    present_names = list_names_below(folder)
+    for name in sorted(present_names):
+        if name not in manifest["files"] and _OTHER_FORMAT_NAMES.fullmatch(name):
             raise CheckpointError(
                 f"{to_printable(folder / name)}: not written by this save; move it out of the checkpoint"
             )
-    opened = Folder(folder)
+    opened = CheckpointFolder(folder)
     checked = {name: entry for name, entry in manifest["files"].items() if only is None or only(name)}
     for name, entry in checked.items():
         path = to_printable(folder / name)
-        if name not in listed:
+        if name not in present_names:
             raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
-        if (size := opened.file(name).nbytes) != entry["bytes"]:
+        if (size := opened.get_file(name).nbytes) != entry["bytes"]:
             raise CheckpointError(f"{path}: has {size:,} bytes, {entry['bytes']:,} were written")
 
     def is_intact(name: str) -> bool:
-        file = opened.file(name)
+        file = opened.get_file(name)
         return all(
             compute(file) == checked[name][kind]
             for kind, compute in _CHECKSUMS.items()
@@ -136,20 +136,20 @@ def check_manifest(
 
     # Each rank has written files, so there may be thousands, and a read takes as long as a request.
     names = list(filter(reads, checked))
-    with ThreadPoolExecutor(_READS) as pool:
+    with ThreadPoolExecutor(_NUM_PARALLEL_READS) as pool:
         for name, intact in zip(names, pool.map(is_intact, names), strict=True):
             if not intact:
                 raise CheckpointError(f"{to_printable(folder / name)}: damaged, or from another save")
     return manifest
 
 
-def is_named(folder: Place, name: str) -> bool:
+def is_listed_in_manifest(folder: AnyPath, name: str) -> bool:
     """Whether a checkpoint has a manifest that names this file."""
     manifest = read_manifest(folder)
     return manifest is not None and name in manifest["files"]
 
 
-def _is_complete(manifest: dict[str, Any]) -> bool:
+def _is_valid_manifest(manifest: dict[str, Any]) -> bool:
     """Whether a manifest matches its own CRC32 and all its entries are well formed."""
     rest = {key: value for key, value in manifest.items() if key != "crc32"}
     try:
@@ -159,7 +159,7 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
         return False
     files = manifest.get("files")
     return isinstance(files, dict) and all(
-        stays_inside(name)
+        is_safe_relative_path(name)
         and isinstance(entry, dict)
         and "bytes" in entry
         and all(isinstance(value, int) for value in entry.values())
@@ -171,17 +171,17 @@ def _compute_own_crc32(document: Mapping[str, Any]) -> int:
     return isal_zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _compute_crc32(file: SourceFile) -> int:
+def _compute_crc32(file: CheckpointFile) -> int:
     crc = 0
-    buffer = memoryview(bytearray(min(CHUNK, file.nbytes)))
-    for offset in range(0, file.nbytes, CHUNK):
+    buffer = memoryview(bytearray(min(CRC_CHUNK_BYTES, file.nbytes)))
+    for offset in range(0, file.nbytes, CRC_CHUNK_BYTES):
         part = buffer[: file.nbytes - offset]
         file.read_into(part, offset, file.nbytes, file.nbytes)  # all of it, so an object is read ahead
         crc = isal_zlib.crc32(part, crc)
     return crc
 
 
-def _compute_directory_crc32(file: SourceFile) -> int:
+def _compute_directory_crc32(file: CheckpointFile) -> int:
     from portable.converters.containers.torchzip import TorchZip  # not at the top: slow to import
 
     return TorchZip(file).checksum

@@ -11,22 +11,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import OptimizerState
-from portable.converters.config_and_tokenizer_files import find_beside
-from portable.converters.containers.shard_index import INDEX, SINGLE
-from portable.converters.errors import OptimizerStateError, prefix_errors
-from portable.converters.formats.safetensors import read_file
+from portable.converters.config_and_tokenizer_files import find_companion_file
+from portable.converters.containers.shard_index import INDEX_FILE_NAME, SINGLE_FILE_NAME
+from portable.converters.errors import OptimizerStateError, prefix_checkpoint_errors
+from portable.converters.formats.safetensors import read_safetensors_file
 from portable.converters.formats.torchtitan import rename_from_torchtitan
 from portable.converters.names.name_rules import (
     NameRules,
-    Renaming,
+    Renamer,
     get_default_rules,
-    parse_record,
-    reverse_rules,
+    list_write_rules,
+    parse_rules_record,
     select_used_rules,
 )
-from portable.converters.names.published_names import are_live, arrange_for_files, arrange_for_memory
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.names.published_names import are_memory_names, arrange_for_files, arrange_for_memory
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors.arrangements import ZEROS, build_arranged_tensor
 from portable.converters.tensors.tensor import Tensor
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from portable.converters.checkpoint import Aliases, Checkpoint, ParamGroups, Scalar
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.arrangements import Arrangement
     from portable.converters.tensors.tensor import Shape
 
-RECORD = "published_names.json"
+NAME_RULES_FILE = "published_names.json"
 """Name of the file in which a training run records the name rules of its base checkpoint."""
 
 
 def find_name_rules(
     checkpoint: Checkpoint,
-    base: Collection[str] | None = None,
+    published_names: Collection[str] | None = None,
     read_shapes: Callable[[], Mapping[str, Shape]] = dict,
 ) -> NameRules | None:
     """Find the name rules of a checkpoint.
@@ -52,7 +52,8 @@ def find_name_rules(
     Args:
         checkpoint: Checkpoint with a `config.json`. If a training run recorded the rules of its base
             checkpoint in the same folder, these rules are returned.
-        base: Names of the tensors in the published files from which the model was loaded, if they are known.
+        published_names: Names of the tensors in the published files from which the model was loaded, if they
+        are known.
             The names in old files may differ from the default names of the model type.
         read_shapes: Function that reads the shapes of these tensors. It is called only if the layout of the
             files depends on them.
@@ -63,12 +64,12 @@ def find_name_rules(
     Raises:
         CheckpointError: If the record of the training run is damaged.
     """
-    if base is None and (record := read_recorded_rules(checkpoint)) is not None:
+    if published_names is None and (record := read_recorded_rules(checkpoint)) is not None:
         return record.rules
     rules = get_default_rules(checkpoint.read_config())
-    if rules is None or base is None:
+    if rules is None or published_names is None:
         return rules
-    return select_used_rules(rules, base, read_shapes() if rules.depends_on_shapes else None)
+    return select_used_rules(rules, published_names, read_shapes() if rules.depends_on_shapes else None)
 
 
 class RecordedRules(NamedTuple):
@@ -95,16 +96,16 @@ def read_recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
     Raises:
         CheckpointError: If the record is damaged.
     """
-    record = find_beside(checkpoint.root, RECORD)
+    record = find_companion_file(checkpoint.root, NAME_RULES_FILE)
     if record is None:
         return None
-    table = read_small_table(record)
+    table = read_json_object_or_empty(record)
     not_loaded = table.get("not_loaded")
     names = [name for name in not_loaded if isinstance(name, str)] if isinstance(not_loaded, list) else []
-    return RecordedRules(parse_record(table, checkpoint.read_config(), str(record)), names)
+    return RecordedRules(parse_rules_record(table, checkpoint.read_config(), str(record)), names)
 
 
-def read_published_names(config: Place) -> list[str] | None:
+def read_published_names(config: AnyPath) -> list[str] | None:
     """Read the tensor names of the published model that a `config.json` belongs to.
 
     Args:
@@ -114,15 +115,15 @@ def read_published_names(config: Place) -> list[str] | None:
         The tensor names, or None if the folder does not contain safetensors weights.
     """
     folder = config.parent
-    table = read_small_table(folder / INDEX).get("weight_map")
+    table = read_json_object_or_empty(folder / INDEX_FILE_NAME).get("weight_map")
     if isinstance(table, dict):
         return list(table)
-    if not (folder / SINGLE).is_file():
+    if not (folder / SINGLE_FILE_NAME).is_file():
         return None
-    return list(read_file(Folder(folder).file(SINGLE))[0])
+    return list(read_safetensors_file(CheckpointFolder(folder).get_file(SINGLE_FILE_NAME))[0])
 
 
-def read_published_shapes(config: Place) -> dict[str, Shape]:
+def read_published_shapes(config: AnyPath) -> dict[str, Shape]:
     """Read the shapes of the published tensors that are stored in the folder of a `config.json`.
 
     Args:
@@ -132,13 +133,13 @@ def read_published_shapes(config: Place) -> dict[str, Shape]:
         The shapes, keyed by tensor name. Tensors of shards that the folder does not contain are omitted.
     """
     folder = config.parent
-    table = read_small_table(folder / INDEX).get("weight_map")
-    files = sorted({str(file) for file in table.values()}) if isinstance(table, dict) else [SINGLE]
+    table = read_json_object_or_empty(folder / INDEX_FILE_NAME).get("weight_map")
+    files = sorted({str(file) for file in table.values()}) if isinstance(table, dict) else [SINGLE_FILE_NAME]
     return {
         name: tensor.shape
         for file in files
         if (folder / file).is_file()
-        for name, tensor in read_file(Folder(folder).file(file))[0].items()
+        for name, tensor in read_safetensors_file(CheckpointFolder(folder).get_file(file))[0].items()
     }
 
 
@@ -162,18 +163,21 @@ def rename_to_published(checkpoint: Checkpoint, rules: NameRules | None = None) 
     rules = find_name_rules(checkpoint) if rules is None else rules
     if rules is None:
         return checkpoint
-    live = are_live(checkpoint.tensors, rules)
+    live = are_memory_names(checkpoint.tensors, rules)
     if not live and not rules.file_shapes:
         return checkpoint
-    with prefix_errors(checkpoint.root):
+    with prefix_checkpoint_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_files(shapes, rules)
     # Some models have the published names in memory too, so only the shapes of some tensors differ.
     if not live and arrangements.keys() != shapes.keys():
         return checkpoint
-    renaming = Renaming(reverse_rules(rules), write=True)
-    return _rename(
-        checkpoint, arrangements, lambda name: renaming.rename(renaming.convert(name).name), "published"
+    renaming = Renamer(list_write_rules(rules), write=True)
+    return _build_renamed_checkpoint(
+        checkpoint,
+        arrangements,
+        lambda name: renaming.apply_rename_rules(renaming.apply_convert_rule(name).name),
+        "published",
     )
 
 
@@ -198,18 +202,21 @@ def rename_to_live(
         return checkpoint
     checkpoint = rename_from_torchtitan(checkpoint)
     rules = find_name_rules(checkpoint) if rules is None else rules
-    if rules is None or are_live(checkpoint.tensors, rules):
+    if rules is None or are_memory_names(checkpoint.tensors, rules):
         return checkpoint
-    with prefix_errors(checkpoint.root):
+    with prefix_checkpoint_errors(checkpoint.root):
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         arrangements = arrange_for_memory(shapes, rules, live)
-    renaming = Renaming(rules.rules, write=False)
-    return _rename(
-        checkpoint, arrangements, lambda name: renaming.convert(renaming.rename(name)).name, "live"
+    renaming = Renamer(rules.rules, write=False)
+    return _build_renamed_checkpoint(
+        checkpoint,
+        arrangements,
+        lambda name: renaming.apply_convert_rule(renaming.apply_rename_rules(name)).name,
+        "live",
     )
 
 
-def _rename(
+def _build_renamed_checkpoint(
     checkpoint: Checkpoint,
     arrangements: Mapping[str, Arrangement],
     rename_alias: Callable[[str], str],
@@ -227,8 +234,8 @@ def _rename(
         A new `Checkpoint`.
     """
     tensors = checkpoint.tensors
-    with prefix_errors(checkpoint.root):
-        arranged = {
+    with prefix_checkpoint_errors(checkpoint.root):
+        arranged_tensors = {
             name: build_arranged_tensor(name, values, tensors) for name, values in arrangements.items()
         }
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -245,12 +252,12 @@ def _rename(
 
     def load_optimizer(_: Aliases) -> OptimizerState | None:
         state = checkpoint.optimizer
-        return None if state is None else _rearrange_optimizer(state, arrangements, tensors)
+        return None if state is None else _rearrange_optimizer_state(state, arrangements, tensors)
 
-    return checkpoint.with_names(names, arranged, aliases, load_optimizer)
+    return checkpoint.with_names(names, arranged_tensors, aliases, load_optimizer)
 
 
-def _rearrange_optimizer(
+def _rearrange_optimizer_state(
     optimizer: OptimizerState, arrangements: Mapping[str, Arrangement], tensors: Mapping[str, Tensor]
 ) -> OptimizerState:
     """Rearrange the optimizer state in the same way as the parameters."""
@@ -270,7 +277,9 @@ def _rearrange_optimizer(
                 "live to keep the names in memory"
             )
         keys = next(iter(states.values()))
-        state[name] = {key: _rearrange_state(f"{name}.{key}", key, values, states, tensors) for key in keys}
+        state[name] = {
+            key: _rearrange_one_state(f"{name}.{key}", key, values, states, tensors) for key in keys
+        }
 
     def load_param_groups() -> ParamGroups:
         return [
@@ -288,19 +297,19 @@ def _rearrange_optimizer(
     return OptimizerState(state, load_param_groups)
 
 
-def _rearrange_state(
-    name: str,
-    key: str,
-    values: Arrangement,
+def _rearrange_one_state(
+    new_name: str,
+    state_name: str,
+    arrangement: Arrangement,
     states: Mapping[str, Mapping[str, Tensor | Scalar]],
     tensors: Mapping[str, Tensor],
 ) -> Tensor | Scalar:
     """Rearrange one optimizer state of a parameter.
 
     Args:
-        name: Name of the new state, used in error messages.
-        key: Key of the state, such as `exp_avg`.
-        values: Arrangement of the parameter.
+        new_name: Name of the new state, used in error messages.
+        state_name: Key of the state, such as `exp_avg`.
+        arrangement: Arrangement of the parameter.
         states: Optimizer states of the parameter's sources, keyed by source and then by state.
         tensors: Parameters under their old names.
 
@@ -311,20 +320,23 @@ def _rearrange_state(
     Raises:
         OptimizerStateError: If the state does not have the shape of its parameter.
     """
-    parts: dict[str, Any] = {source: source_states.get(key) for source, source_states in states.items()}
+    parts: dict[str, Any] = {
+        source: source_states.get(state_name) for source, source_states in states.items()
+    }
     source, first = next(iter(parts.items()))
     same_shape = all(
         isinstance(part, Tensor) and part.shape == tensors[source].shape for source, part in parts.items()
     )
-    if same_shape and all(tile.source != ZEROS for tile in values.tiles):
-        return build_arranged_tensor(name, values, parts)
+    if same_shape and all(tile.source != ZEROS for tile in arrangement.tiles):
+        return build_arranged_tensor(new_name, arrangement, parts)
     is_renamed = (
-        len(values.tiles) == 1 and values.find_identical_source(lambda name: tensors[name].shape) == source
+        len(arrangement.tiles) == 1
+        and arrangement.find_identical_source(lambda name: tensors[name].shape) == source
     )
     is_scalar = not isinstance(first, Tensor) or first.numel == 1
     if first is None or not (is_renamed or is_scalar):
         raise OptimizerStateError(
-            f"{name}: this optimizer state cannot be rearranged, because it does not have the shape of its "
-            "parameter; use --names live to keep the names in memory"
+            f"{new_name}: this optimizer state cannot be rearranged, because it does not have the shape of "
+            "its parameter; use --names live to keep the names in memory"
         )
     return first  # type: ignore[no-any-return]

@@ -7,32 +7,32 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, CommandError
-from portable.converters.formats import CheckpointPath, Detected, detect, iter_formats
-from portable.converters.names.canonical import is_number
-from portable.converters.storage.completion_markers import INCOMPLETE
-from portable.converters.storage.folder_operations import inside, is_unfinished
-from portable.converters.storage.path_or_url import place
+from portable.converters.formats import CheckpointPath, DetectedFormat, detect_format, iter_formats
+from portable.converters.names.canonical import is_parameter_index
+from portable.converters.storage.completion_markers import INCOMPLETE_MARKER
+from portable.converters.storage.folder_operations import is_incomplete_folder, resolve_path_inside
+from portable.converters.storage.path_or_url import parse_path_or_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100, 100
 # (Orbax) ...
-_STEP = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
+_STEP_NAME = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
 _DIGITS = re.compile(r"\d+")
 
 
 def open_checkpoint(
-    path: str | Place,
+    path: str | AnyPath,
     tag: str | None = None,
     *,
     order: Sequence[str] = (),
-    companions: Mapping[str, Place] | None = None,
+    companions: Mapping[str, AnyPath] | None = None,
     rank: tuple[int, int] | None = None,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> Checkpoint:
@@ -67,15 +67,17 @@ def open_checkpoint(
         CheckpointError: If the checkpoint is missing, damaged, incomplete, or of an unknown format. The
             message is one line that names the file.
     """
-    root = place(path)
+    root = parse_path_or_url(path)
     if not root.exists():
         raise CommandError(f"{root}: no such file or folder")
     if not (root.is_file() or root.is_dir()):
         raise CommandError(f"{root}: is neither a file nor a folder")
-    format, source, match = _locate_checkpoint(root, tag)
+    format, source, match = _detect_checkpoint(root, tag)
     try:
         config = companions.get("config.json") if companions else None
-        source = replace(source, order=tuple(order), config=config, rank=rank, build_once=build_once)
+        source = replace(
+            source, parameter_order=tuple(order), config_file=config, rank=rank, build_once=build_once
+        )
         checkpoint = format.open(source, match)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
@@ -84,7 +86,7 @@ def open_checkpoint(
         raise CheckpointError(f"{source.path}: nested too deeply to be a checkpoint") from None
 
 
-def read_pickled(path: str | Place) -> Any:
+def read_pickled(path: str | AnyPath) -> Any:
     """The content of one small `torch.save` file as dicts, lists, strings and numbers; no code is run.
 
     Tensors and objects become the names of their classes.
@@ -94,41 +96,47 @@ def read_pickled(path: str | Place) -> Any:
     """
     from portable.converters.containers.pickle_reader import to_json_value
     from portable.converters.containers.torchzip import TorchZip
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
 
-    path = place(path)
+    path = parse_path_or_url(path)
     try:
-        return to_json_value(TorchZip(Folder(path.parent).file(path.name)).load())
+        return to_json_value(TorchZip(CheckpointFolder(path.parent).get_file(path.name)).load_object())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
-def _locate_checkpoint(root: Place, tag: str | None) -> Detected:
-    if not _is_finished(root):
-        raise CheckpointError(_explain_unfinished(root))
+def _detect_checkpoint(root: AnyPath, tag: str | None) -> DetectedFormat:
+    if not _is_finished_write(root):
+        raise CheckpointError(_describe_unfinished_write(root))
     source = CheckpointPath(root, tag)
-    steps = _list_steps(root)
+    steps = _list_step_folders(root)
     if tag is not None and steps:
         matching = [
-            step for number, step in steps if tag == step.name or (is_number(tag) and int(tag) == number)
+            step
+            for number, step in steps
+            if tag == step.name or (is_parameter_index(tag) and int(tag) == number)
         ]
         if matching:
-            source = CheckpointPath(_check_inside(root, matching[0]))
-            match = detect(source) if _is_finished(source.path) else None
+            source = CheckpointPath(_validate_inside(root, matching[0]))
+            match = detect_format(source) if _is_finished_write(source.path) else None
             if match is None:
-                raise CheckpointError(_explain_unknown(source))
+                raise CheckpointError(_describe_unknown_format(source))
             return match
-    match = detect(source)
-    if match is not None and (tag is None or match.format.tags):
+    match = detect_format(source)
+    if match is not None and (tag is None or match.format.selects_tag):
         return match
     if tag is not None:
         step_names = ", ".join(step.name for _, step in steps[:8]) or "none"
         raise CommandError(f"{root}: no checkpoint has the tag {tag!r}; available: {step_names}")
-    chosen: dict[str, Detected] = {}
+    chosen: dict[str, DetectedFormat] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
         if kind not in chosen:
-            match = detect(CheckpointPath(_check_inside(root, step))) if _is_finished(step) else None
+            match = (
+                detect_format(CheckpointPath(_validate_inside(root, step)))
+                if _is_finished_write(step)
+                else None
+            )
             if match is not None:
                 chosen[kind] = match
     if len(chosen) > 1:
@@ -138,24 +146,24 @@ def _locate_checkpoint(root: Place, tag: str | None) -> Detected:
         )
     if chosen:
         return next(iter(chosen.values()))
-    raise CheckpointError(_explain_unknown(CheckpointPath(steps[0].path) if steps else source))
+    raise CheckpointError(_describe_unknown_format(CheckpointPath(steps[0].path) if steps else source))
 
 
-def _check_inside(root: Place, step: Place) -> Place:
+def _validate_inside(root: AnyPath, step: AnyPath) -> AnyPath:
     """`step`; LinkError if a link in it leaves the run folder."""
-    inside(step, root)
+    resolve_path_inside(step, root)
     return step
 
 
-def _is_finished(path: Place) -> bool:
+def _is_finished_write(path: AnyPath) -> bool:
     """Whether no unfinished write is marked here, in a store or in a copy of it."""
-    return not is_unfinished(path.parent if path.is_file() else path)
+    return not is_incomplete_folder(path.parent if path.is_file() else path)
 
 
-def _explain_unfinished(path: Place) -> str:
+def _describe_unfinished_write(path: AnyPath) -> str:
     return (
-        f"{path}: holds {INCOMPLETE} and no completion marker: its writer is still running or was killed; "
-        "choose another step"
+        f"{path}: holds {INCOMPLETE_MARKER} and no completion marker: its writer is still running or was "
+        "killed; choose another step"
     )
 
 
@@ -163,30 +171,30 @@ class _StepFolder(NamedTuple):
     """Folder of a checkpoint, and the number in its name."""
 
     number: int
-    path: Place
+    path: AnyPath
 
 
-def _list_steps(root: Place) -> list[_StepFolder]:
+def _list_step_folders(root: AnyPath) -> list[_StepFolder]:
     """Step folders in `root` and in its `checkpoints/` (torchtitan: `checkpoint/`), newest first."""
     steps = []
     for folder in (root / "checkpoints", root / "checkpoint", root):
         try:
-            inside(folder, root)  # a link that leaves the folder is not listed
+            resolve_path_inside(folder, root)  # a link that leaves the folder is not listed
             children = [child for child in folder.iterdir() if child.is_dir()]
         except OSError:
             continue
         for child in children:
-            match = _STEP.fullmatch(child.name)
+            match = _STEP_NAME.fullmatch(child.name)
             if match and not child.name.startswith("."):
                 steps.append(_StepFolder(int(match[1][:18]), child))
     return sorted(steps, key=lambda step: (-step.number, step.path.name))
 
 
-def _explain_unknown(source: CheckpointPath) -> str:
-    if not _is_finished(source.path):
-        return _explain_unfinished(source.path)
+def _describe_unknown_format(source: CheckpointPath) -> str:
+    if not _is_finished_write(source.path):
+        return _describe_unfinished_write(source.path)
     for format_ in iter_formats():
-        reason = format_.incomplete(source)
+        reason = format_.explain_incomplete(source)
         if reason:
             return reason
     names = ", ".join(format_.name for format_ in iter_formats())

@@ -16,10 +16,10 @@ DTYPES: dict[str, str | None] = {
     "mxfp4": "MXFP4",
 }
 # --quantize: see portable.converters.quantization.quantize.
-FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
+QUANTIZATION_FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
-EXPANSION = 8
+MAX_EXPANSION = 8
 # --to -> a module, and the function in it that plans the files.
 WRITERS = {
     "safetensors": "portable.converters.writers.safetensors_writer:plan_safetensors",
@@ -30,10 +30,10 @@ WRITERS = {
     "gguf": "portable.converters.writers.gguf_writer:plan_gguf",
 }
 # --names: see portable.converters.naming.
-NAMES = ("published", "live")
+NAME_KINDS = ("published", "live")
 # The formats that are written with published names by default. The others are read by programs that know the
 # names of the model in memory.
-PUBLISHED = ("safetensors", "torch", "gguf")
+FORMATS_WITH_PUBLISHED_NAMES = ("safetensors", "torch", "gguf")
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
 # The r, lora_alpha, and task_type of a LoRA checkpoint of verl.

@@ -11,12 +11,12 @@ SIMILARITY = 0.72
 """Lowest ratio of matching characters at which a name counts as similar, as in `difflib`."""
 _MAX_LENGTH = 120
 """Characters of a misspelled name that are compared. A longer name is not a misspelling."""
-_PENALTY = 0.05
+_LAST_PART_PENALTY = 0.05
 """Disadvantage of a name if only its last part is similar."""
 
 
-def find_similar(
-    name: str, candidates: Iterable[str], *, count: int = 1, compare_last_parts: bool = False
+def find_similar_names(
+    name: str, candidates: Iterable[str], *, max_results: int = 1, compare_last_parts: bool = False
 ) -> list[str]:
     """Find the candidates that are most similar to a misspelled name.
 
@@ -25,7 +25,7 @@ def find_similar(
     Args:
         name: The misspelled name.
         candidates: The valid names.
-        count: Largest number of names to return.
+        max_results: Largest number of names to return.
         compare_last_parts: Whether a dotted candidate is also similar if only its last part is:
             `learning_rat` is like `train.learning_rate`.
 
@@ -35,10 +35,10 @@ def find_similar(
     """
     from difflib import SequenceMatcher  # only for an error, because it takes milliseconds
 
-    whole, last = SequenceMatcher(), SequenceMatcher()
+    full_matcher, last_part_matcher = SequenceMatcher(), SequenceMatcher()
     folded_name = _normalize_name(name)
-    whole.set_seq2(folded_name)
-    last.set_seq2(folded_name.rpartition(".")[2])
+    full_matcher.set_seq2(folded_name)
+    last_part_matcher.set_seq2(folded_name.rpartition(".")[2])
 
     def compute_ratio(matcher: SequenceMatcher[str], text: str) -> float:
         matcher.set_seq1(text)
@@ -50,15 +50,17 @@ def find_similar(
     scores: dict[str, float] = {}
     for candidate in candidates:
         folded = _normalize_name(candidate)
-        score = compute_ratio(whole, folded)
+        score = compute_ratio(full_matcher, folded)
         if compare_last_parts:
-            score = max(score, compute_ratio(last, folded.rpartition(".")[2]) - _PENALTY)
+            score = max(
+                score, compute_ratio(last_part_matcher, folded.rpartition(".")[2]) - _LAST_PART_PENALTY
+            )
         if score >= SIMILARITY:
             scores[candidate] = score
-    return sorted(scores, key=lambda candidate: scores[candidate], reverse=True)[:count]
+    return sorted(scores, key=lambda candidate: scores[candidate], reverse=True)[:max_results]
 
 
-def suggest_name(
+def format_name_suggestion(
     name: str, candidates: Iterable[str], prefix: str = "", *, compare_last_parts: bool = False
 ) -> str:
     """Return `"; did you mean X?"`, the end of an error message, or an empty string.
@@ -67,9 +69,9 @@ def suggest_name(
         name: The misspelled name.
         candidates: The valid names.
         prefix: Text in front of the suggested name, such as `--`.
-        compare_last_parts: See `find_similar`.
+        compare_last_parts: See `find_similar_names`.
     """
-    similar = find_similar(name, candidates, compare_last_parts=compare_last_parts)
+    similar = find_similar_names(name, candidates, compare_last_parts=compare_last_parts)
     return f"; did you mean {prefix}{similar[0]}?" if similar else ""
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from portable.errors import UserError
-from portable.planner.device import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, Reached
+from portable.planner.device import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, ReachedUtilization
 
 Value = TypeVar("Value")
 
 # Dense tensor-core peaks in TFLOP/s (bf16 or fp16 with sums in fp32, tf32) from the makers' data sheets and
 # white papers; half of a peak given with 2:4 sparsity. Matched as words of the device name, in this order.
-PEAKS: tuple[tuple[str, float, float | None], ...] = (
+GPU_PEAK_TERAFLOPS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, 1250.0),
     ("B200", 2250.0, 1100.0),
     ("GH200", 989.4, 494.7),
@@ -41,11 +41,11 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("T4", 65.0, None),  # fp16 only
 )
 
-NO_GPU = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
+NO_GPU_MESSAGE = "backend: cuda needs a GPU, but torch finds none; use --backend cpu"
 
 MIB = 1 << 20
 # Name, memory in MiB as the driver reports it, and GPUs of a node.
-_MACHINES: tuple[tuple[str, int, int], ...] = (
+_GPU_MEMORY_AND_NODES: tuple[tuple[str, int, int], ...] = (
     ("gb200", 189_471, 4),
     ("b200", 183_359, 8),
     ("gh200", 97_871, 1),
@@ -75,36 +75,36 @@ _MACHINES: tuple[tuple[str, int, int], ...] = (
     ("t4", 15_360, 4),
 )
 # MFU: whole runs at the low end, tables of short ones at the high end: tests/portable/test_planner.py
-_A100 = Reached((0.42, 0.58), "A100: Llama 2, TinyLlama, torchtitan")
-_H100 = Reached((0.31, 0.39), "H100: Llama 3, SmolLM3, torchtitan")
-_REACHED = {"a100": _A100, "a800": _A100, "h100": _H100, "h800": _H100, "h200": _H100, "gh200": _H100}
+_A100 = ReachedUtilization((0.42, 0.58), "A100: Llama 2, TinyLlama, torchtitan")
+_H100 = ReachedUtilization((0.31, 0.39), "H100: Llama 3, SmolLM3, torchtitan")
+_REACHED_MFU = {"a100": _A100, "a800": _A100, "h100": _H100, "h800": _H100, "h200": _H100, "gh200": _H100}
 # Bytes a second in one direction, from the data sheets: NVLink, else PCIe.
-_LINKS = {
+_LINK_BYTES_PER_SECOND = {
     "gb200": 9e11, "b200": 9e11, "gh200": 4.5e11, "h200": 4.5e11, "h100-pcie": 6.4e10, "h100-nvl": 3e11,
     "h100": 4.5e11, "h800": 2e11, "h20": 4.5e11, "a100": 3e11, "a800": 2e11, "mi300x": 4.48e11,
     "v100": 1.5e11, "5090": 6.4e10, "a40": 3.2e10, "a10": 3.2e10, "l40": 3.2e10, "l4": 3.2e10,
     "a6000": 3.2e10, "6000-ada": 3.2e10, "4090": 3.2e10, "3090": 3.2e10, "t4": 1.6e10,
 }  # fmt: skip
-_ALSO = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
+_ALIASES = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
 _FP16_ONLY = ("v100-32", "v100-16", "t4")
 
 # srun sets these if each task sees only its own GPUs, which are then numbered from 0.
-BOUND_BY_SRUN = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
+SRUN_BINDING_VARIABLES = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 
 
-def find_gpu_index(local_rank: int, visible: int) -> int:
-    """The CUDA index of the GPU for ``local_rank``, out of ``visible`` GPUs.
+def choose_gpu_index(local_rank: int, num_visible_gpus: int) -> int:
+    """The CUDA index of the GPU for ``local_rank``, out of ``num_visible_gpus`` GPUs.
 
     Raises:
         UserError: if there are fewer GPUs than ranks.
     """
-    if local_rank < visible:
+    if local_rank < num_visible_gpus:
         return local_rank
-    if visible == 1 and any(name in os.environ for name in BOUND_BY_SRUN):
+    if num_visible_gpus == 1 and any(name in os.environ for name in SRUN_BINDING_VARIABLES):
         return 0
     raise UserError(
-        f"--nproc: local rank {local_rank} has no GPU; this process sees {visible}; start at most one rank "
-        "per GPU on each node"
+        f"--nproc: local rank {local_rank} has no GPU; this process sees {num_visible_gpus}; start at most "
+        "one rank per GPU on each node"
     )
 
 
@@ -118,24 +118,24 @@ def list_gpus() -> list[Device]:
             name not in _FP16_ONLY,
             per_node,
             KEPT_FOR_COLLECTIVES,
-            _list_peaks(name),
-            _look_up(_REACHED, name) or NOT_MEASURED,
-            _look_up(_LINKS, name),
+            _list_peak_flops(name),
+            _look_up_by_prefix(_REACHED_MFU, name) or NOT_MEASURED,
+            _look_up_by_prefix(_LINK_BYTES_PER_SECOND, name),
         )
-        for name, mebibytes, per_node in _MACHINES
+        for name, mebibytes, per_node in _GPU_MEMORY_AND_NODES
     }
-    return [*devices.values(), *(replace(devices[real], name=name) for name, real in _ALSO.items())]
+    return [*devices.values(), *(replace(devices[real], name=name) for name, real in _ALIASES.items())]
 
 
-def _look_up(table: dict[str, Value], name: str) -> Value | None:
+def _look_up_by_prefix(table: dict[str, Value], name: str) -> Value | None:
     """What a table has of ``a100-80``: the longest key with which it begins."""
     keys = sorted(filter(name.startswith, table), key=len)
     return table[keys[-1]] if keys else None
 
 
-def _list_peaks(name: str) -> tuple[tuple[str, float], ...]:
+def _list_peak_flops(name: str) -> tuple[tuple[str, float], ...]:
     """Peak FLOP/s by precision of the GPU that the planner calls ``name``, such as ``a100-80``."""
-    for card, half, tf32 in PEAKS:
+    for card, half, tf32 in GPU_PEAK_TERAFLOPS:
         key = card.lower().removeprefix("rtx ").replace(" ", "-")
         if name == key or name.startswith(f"{key}-"):
             peaks = {"bf16": None if name in _FP16_ONLY else half, "fp16": half, "tf32": tf32}
@@ -161,7 +161,7 @@ def get_shape_multiple(capability: tuple[int, int], precision: str) -> int | Non
 
 def get_peak_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of the GPU called ``device_name`` for ``precision``, or None if unknown."""
-    for name, half, tf32 in PEAKS:
+    for name, half, tf32 in GPU_PEAK_TERAFLOPS:
         if re.search(rf"\b{name}\b", device_name):  # an RTX A4000 is not an A40
             teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)
             return None if teraflops is None else teraflops * 1e12

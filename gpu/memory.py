@@ -43,8 +43,8 @@ class CudaDiagnostics(Diagnostics):
 
 
 @contextmanager
-def limit_memory(device: torch.device, world_size: int) -> Iterator[None]:
-    """See :meth:`portable.engines.package.TorchPackage.limit_memory`."""
+def limit_gpu_memory(device: torch.device, world_size: int) -> Iterator[None]:
+    """See :meth:`portable.engines.package.TorchPackage.build_memory_limit`."""
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if world_size > 1 else 0)

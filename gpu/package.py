@@ -35,11 +35,11 @@ class CudaPackage(TorchPackage):
         return torch.cuda.device_count()
 
     def check_ranks(self, ranks: int) -> None:
-        from portable.gpu.device_specs import NO_GPU
+        from portable.gpu.device_specs import NO_GPU_MESSAGE
 
         if ranks > (devices := self.count_local_ranks()):
             raise UserError(f"--nproc: {ranks} ranks need as many GPUs, and this machine has {devices}")
-        require(devices > 0, NO_GPU)
+        require(devices > 0, NO_GPU_MESSAGE)
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
         if not in_rank:  # a launcher must not open a GPU: its context would stay there throughout the run
@@ -53,16 +53,16 @@ class CudaPackage(TorchPackage):
 
         return tuple(list_gpus())
 
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+    def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
         import torch
 
         from portable.gpu import device_specs
 
-        require(torch.cuda.is_available(), device_specs.NO_GPU)
-        return torch.device("cuda", device_specs.find_gpu_index(local_rank, torch.cuda.device_count()))
+        require(torch.cuda.is_available(), device_specs.NO_GPU_MESSAGE)
+        return torch.device("cuda", device_specs.choose_gpu_index(local_rank, torch.cuda.device_count()))
 
-    def start(self, device: torch.device) -> None:
-        super().start(device)
+    def make_current(self, device: torch.device) -> None:
+        super().make_current(device)
         for variable in _FLIGHT_RECORDER:
             os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
 
@@ -71,10 +71,10 @@ class CudaPackage(TorchPackage):
 
         return CudaDiagnostics(device, rank, world_size)
 
-    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
-        from portable.gpu.memory import limit_memory
+    def build_memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None]:
+        from portable.gpu.memory import limit_gpu_memory
 
-        return limit_memory(device, world_size)
+        return limit_gpu_memory(device, world_size)
 
     def get_shape_multiple(self, device: torch.device, precision: str) -> int | None:
         import torch

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
     from portable.model.training_loss import Loss, Outputs
-    from portable.optim.custom_optimizer import MakesOptimizer
+    from portable.optim.custom_optimizer import OptimizerFactory
     from portable.planner.plan_tables import Plan
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
     "CheckpointError",
     "Conversion",
     "Loss",
-    "MakesOptimizer",
     "Metric",
+    "OptimizerFactory",
     "Outputs",
     "Plan",
     "Result",
@@ -56,6 +56,6 @@ __all__ = [
 # it; a backend loads its own.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-from portable.converters.lazy_imports import make_lazy_getattr
+from portable.converters.lazy_imports import build_lazy_getattr
 
-__getattr__ = make_lazy_getattr(__name__)
+__getattr__ = build_lazy_getattr(__name__)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from portable.cli import program
+from portable.cli import run_as_process
 
-sys.exit(program())
+sys.exit(run_as_process())

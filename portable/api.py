@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.checkpoint.store import open_checkpoints
-from portable.data.sources.custom_records import write_records
+from portable.data.sources.custom_records import write_records_file
 from portable.errors import RunError
-from portable.paths import REPORT_FILE, get_default_cache_dir, place_of
+from portable.paths import REPORT_FILE, get_default_cache_dir, parse_place_setting
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.planner.plan_tables import Plan
 
 
@@ -31,7 +31,7 @@ class Result:
             a checkpoint, and the same call resumes from it.
     """
 
-    folder: Place
+    folder: AnyPath
     stopped: bool
 
     @property
@@ -40,13 +40,13 @@ class Result:
         return read_metrics(self.folder)
 
     @property
-    def checkpoint(self) -> Place | None:
+    def checkpoint(self) -> AnyPath | None:
         """Newest complete checkpoint, or None if there is none."""
-        newest: Place | None = open_checkpoints(self.folder).find_latest()
+        newest: AnyPath | None = open_checkpoints(self.folder).find_latest()
         return newest
 
     @property
-    def final(self) -> Place | None:
+    def final(self) -> AnyPath | None:
         """Folder for ``from_pretrained``, or None before the schedule is complete."""
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
@@ -60,7 +60,7 @@ class Result:
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
-def with_objects(
+def replace_settings_with_objects(
     config: RunConfig,
     *,
     loss: Any = None,
@@ -95,16 +95,18 @@ def with_objects(
         if name == "data" and isinstance(value, Sequence) and not isinstance(value, str):
             folder = config.data.cache_dir
             cache = get_default_cache_dir() if folder is None else Path(folder)
-            values[key] = str(write_records(value, cache / "records"))
+            values[key] = str(write_records_file(value, cache / "records"))
         elif value is not None:
-            values[key] = plugins.name_object(name, value, sources, make=name != "optimizer")
+            values[key] = plugins.register_object(
+                name, value, sources, instantiates_class=name != "optimizer"
+            )
     for key, objects in (("metrics", metrics), ("callbacks", callbacks)):
         if objects:
-            names = tuple(plugins.name_object(key, value, sources) for value in objects)
+            names = tuple(plugins.register_object(key, value, sources) for value in objects)
             values[f"train.{key}"] = (*(config.get(f"train.{key}") or ()), *names)
     if not values:
         return config
-    return config.with_document(plugins.SOURCES, sources).replaced(values)
+    return config.with_document(plugins.SOURCES_KEY, sources).replaced(values)
 
 
 def train(
@@ -156,9 +158,9 @@ def train(
         UserError: If the config or an object is not valid. Nothing was trained.
         RunError: If the run failed.
     """
-    from portable.cli import run
+    from portable.cli import run_invocation
 
-    config = with_objects(
+    config = replace_settings_with_objects(
         config,
         loss=loss,
         metrics=metrics,
@@ -171,10 +173,10 @@ def train(
     from portable.command_line import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED
 
-    code = run(Invocation(config, nproc=nproc))
+    code = run_invocation(Invocation(config, nproc=nproc))
     if code not in (EXIT_DONE, EXIT_STOPPED):
         raise RunError(f"{config.output_dir}: the run ended with exit code {code}")
-    return Result(place_of("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)
+    return Result(parse_place_setting("output_dir", config.output_dir), stopped=code == EXIT_STOPPED)
 
 
 def plan(
@@ -211,13 +213,13 @@ def plan(
     Raises:
         UserError: If the config is not valid, the device is unknown, or a size cannot be read.
     """
-    from portable.checks import check
+    from portable.checks import check_config
     from portable.errors import require
-    from portable.planner.build_plan import build_plan, find_target
+    from portable.planner.build_plan import build_plan, resolve_target
 
-    check(config)
+    check_config(config)
     require(price_per_hour is None or device is not None, "price_per_hour: requires device; set both")
-    config, target = find_target(
+    config, target = resolve_target(
         config, device=device, devices=devices, device_memory=device_memory, host_memory=host_memory
     )
     prices = None

@@ -1,9 +1,10 @@
 """Interfaces between the training loop and an accelerator.
 
 A :class:`Backend` represents the machine: it starts the process group or the runtime, moves batches to the
-device, reduces values across ranks, and prepares a model. :meth:`Backend.prepare` returns an :class:`Engine`:
-the sharded model together with its optimizer. The training loop (:mod:`portable.loop`) only uses these two
-protocols, so it contains no accelerator-specific code. :mod:`portable.registry` lists the available backends.
+device, reduces values across ranks, and prepares a model. :meth:`Backend.build_engine` returns an
+:class:`Engine`: the sharded model together with its optimizer. The training loop (:mod:`portable.loop`) only
+uses these two protocols, so it contains no accelerator-specific code. :mod:`portable.registry` lists the
+available backends.
 
 A *rank* is one process of the run, and the *world size* is the number of ranks. Each rank drives one device.
 On XLA, a rank drives all devices of its host as if they were a single device. The *global batch* contains all
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.converters import Checkpoint
-    from portable.model.loss import MetricAccumulator, Objective, StepSums
+    from portable.model.loss import MicroBatchMeasure, StepSums, TrainingObjective
     from portable.model.weight_sources import ReadableTensor
-    from portable.optim.non_finite_updates import Health
+    from portable.optim.non_finite_updates import UpdateHealth
 
 
 class SaveHandle(Protocol):
@@ -55,7 +56,7 @@ class Engine(Protocol):
     model: nn.Module
     """The transformers model, with its original parameter names."""
 
-    objective: Objective
+    objective: TrainingObjective
     """The training objective."""
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
@@ -66,10 +67,10 @@ class Engine(Protocol):
                 the mapping keep their values.
         """
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load the model weights and the optimizer state. Each rank reads only its own shards."""
 
-    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+    def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's shards in the strategy's native format. Must be called on all ranks.
 
         Args:
@@ -81,17 +82,24 @@ class Engine(Protocol):
             A handle to wait for the files.
         """
 
-    def accumulate(
-        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    def accumulate_gradients(
+        self,
+        batch: Batch,
+        global_weight: Tensor,
+        *,
+        is_last_micro_batch: bool,
+        with_token_metrics: bool = False,
     ) -> StepSums:
         """Run the forward and backward pass of one micro-batch. Does not trigger a host-device sync.
 
         Args:
-            batch: Micro-batch on the device, from :meth:`Backend.place`.
-            weight: Number of target tokens in the global batch, or the sum of their weights if ``train.loss``
+            batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
+            global_weight: Number of target tokens in the global batch, or the sum of their weights if
+            ``train.loss``
                 uses weights. The summed loss is divided by this device scalar, which comes from
-                :meth:`Backend.total`.
-            last: Whether this is the last micro-batch before :meth:`update`, which means that the gradients
+                :meth:`Backend.sum_host_numbers`.
+            is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
+            which means that the gradients
                 must be reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
 
@@ -99,7 +107,7 @@ class Engine(Protocol):
             This micro-batch's contributions to the global mean loss and to the logged values, on the device.
         """
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients.
 
         Does not trigger a host-device sync.
@@ -111,14 +119,14 @@ class Engine(Protocol):
 
         Args:
             learning_rate: Learning rate for this step.
-            max_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
+            max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
             loss: Global loss of this step, a device scalar.
 
         Returns:
             The global gradient norm before clipping, an fp32 device scalar.
         """
 
-    def read_health(self) -> Health:
+    def read_update_health(self) -> UpdateHealth:
         """Read the counters of skipped updates from the device.
 
         This triggers a host-device sync, so only call it when logging.
@@ -131,8 +139,8 @@ class Engine(Protocol):
     def find_nonfinite_gradients(self) -> list[str]:
         """Return the names of the parameters whose accumulated gradient is not finite, in model order.
 
-        Each rank checks its own shards. Must be called on all ranks, before :meth:`update`. Triggers a
-        host-device sync.
+        Each rank checks its own shards. Must be called on all ranks, before :meth:`take_optimizer_step`.
+        Triggers a host-device sync.
         """
 
     def find_nonfinite_state(self) -> list[str]:
@@ -141,17 +149,17 @@ class Engine(Protocol):
         Each rank checks its own shards. Triggers a host-device sync, so only call it before saving.
         """
 
-    def evaluate(
-        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    def evaluate_batch(
+        self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run the forward pass of one evaluation micro-batch and accumulate its metrics.
 
         Does not trigger a host-device sync.
 
         Args:
-            batch: Micro-batch on the device, from :meth:`Backend.place`.
-            measure: Function that computes the metrics to accumulate in addition to the summed ``loss``.
-            totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
+            batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
+            metric_accumulator: Function that computes the metrics to accumulate in addition to the summed
+            ``loss``. totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
 
         Returns:
             The new totals, keyed by metric name: int64 or float64 tensors on the device. On XLA, the totals
@@ -241,7 +249,7 @@ class Backend(Protocol):
     def stop(self) -> None:
         """Destroy the process group."""
 
-    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+    def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
         """Shard a model and build its optimizer.
 
         Args:
@@ -252,20 +260,23 @@ class Backend(Protocol):
             The engine. Its weights are still uninitialized.
         """
 
-    def check_fit(
-        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    def run_memory_trial(
+        self,
+        build_meta_model: Callable[[], nn.Module],
+        config: RunConfig,
+        take_steps: Callable[[Engine], None],
     ) -> bool | None:
         """Run training steps on a temporary engine to check whether they fit in device memory.
 
         The temporary engine allocates the same memory as the run's engine, but the values it computes are
         meaningless. It does not call any collectives of the run's process group, so an out-of-memory error on
         one rank does not hang the others. The engine is freed before this method returns. Must be called
-        before :meth:`start` or after :meth:`leave`.
+        before :meth:`start` or after :meth:`abandon_process_group`.
 
         Args:
-            build: Function that builds the model on the meta device.
+            build_meta_model: Function that builds the model on the meta device.
             config: Config of the run.
-            steps: Function that takes training steps on this backend with the given engine.
+            take_steps: Function that takes training steps on this backend with the given engine.
 
         Returns:
             Whether the steps fit. If this backend cannot recover from an out-of-memory error, nothing is run
@@ -275,47 +286,47 @@ class Backend(Protocol):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error of the device."""
 
-    def leave(self) -> None:
+    def abandon_process_group(self) -> None:
         """Stop using the process group without closing its connections.
 
         Closing them would make collectives on the other ranks fail.
         """
 
-    def seed(self, value: int) -> None:
+    def seed_device_generator(self, value: int) -> None:
         """Seed the random number generator on this rank's device (for dropout).
 
         Does not trigger a host-device sync.
         """
 
-    def place(self, batch: Batch) -> Batch:
+    def copy_to_device(self, batch: Batch) -> Batch:
         """Copy a micro-batch to the device. Does not trigger a host-device sync."""
 
-    def total(self, count: float, *, stop: bool = False) -> Tensor:
+    def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
         """Sum a number from each rank's host into a device scalar. Does not trigger a host-device sync.
 
         Args:
             count: Number of this rank.
             stop: Whether this rank requests that the run stops. The request is part of the same collective,
-                and :meth:`stop_requested` returns the result.
+                and :meth:`is_stop_requested` returns the result.
 
         Returns:
             An int64 scalar if ``count`` is an integer, otherwise a floating-point scalar.
         """
 
-    def stop_requested(self, here: bool) -> bool:
-        """Return whether any rank has requested a stop in the latest :meth:`total`; the same on all ranks.
+    def is_stop_requested(self, requested_by_rank: bool) -> bool:
+        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`; the same on all ranks.
 
-        The host may wait until the device has finished the work that was queued before that :meth:`total`.
-        The work that was queued after it keeps the device busy meanwhile.
+        The host may wait until the device has finished the work that was queued before that
+        :meth:`sum_host_numbers`. The work that was queued after it keeps the device busy meanwhile.
 
         Args:
-            here: Whether this rank requests a stop now. A single rank returns it.
+            requested_by_rank: Whether this rank requests a stop now. A single rank returns it.
         """
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a small device tensor over all ranks. Does not trigger a host-device sync."""
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
+    def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
         """Copy device tensors to the host. This is the only host-device sync in the training loop.
 
         Returns:
@@ -328,7 +339,7 @@ class Backend(Protocol):
         The time grows with the logarithm of the number of ranks. Do not call it after every step.
         """
 
-    def gather(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """Gather ``text`` from all ranks, ordered by rank. A collective on the host."""
 
     def barrier(self) -> None:

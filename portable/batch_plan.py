@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.config.derived_defaults import find_largest_divisor
-from portable.data.samples.order import compute_rank_start, count_accumulation_steps
+from portable.data.samples.order import compute_first_sample_of_rank, count_accumulation_steps
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,30 +44,30 @@ class BatchPlan:
 
     global_batch_size: int
     micro_batch_size: int
-    """Number of sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups``."""
+    """Number of sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups_per_rank``."""
     world_size: int
     rank: int
     seed: int
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
-    part: SequencePart = WHOLE_SEQUENCE
+    sequence_part: SequencePart = WHOLE_SEQUENCE
     """Part of each sequence that this rank processes."""
-    groups: int = 1
+    groups_per_rank: int = 1
     """Number of devices of a rank, or of groups of its devices that share sequences."""
     accumulation_steps: int = field(init=False)
     """Number of micro-batches of each rank in a step."""
-    first_of_rank: int = field(init=False)
+    first_sequence_of_rank: int = field(init=False)
     """Index of this rank's first sequence in a global batch. 0 under ``one_program``."""
 
     def __post_init__(self) -> None:
         steps = count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
         rank = 0 if self.one_program else self.rank
         object.__setattr__(self, "accumulation_steps", steps)
-        first = compute_rank_start(self.global_batch_size, rank, self.world_size)
+        first = compute_first_sample_of_rank(self.global_batch_size, rank, self.world_size)
         object.__setattr__(self, "first_of_rank", first)
 
     @property
-    def sequences_per_rank(self) -> int:
+    def max_sequences_per_rank(self) -> int:
         """Number of sequences in a step of the rank that has the most."""
         return -(-self.global_batch_size // self.world_size)
 
@@ -86,13 +86,13 @@ class BatchPlan:
             first_sample: Index of the first sample of the global batch, in the order of the run.
             micro_batch: Index of the micro-batch on this rank, within the step.
         """
-        sample = first_sample + self.first_of_rank + micro_batch * self.micro_batch_size
-        part = f"/{self.part.part_index}" if self.part.part_index else ""
+        sample = first_sample + self.first_sequence_of_rank + micro_batch * self.micro_batch_size
+        part = f"/{self.sequence_part.part_index}" if self.sequence_part.part_index else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
-def plan_batches(
+def compute_batch_plan(
     config: RunConfig, *, world_size: int, rank: int, devices_per_rank: int = 1, one_program: bool = False
 ) -> BatchPlan:
     """Compute the division of the global batch, including the number of gradient accumulation steps.
@@ -117,9 +117,11 @@ def plan_batches(
     devices = world_size * devices_per_rank
     uneven = devices_per_rank % parts and parts % devices_per_rank
     if devices % parts or uneven:
-        of = f"{devices} {unit}s" if devices % parts else f"the {devices_per_rank} devices of a host"
+        divided_units = (
+            f"{devices} {unit}s" if devices % parts else f"the {devices_per_rank} devices of a host"
+        )
         raise UserError(
-            f"{key}: {of} cannot be divided into groups of {parts}; "
+            f"{key}: {divided_units} cannot be divided into groups of {parts}; "
             f"use a divisor of {devices_per_rank if uneven else devices}, or another number of {unit}s"
         )
     devices //= parts
@@ -138,20 +140,20 @@ def plan_batches(
     share = -(-total // devices)
     micro = config.train.micro_batch_size
     assert micro != "auto"  # replaced or rejected before
-    chosen = config.is_set("train.micro_batch_size")
+    is_set = config.is_set("train.micro_batch_size")
     fitting = find_largest_divisor(share, micro)
     if total % devices:
         # The smallest size for the same number of micro-batches has the fewest sequences without labels.
-        fitting = min(micro, share) if chosen else -(-share // -(-share // micro))
-    elif chosen and fitting != micro:
+        fitting = min(micro, share) if is_set else -(-share // -(-share // micro))
+    elif is_set and fitting != micro:
         raise UserError(
             f"train.micro_batch_size: {micro} does not divide the {share} sequences of the global batch that "
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * groups
     is_cut = not one_program and config.context_parallel_size > 1
-    cut = SequencePart(part, parts) if is_cut else WHOLE_SEQUENCE
-    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, cut, groups)
+    sequence_part = SequencePart(part, parts) if is_cut else WHOLE_SEQUENCE
+    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, sequence_part, groups)
 
 
 def describe_padding(plan: BatchPlan) -> str:
@@ -160,9 +162,9 @@ def describe_padding(plan: BatchPlan) -> str:
     return f", of which {padding} of {plan.padded_batch_size} in all are empty" if padding else ""
 
 
-def build_batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
+def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:
     """Compute the batch plan of this rank."""
-    return plan_batches(
+    return compute_batch_plan(
         config,
         world_size=backend.world_size,
         rank=backend.rank,
@@ -171,7 +173,7 @@ def build_batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
     )
 
 
-def total_steps(config: RunConfig, samples: int) -> int:
+def compute_total_steps(config: RunConfig, samples: int) -> int:
     """Return the number of optimizer steps: ``train.steps``, or ``train.epochs`` in steps.
 
     Raises:

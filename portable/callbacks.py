@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from portable.data.tokens.bounded_tokenizer import decode, encode
+from portable.data.tokens.bounded_tokenizer import decode, encode_text
 from portable.errors import RunError
-from portable.model.sharded_parameter_guard import is_part
+from portable.model.sharded_parameter_guard import is_shard
 from portable.paths import CONFIG_FILE
-from portable.progress import Progress
+from portable.progress import RunProgress
 from portable.ranks import launch
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from portable.backend import Engine
-    from portable.checkpoint.store import Checkpoints
+    from portable.checkpoint.store import CheckpointStore
     from portable.config import RunConfig
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.progress import StepResult
-    from portable.run.stages import Prepared, Restored
+    from portable.run.stages import PreparedRun, RestoredRun
 
 
 class Callback:
@@ -104,7 +104,7 @@ class Callback:
     def record_pause(self, run: Run, seconds: float) -> None:
         """Handle a pause of ``seconds`` during which training waited for an evaluation or a save."""
 
-    def handle_completed_checkpoint(self, run: Run, checkpoint: Place) -> None:
+    def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
         """Handle a completed checkpoint. Only called on rank 0."""
 
     def close(self) -> None:
@@ -143,11 +143,11 @@ class Run:
     result: StepResult
 
     def __init__(
-        self, prepared: Prepared, restored: Restored, checkpoints: Checkpoints[Any], folder: Path
+        self, prepared: PreparedRun, restored: RestoredRun, checkpoints: CheckpointStore[Any], folder: Path
     ) -> None:
         engine = restored.engine
         self.config: RunConfig = prepared.config
-        self.folder: Place = prepared.resolved.place
+        self.folder: AnyPath = prepared.resolved.output_place
         self.rank: int = prepared.backend.rank
         self.world_size: int = prepared.backend.world_size
         self.steps: int = prepared.steps
@@ -156,15 +156,15 @@ class Run:
         self.prepared = prepared
         self.backend = prepared.backend
         self.engine: Engine = engine
-        self.progress: Progress = restored.progress
+        self.progress: RunProgress = restored.progress
         self.checkpoints = checkpoints
-        self.until: int = prepared.until
+        self.end_step: int = prepared.end_step
         self.first_step = restored.progress.step + 1
-        self.stopped = False
+        self.is_stopped_by_signal = False
         self.callbacks: Sequence[Callback] = ()
-        self.health = HealthReporter(self, folder)
-        self.pending: dict[str, float | Tensor] = {}
-        self.stopping = self.saving = False
+        self.health = NonFiniteReporter(self, folder)
+        self.pending_values: dict[str, float | Tensor] = {}
+        self.is_stop_requested = self.is_save_requested = False
 
     @property
     def step(self) -> int:
@@ -177,9 +177,9 @@ class Run:
         return self.progress.samples
 
     @property
-    def checkpoint(self) -> Place | None:
+    def checkpoint(self) -> AnyPath | None:
         """Newest complete checkpoint."""
-        newest: Place | None = self.checkpoints.find_newest_known()
+        newest: AnyPath | None = self.checkpoints.find_newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
@@ -191,25 +191,25 @@ class Run:
             values: Numbers or scalar tensors, keyed by name.
         """
         for name, value in values.items():
-            scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_part(value)
+            scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_shard(value)
             if not isinstance(name, str) or not (scalar or isinstance(value, int | float)):
                 raise TypeError(
                     f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name; of a "
                     "DTensor, full_tensor()"
                 )
-        self.pending.update(values)
+        self.pending_values.update(values)
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and the export. One rank suffices to request it."""
-        self.stopping = True
+        self.is_stop_requested = True
 
     def save(self) -> None:
         """Save a checkpoint after this step. One rank suffices to request it."""
-        self.saving = True
+        self.is_save_requested = True
 
     def generate(self, prompt: str, *, max_new_tokens: int = 64, seed: int = 0) -> str:
         """Continue a text with the current weights. Must be called on all ranks with the same arguments."""
-        ids: list[int] = encode(self.tokenizer, prompt)["input_ids"]
+        ids: list[int] = encode_text(self.tokenizer, prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
         generated = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
         return decode(self.tokenizer, generated[0, tokens.shape[1] :].tolist())
@@ -217,43 +217,47 @@ class Run:
     # -- internal ----------------------------------------------------------------------------------------
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the run, and not only this launch, is at its end."""
-        return self.progress.ended or self.progress.step == self.steps
+        return self.progress.has_ended or self.progress.step == self.steps
 
     @property
-    def last(self) -> bool:
+    def is_last_step(self) -> bool:
         """Whether this launch ends after the latest step, regardless of requests by callbacks."""
-        return self.stopped or self.step == self.until
+        return self.is_stopped_by_signal or self.step == self.end_step
 
-    def logs(self, step: int) -> bool:
+    def logs_step(self, step: int) -> bool:
         """Return whether step ``step``, counted from 1, is logged if no signal makes it the last.
 
         The first step of a launch is logged, because the next one to be logged may be minutes away.
         """
-        return step in (self.first_step, self.until) or step % self.config.log.every_steps == 0
+        return step in (self.first_step, self.end_step) or step % self.config.log.every_steps == 0
 
-    def due(self, every_steps: int | None, every_epochs: float | None) -> bool:
+    def is_interval_reached(self, every_steps: int | None, every_epochs: float | None) -> bool:
         """Return whether the latest step is a multiple of the steps, or passed a multiple of the epochs."""
         if every_steps and self.step % every_steps == 0:
             return True
         if not every_epochs:
             return False
         every = every_epochs * self.prepared.data.train.epoch_samples
-        before = self.samples - self.prepared.plan.global_batch_size
+        before = self.samples - self.prepared.batch_plan.global_batch_size
         # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
         return math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
 
     @property
-    def evaluation_is_due(self) -> bool:
+    def is_evaluation_due(self) -> bool:
         """Whether the settings request an evaluation after the latest step."""
         train = self.config.train
-        return bool(self.prepared.data.evals) and self.due(train.eval_every, train.eval_every_epochs)
+        return bool(self.prepared.data.evals) and self.is_interval_reached(
+            train.eval_every, train.eval_every_epochs
+        )
 
     @property
-    def save_is_due(self) -> bool:
+    def is_save_due(self) -> bool:
         """Whether the settings request a save after the latest step."""
-        return self.due(self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs)
+        return self.is_interval_reached(
+            self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
+        )
 
     def finish_step(self) -> None:
         """Call the callbacks after a step, and have them log, evaluate and save if that is due.
@@ -261,63 +265,63 @@ class Run:
         Evaluations come before saves, because a checkpoint contains the best evaluations. A signal ends a
         launch with a checkpoint, but without an evaluation.
         """
-        self.call("on_step")
-        if self.last or self.logs(self.step):
-            self.call("log_step")
-        if self.step == self.until or (self.evaluation_is_due and not self.stopped):
-            self.call("evaluate_step")
-        requests = self.take_requests()
-        self.progress.ended = self.progress.ended or requests.stop
-        if self.last or requests.stop or requests.save or self.save_is_due:
-            self.call("save_step")
+        self.call_callbacks("on_step")
+        if self.is_last_step or self.logs_step(self.step):
+            self.call_callbacks("log_step")
+        if self.step == self.end_step or (self.is_evaluation_due and not self.is_stopped_by_signal):
+            self.call_callbacks("evaluate_step")
+        requests = self.exchange_requests()
+        self.progress.has_ended = self.progress.has_ended or requests.stop
+        if self.is_last_step or requests.stop or requests.save or self.is_save_due:
+            self.call_callbacks("save_step")
 
-    def call(self, method: str, *values: Any) -> None:
+    def call_callbacks(self, method_name: str, *values: Any) -> None:
         """Call a method of every callback, in order."""
         for callback in self.callbacks:
-            getattr(callback, method)(self, *values)
+            getattr(callback, method_name)(self, *values)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def measure_pause(self) -> Iterator[None]:
         """Exclude the time within this context from the throughput of the steps."""
         begun = time.perf_counter()
         yield
-        self.call("record_pause", time.perf_counter() - begun)
+        self.call_callbacks("record_pause", time.perf_counter() - begun)
 
-    def take_requests(self) -> StepRequests:
+    def exchange_requests(self) -> StepRequests:
         """Take the requests of all ranks' callbacks since the last call. Must be called on all ranks.
 
         Returns:
             Whether to end the run, and whether to save a checkpoint.
         """
         if not self.config.train.callbacks:  # an evaluation requests the same on all ranks
-            save, self.saving = self.saving, False
+            save, self.is_save_requested = self.is_save_requested, False
             return StepRequests(stop=False, save=save)
-        requests, self.saving = (self.stopping, self.saving), False
+        requests, self.is_save_requested = (self.is_stop_requested, self.is_save_requested), False
         if not self.backend.reduce_any(any(requests)):  # one collective in most steps
             return StepRequests(stop=False, save=False)
-        self.stopping, save = (self.backend.reduce_any(request) for request in requests)
-        return StepRequests(self.stopping, save)
+        self.is_stop_requested, save = (self.backend.reduce_any(request) for request in requests)
+        return StepRequests(self.is_stop_requested, save)
 
-    def take_logged(self) -> dict[str, float]:
+    def take_logged_values(self) -> dict[str, float]:
         """Read the values logged since the last call from the device."""
-        pending, self.pending = self.pending, {}
+        pending, self.pending_values = self.pending_values, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
-        read = self.backend.read(list(tensors.values())) if tensors else []
-        return {**numbers, **dict(zip(tensors, read, strict=True))}
+        tensor_values = self.backend.read_to_host(list(tensors.values())) if tensors else []
+        return {**numbers, **dict(zip(tensors, tensor_values, strict=True))}
 
 
-_SHOWN_NAMES = 3
+_MAX_NAMES_SHOWN = 3
 
 
-def _find_last_good(run: Run) -> str:
+def _wait_for_last_good_checkpoint(run: Run) -> str:
     """Wait for the save in progress, and find the newest complete checkpoint. Called on all ranks."""
-    run.checkpoints.finish()
+    run.checkpoints.finish_save()
     run.backend.barrier()  # rank 0 has now renamed the folder
     return str(run.checkpoints.find_latest() or "none yet")
 
 
-class HealthReporter:
+class NonFiniteReporter:
     """Reports skipped updates. Reads their count from the device when the host waits for it anyway.
 
     Args:
@@ -327,45 +331,49 @@ class HealthReporter:
 
     def __init__(self, run: Run, folder: Path) -> None:
         progress = run.progress
-        self._start = Progress(progress.step, progress.samples, progress.skipped)
-        self._checked = progress.step
-        self._config = folder / CONFIG_FILE
+        self._start_progress = RunProgress(progress.step, progress.samples, progress.skipped_updates)
+        self._last_checked_step = progress.step
+        self._config_path = folder / CONFIG_FILE
 
-    def check(self, run: Run) -> None:
+    def report_skipped_updates(self, run: Run) -> None:
         """Update ``run.progress.skipped`` and report new skipped updates. Reads the device once per step.
 
         Raises:
             RunError: If more consecutive updates were skipped than ``train.on_non_finite`` allows. The
                 weights are those before the first skipped update.
         """
-        if self._checked == run.step:
+        if self._last_checked_step == run.step:
             return
-        self._checked = run.step
-        health, progress, batch = run.engine.read_health(), run.progress, run.prepared.plan.global_batch_size
-        skipped = self._start.skipped + health.skipped_updates
-        new, progress.skipped = skipped - progress.skipped, skipped
-        if new == 0 or health.first_bad_update is None:
+        self._last_checked_step = run.step
+        health, progress, batch = (
+            run.engine.read_update_health(),
+            run.progress,
+            run.prepared.batch_plan.global_batch_size,
+        )
+        skipped = self._start_progress.skipped_updates + health.skipped_updates
+        newly_skipped, progress.skipped_updates = skipped - progress.skipped_updates, skipped
+        if newly_skipped == 0 or health.first_bad_update is None:
             return
-        step = self._start.step + health.first_bad_update + 1
-        sample = self._start.samples + health.first_bad_update * batch
+        step = self._start_progress.step + health.first_bad_update + 1
+        sample = self._start_progress.samples + health.first_bad_update * batch
         subject = "loss is" if health.bad_loss else "gradients are"
         problem = f"step {step} (samples {sample} to {sample + batch - 1}): the {subject} not finite"
         # On XLA the processes of a slice discover each other.
         ranks = 1 if run.backend.one_program else run.world_size
-        remedy = f"to locate the cause: {launch.format_command(ranks, config=self._config, replay=step)}"
+        remedy = f"to locate the cause: {launch.format_train_command(ranks, config=self._config_path, replay=step)}"
         if not health.halted:
-            run.call("record_skipped_updates", new, f"{problem}; {remedy}")
+            run.call_callbacks("record_skipped_updates", newly_skipped, f"{problem}; {remedy}")
             return
         if health.halted > 1:
             problem += f", nor in the next {health.halted - 1} steps"
-        good = _find_last_good(run)
+        last_good = _wait_for_last_good_checkpoint(run)
         raise RunError(
             f"{problem}; the update was skipped; last good checkpoint: "
-            f"{good}; {remedy}; or lower "
+            f"{last_good}; {remedy}; or lower "
             "train.learning_rate or train.max_grad_norm"
         )
 
-    def check_state(self, run: Run) -> None:
+    def check_state_is_finite(self, run: Run) -> None:
         """Check that all weights and optimizer values are finite. Called on all ranks before a save.
 
         Finite gradients lead to such values if the learning rate is too large or ``train.eps`` too small.
@@ -373,13 +381,13 @@ class HealthReporter:
         Raises:
             RunError: If there is such a value on any rank. No checkpoint is saved.
         """
-        names = run.engine.find_nonfinite_state()[:_SHOWN_NAMES]
+        names = run.engine.find_nonfinite_state()[:_MAX_NAMES_SHOWN]
         if not run.backend.reduce_any(bool(names)):
             return
-        first = next(text for text in run.backend.gather(", ".join(names)) if text)
-        good = _find_last_good(run)
+        first = next(text for text in run.backend.gather_text(", ".join(names)) if text)
+        last_good = _wait_for_last_good_checkpoint(run)
         raise RunError(
             f"step {run.step}: the weights or the optimizer state of {first} are not finite, so no "
-            f"checkpoint was saved; last good checkpoint: {good}; lower "
+            f"checkpoint was saved; last good checkpoint: {last_good}; lower "
             "train.learning_rate or raise train.eps"
         )

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.commands import REFUSED, wrap_main
-from portable.errors import ReportedElsewhereError, RunError, UserError, report
+from portable.converters.commands import REFUSED, exit_without_traceback
+from portable.errors import ReportedElsewhereError, RunError, UserError, print_error_lines
 from portable.ranks.parent_death import die_with_parent
-from portable.ranks.process_exit import set_exit_code
-from portable.terminal import set_quiet, show_loading, tell
+from portable.ranks.process_exit import set_process_exit_code
+from portable.terminal import print_status, set_quiet, show_loading_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def run_command(name: str, *arguments: Any) -> int:
     return code
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` in this process.
 
@@ -54,31 +54,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; see :data:`portable.converters.commands.EXIT_CODES`.
     """
     try:
-        from portable.command_line import parse_args
+        from portable.command_line import parse_train_args
 
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in COMMANDS and not words[0].startswith("-"):
             return run_command(words[0], words[1:])
         if "SLURM_PROCID" in os.environ:
-            from portable.ranks.slurm import read_rank_variables
+            from portable.ranks.slurm import read_slurm_rank_variables
 
-            os.environ.update(read_rank_variables(os.environ))
-        return run(parse_args(_strip_local_rank(words)))
+            os.environ.update(read_slurm_rank_variables(os.environ))
+        return run_invocation(parse_train_args(_strip_local_rank(words)))
     except UserError as error:
-        report(error)
+        print_error_lines(error)
         return REFUSED
     except ReportedElsewhereError as error:
-        error.wait()
+        error.wait_for_report()
         return error.exit_code
     except RunError as error:
-        report(error)
+        print_error_lines(error)
         return error.exit_code
 
 
-def program() -> int:
+def run_as_process() -> int:
     """Run :func:`main` as a process of its own, which may be a rank of a launcher."""
     code = main()
-    return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_exit_code(code)
+    return code if os.environ.get("WORLD_SIZE", "1") == "1" else set_process_exit_code(code)
 
 
 def _strip_local_rank(argv: Sequence[str]) -> list[str]:
@@ -88,77 +88,79 @@ def _strip_local_rank(argv: Sequence[str]) -> list[str]:
     return [argument for argument in argv if not re.fullmatch(r"--local[_-]rank=\d+", argument)]
 
 
-def run(invocation: Invocation) -> int:
+def run_invocation(invocation: Invocation) -> int:
     """Carry out a parsed command: launch local ranks, or run this process as a rank of another launcher.
 
     Returns:
         The exit code.
     """
-    with show_loading():
+    with show_loading_message():
         from portable import plugins
         from portable.checkpoint.store import open_checkpoints
         from portable.ranks import launch
-        from portable.registry import load_backend_package, resolve_backend
+        from portable.registry import load_backend_package, resolve_backend_name
         from portable.run.rank import LaunchMode, run_rank
-        from portable.run.resolve import resolve
+        from portable.run.resolve import resolve_run
 
     config = invocation.config
     set_quiet(config.log.quiet)
-    joined = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    if joined:
-        launch.check_variables()
+    is_rank = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    if is_rank:
+        launch.check_rank_variables()
     if os.environ.get("RANK", "0") == "0":
         for note in invocation.notes:
-            tell(f"note: {note}")
-    if invocation.gpu_ids is not None and not joined:
+            print_status(f"note: {note}")
+    if invocation.gpu_ids is not None and not is_rank:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
-    _check_switches(invocation)
+    _check_train_options(invocation)
     if invocation.resume_info is not None:
         return run_command("--resume-info", str(invocation.resume_info), config.backend)
-    name = resolve_backend(config.backend)
+    name = resolve_backend_name(config.backend)
     package = load_backend_package(name)
     mode = LaunchMode(
         invocation.eval_only, invocation.profile, replay=invocation.replay, json_file=invocation.json
     )
-    if joined:
+    if is_rank:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
         if invocation.dry_run:
             return (
-                run_command("--dry-run", resolve(config, name, writes=False))
+                run_command("--dry-run", resolve_run(config, name, writes_output=False))
                 if os.environ["RANK"] == "0"
                 else 0
             )
         if invocation.show_data is not None:
             raise UserError("--show-data: start it alone, not by a launcher of ranks")
-        launch.check_meeting_place()
+        launch.check_rendezvous_variables()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         return run_rank(name, config, mode)
     ranks = package.count_local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
-        with plugins.refuse_code(plugins.explain_foreign_module if invocation.is_from_elsewhere else None):
-            return run_command("--dry-run", resolve(config, name, ranks, writes=False))
+        with plugins.refuse_custom_code(
+            plugins.explain_foreign_module if invocation.is_from_elsewhere else None
+        ):
+            return run_command("--dry-run", resolve_run(config, name, ranks, writes_output=False))
     if invocation.show_data is not None:
-        resolved = resolve(config, name, ranks, writes=False, downloads=True)
+        resolved = resolve_run(config, name, ranks, writes_output=False, may_download=True)
         return run_command("--show-data", resolved, invocation.show_data)
-    resolved = resolve(config, name, ranks, writes=mode.writes_output)
-    if ranks == 1 and not resolved.config.memory.offloads:
+    resolved = resolve_run(config, name, ranks, writes_output=mode.writes_output)
+    if ranks == 1 and not resolved.config.memory.has_offloading:
         return run_rank(name, resolved, mode)
-    os.environ.update(package.launch_environment(ranks))
+    os.environ.update(package.get_launch_environment(ranks))
     # Every rank is a child process, also a single one that may fill the host: the parent survives an OOM kill
     # and reports it.
-    return launch.launch(
+    return launch.launch_ranks(
         run_rank,
         (name, resolved, mode),
         ranks=ranks,
         memory_advice=package.get_host_memory_advice(resolved.config),
-        saved=lambda: open_checkpoints(resolved.place).find_latest(),
+        find_checkpoint=lambda: open_checkpoints(resolved.output_place).find_latest(),
     )
 
 
-def _check_switches(invocation: Invocation) -> None:
+def _check_train_options(invocation: Invocation) -> None:
     """Raise UserError if options of the command line do not work together."""
     if invocation.json is not None and not invocation.eval_only:
         raise UserError("--json: has the values of an evaluation; add --eval-only")
@@ -166,7 +168,7 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError(f"--json: {invocation.json}: its folder is not there; make it first")
     if invocation.json is not None and Path(invocation.json).is_dir():
         raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
-    if invocation.json is not None and not _may_replace(Path(invocation.json)):
+    if invocation.json is not None and not _may_overwrite(Path(invocation.json)):
         raise UserError(f"--json: {invocation.json}: is there, and has no evaluation; name another file")
     if invocation.json is not None and invocation.dry_run:
         raise UserError("--json: --dry-run evaluates nothing; remove one of the two")
@@ -182,14 +184,14 @@ def _check_switches(invocation: Invocation) -> None:
         )
 
 
-def _may_replace(path: Path) -> bool:
+def _may_overwrite(path: Path) -> bool:
     """Return whether ``path`` does not exist, is empty, or contains the values of an evaluation."""
-    from portable.paths import read_json
+    from portable.paths import read_json_file
 
     try:
         if path.is_file() and not path.stat().st_size:  # as mktemp makes it
             return True
-        values = read_json(path)
+        values = read_json_file(path)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
@@ -198,4 +200,4 @@ def _may_replace(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(run_as_process())

@@ -17,30 +17,30 @@ from pydantic import Field
 
 from portable.config import flags
 from portable.config.field_types import Flag, PathText, Section
-from portable.config.load import assemble, load_config
-from portable.config.number_types import Reason
+from portable.config.load import build_run_config, load_config
+from portable.config.number_types import BoundsReason
 from portable.config.origins import Assignment, Origin
 from portable.config.run_config import RunConfig
-from portable.config.suggestions import ForeignNames, register_foreign_names
-from portable.config.validation import validate
-from portable.config.yaml_text import parse_file
+from portable.config.suggestions import ForeignVocabulary, register_foreign_vocabulary
+from portable.config.validation import validate_settings
+from portable.config.yaml_text import read_yaml_file
 from portable.converters.commands import format_version
 from portable.converters.console import print_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.config.origins import Path as SettingPath
+    from portable.config.origins import KeyPath as SettingPath
     from portable.importing.foreign_file import ImportedRun
 
 __all__ = [
     "CommandOptions",
-    "Count",
     "Invocation",
+    "PositiveCount",
     "TrainOptions",
     "load_config",
-    "parse_args",
-    "read_command",
+    "parse_command_line",
+    "parse_train_args",
 ]
 
 USAGE = """\
@@ -56,16 +56,18 @@ examples:
   portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
 
-Count = Annotated[int, Field(ge=1, le=10**8), Reason("More ranks, samples or steps than anyone looks at.")]
+PositiveCount = Annotated[
+    int, Field(ge=1, le=10**8), BoundsReason("More ranks, samples or steps than anyone looks at.")
+]
 
 
-def _load_foreign_names() -> ForeignNames:
-    from portable.importing.hints import FOREIGN_NAMES
+def _load_foreign_names() -> ForeignVocabulary:
+    from portable.importing.hints import FOREIGN_VOCABULARY
 
-    return FOREIGN_NAMES
+    return FOREIGN_VOCABULARY
 
 
-register_foreign_names(_load_foreign_names)
+register_foreign_vocabulary(_load_foreign_names)
 
 
 class CommandOptions(Section):
@@ -84,19 +86,19 @@ class TrainOptions(CommandOptions):
     accelerate_config: PathText = ""
     """A file that accelerate config has written. Its settings and its number of ranks are used. They must
     agree with --config; flags override both."""
-    nproc: Count = 1
+    nproc: PositiveCount = 1
     """Ranks to start on this machine. The default is one per GPU, and one on the CPU. Under torchrun,
     accelerate launch, deepspeed or srun, this process joins the ranks of the launcher."""
     dry_run: Flag = False
     """Check everything, describe the run, and stop."""
-    show_data: Count = 1
+    show_data: PositiveCount = 1
     """Print the first N samples with their trained tokens marked, and stop."""
     eval_only: Flag = False
     """Evaluate the newest checkpoint, or the untrained model if there is none. Prints the values, writes
     output_dir/evaluation.json, and stops."""
     json_: PathText = Field(default="", alias="json")
     """Also write the values of --eval-only to a file."""
-    replay: Count = 1
+    replay: PositiveCount = 1
     """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before the step, and prints
     the micro-batch, sample, module and parameters. Writes nothing."""
     resume_info: PathText = ""
@@ -147,7 +149,7 @@ class Invocation:
         return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Invocation:
+def parse_train_args(argv: Sequence[str] | None = None) -> Invocation:
     """Parse the command line of ``portable-train``. ``--help`` and ``--version`` print and exit.
 
     Args:
@@ -156,7 +158,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     Raises:
         UserError: If the command line or a file that it names is not valid.
     """
-    config, options = read_command(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
+    config, options = parse_command_line(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
     files = options.pop("config", ())
     notes = tuple(options.pop("notes"))
     return Invocation(config, tuple(map(Path, files)), notes=notes, **options)
@@ -170,7 +172,7 @@ class ParsedCommand(NamedTuple):
     """Values of the options on the command line, keyed by name, together with the list ``notes``."""
 
 
-def read_command(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
+def parse_command_line(argv: Sequence[str], options: type[CommandOptions], usage: str) -> ParsedCommand:
     """Read the command line of a command with a config. ``--help`` and ``--version`` print and exit.
 
     Args:
@@ -185,17 +187,17 @@ def read_command(argv: Sequence[str], options: type[CommandOptions], usage: str)
     Raises:
         UserError: If the command line or a file that it names is not valid.
     """
-    command_line = flags.parse(argv, RunConfig, options)
+    command_line = flags.parse_flags(argv, RunConfig, options)
     if command_line.help is not None:
         from portable.config import help_text
 
         columns = shutil.get_terminal_size().columns
-        print_line(help_text.render(command_line.help, RunConfig, options, usage, columns))
+        print_line(help_text.render_help(command_line.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
     origins: dict[SettingPath, Origin] = {
-        (name,): Origin(f"--{name.replace('_', '-')}", 0, flag=True) for name in command_line.options
+        (name,): Origin(f"--{name.replace('_', '-')}", 0, is_flag=True) for name in command_line.options
     }
-    validated = validate(options, command_line.options, origins)
+    validated = validate_settings(options, command_line.options, origins)
     values = validated.model_dump(exclude_unset=True, by_alias=True)
     if values.pop("version", False):
         print_line(format_version())
@@ -203,17 +205,17 @@ def read_command(argv: Sequence[str], options: type[CommandOptions], usage: str)
     for name, key in (("quiet", "log.quiet"), ("allow_changes", "checkpoint.allow_changes")):
         if values.pop(name, False):
             command_line.add_setting(key, True, f"--{name.replace('_', '-')}")
-    settings_of_accelerate = _read_accelerate(values)
+    settings_of_accelerate = _read_accelerate_settings(values)
     values["notes"] = [note for settings in settings_of_accelerate for note in settings.notes]
     imported = [
         Assignment(tuple(key.split(".")), value, settings.origins[key])
         for settings in settings_of_accelerate
         for key, value in settings.values.items()
     ]
-    return ParsedCommand(assemble(values.get("config", ()), command_line.settings, imported), values)
+    return ParsedCommand(build_run_config(values.get("config", ()), command_line.settings, imported), values)
 
 
-def _read_accelerate(values: dict[str, Any]) -> list[ImportedRun]:
+def _read_accelerate_settings(values: dict[str, Any]) -> list[ImportedRun]:
     """Read the environment of ``accelerate launch`` and the file in ``--accelerate-config``.
 
     Args:
@@ -225,15 +227,15 @@ def _read_accelerate(values: dict[str, Any]) -> list[ImportedRun]:
     """
     settings = []
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
-        from portable.importing.programs import read_environment
+        from portable.importing.programs import convert_accelerate_environment
 
-        settings.append(read_environment(os.environ))
+        settings.append(convert_accelerate_environment(os.environ))
     if (path := values.pop("accelerate_config", None)) is not None:
-        from portable.importing.programs import read_accelerate
+        from portable.importing.programs import convert_accelerate_file
 
-        settings.append(file := read_accelerate(parse_file(Path(path)), path))
-        if file.processes is not None:
-            values.setdefault("nproc", file.processes)
+        settings.append(file := convert_accelerate_file(read_yaml_file(Path(path)), path))
+        if file.num_processes is not None:
+            values.setdefault("nproc", file.num_processes)
         if file.gpu_ids is not None:
             values["gpu_ids"] = file.gpu_ids
     return settings

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 USER_ERROR, RUN_ERROR, NOT_EXPORTED = 2, 1, 74
 """Exit codes."""
-REPORTING = 15.0  # seconds that a rank waits at most for the reports of others
+REPORT_SECONDS = 15.0  # seconds that a rank waits at most for the reports of others
 _POLL_SECONDS = 0.1
 _is_end_requested = False
 NOTICE_SECONDS, LAUNCHER_SECONDS = 1.0, 5.0
@@ -31,7 +31,7 @@ class UserError(Exception):
     exit_code: int = USER_ERROR
 
 
-class MistakesError(UserError):
+class MultipleMistakesError(UserError):
     """Several mistakes in one input. The text is the first; :attr:`lines` has all that are printed."""
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -40,23 +40,23 @@ class MistakesError(UserError):
 
 
 class ReportedElsewhereError(Exception):
-    """Another rank reports the error. Print nothing, :meth:`wait`, and exit with its code."""
+    """Another rank reports the error. Print nothing, :meth:`wait_for_report`, and exit with its code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
-    def wait(self) -> None:
+    def wait_for_report(self) -> None:
         """Let the other rank report: launchers end all ranks when the first one exits, this one as well.
 
         Returns at once after SIGTERM, because the launcher then knows of the failure.
         """
-        end = time.monotonic() + (REPORTING if is_ended_by_launcher() else NOTICE_SECONDS)
+        end = time.monotonic() + (REPORT_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS)
         while not _is_end_requested and (seconds_left := end - time.monotonic()) > 0:
             time.sleep(min(seconds_left, _POLL_SECONDS))
 
 
-def note_end_request() -> None:
+def record_end_request() -> None:
     """Note that this process has received SIGTERM, so that it does not wait for the reports of others."""
     global _is_end_requested
     _is_end_requested = True
@@ -77,8 +77,8 @@ class DamagedError(UserError):
 
 def to_one_line(text: object) -> str:
     """Fold ``text``, or the name of an exception without one, into one printable line for stderr."""
-    said = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
-    folded = " ".join(said.split())
+    unfolded = str(text) or (type(text).__name__ if isinstance(text, BaseException) else "")
+    folded = " ".join(unfolded.split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in folded)
 
 
@@ -102,9 +102,9 @@ class StoppedError(RunError):
         self.exit_code = 128 + number
 
 
-def report(error: Exception) -> None:
+def print_error_lines(error: Exception) -> None:
     """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
-    for line in error.lines if isinstance(error, MistakesError) else [error]:
+    for line in error.lines if isinstance(error, MultipleMistakesError) else [error]:
         print_error(f"error: {to_one_line(line)}")
 
 

@@ -43,38 +43,39 @@ def format_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def align_columns(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+def format_columns(lines: Sequence[Sequence[str]], num_text_columns: int = 1) -> str:
     """Format rows of cells as aligned columns.
 
     Args:
         lines: Cells of each row. All rows have the same number of cells.
-        text_columns: Number of columns at the start that are aligned to the left. The others are aligned to
+        num_text_columns: Number of columns at the start that are aligned to the left. The others are aligned
+        to
             the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            cell.ljust(width) if i < num_text_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )
 
 
-def format_table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
+def format_table(rows: Sequence[tuple[str, str]], max_width: int | None = None) -> str:
     """Format a table with two columns, names and values.
 
     Args:
         rows: Name and value of each row.
-        width: Maximum length of a line, or None for no limit. Longer values are wrapped between words.
+        max_width: Maximum length of a line, or None for no limit. Longer values are wrapped between words.
     """
     indent = max(len(name) for name, _ in rows) + 4
     lines = []
     for name, value in rows:
         parts = [value]
-        if width is not None:
+        if max_width is not None:
             parts = textwrap.wrap(
-                value, max(20, width - indent), break_long_words=False, break_on_hyphens=False
+                value, max(20, max_width - indent), break_long_words=False, break_on_hyphens=False
             ) or [""]
         lines.append(f"  {name:<{indent - 2}}{parts[0]}")
         lines += [" " * indent + part for part in parts[1:]]

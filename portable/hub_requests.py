@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from portable.node_folder import get_node_folder, is_recent
+from portable.node_folder import get_node_folder, is_recently_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 _revisions: dict[str, str] = {}
-_is_asking = False
+_holds_lock = False
 """Whether this process holds the lock."""
 
 
-def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "model") -> T:
+def read_hub_once_per_node(name: str, purpose: str, read: Callable[[], T], *, repo_type: str = "model") -> T:
     """Call a function that reads a repository of the hub, or a local folder.
 
     If another rank of the node, the launcher or this process has called it for the same repository and
@@ -34,7 +34,7 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
     Args:
         name: Name of the repository, or a folder, for which the function is simply called.
         purpose: Description of the data. All files for one purpose are cached after the first call.
-        ask: The function. It is called again with requests if a file is not in the cache.
+        read: The function. It is called again with requests if a file is not in the cache.
         repo_type: "model" or "dataset".
 
     Returns:
@@ -42,28 +42,28 @@ def ask_hub(name: str, purpose: str, ask: Callable[[], T], *, repo_type: str = "
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or _is_path(name) or _is_asking:
-        return ask()
-    answered = get_node_folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
+    if constants.HF_HUB_OFFLINE or _is_path(name) or _holds_lock:
+        return read()
+    done_marker = get_node_folder() / hashlib.sha256(f"{repo_type}/{name}/{purpose}".encode()).hexdigest()
     try:
         with (get_node_folder() / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if not is_recent(answered):
-                with _mark_asking():
-                    result = ask()
-                answered.touch()
+            if not is_recently_written(done_marker):
+                with _mark_lock_held():
+                    result = read()
+                done_marker.touch()
                 return result
         with _force_offline():
-            return ask()
+            return read()
     except Exception:
-        if not is_recent(answered):
+        if not is_recently_written(done_marker):
             raise
     finally:
         _revisions[f"{repo_type} {name}"] = _read_revision(name, repo_type)
-    return ask()  # a file is not in the cache
+    return read()  # a file is not in the cache
 
 
-def get_revisions() -> dict[str, str]:
+def get_revisions_read() -> dict[str, str]:
     """Return the commit of each repository that this process has read."""
     return {name: revision for name, revision in _revisions.items() if revision}
 
@@ -87,13 +87,13 @@ def _read_revision(name: str, repo_type: str) -> str:
 
 
 @contextmanager
-def _mark_asking() -> Iterator[None]:
-    global _is_asking
-    _is_asking = True
+def _mark_lock_held() -> Iterator[None]:
+    global _holds_lock
+    _holds_lock = True
     try:
         yield
     finally:
-        _is_asking = False
+        _holds_lock = False
 
 
 @contextmanager

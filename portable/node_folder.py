@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PREFIX = "portable-node-"
-_RECENT = 900.0
+_RECENT_SECONDS = 900.0
 T = TypeVar("T")
-_SHARED = "shared-"
+_SHARED_PREFIX = "shared-"
 """Prefix of files that one rank writes and all ranks of the node read."""
 
 
-def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
+def write_once_per_node(key: str, write_file: Callable[[Path], None]) -> Path | None:
     """Write a file in one process of this node; the other processes wait for it.
 
     Args:
         key: Key of the content.
-        write: Function that writes the file at a path.
+        write_file: Function that writes the file at a path.
 
     Returns:
         Path of the file, which :func:`remove_shared_files` removes. None if it cannot be written, for
         example because the disk of temporary files is full.
     """
     try:
-        path = get_node_folder() / f"{_SHARED}{hashlib.sha256(key.encode()).hexdigest()}"
+        path = get_node_folder() / f"{_SHARED_PREFIX}{hashlib.sha256(key.encode()).hexdigest()}"
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if not is_recent(path):
+            if not is_recently_written(path):
                 draft = path.with_suffix(".draft")
                 try:
-                    write(draft)
+                    write_file(draft)
                     draft.replace(path)
                 finally:
                     draft.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def build_once(key: str, write: Callable[[Path], None]) -> Path | None:
     return path
 
 
-def compute_once(key: str, compute: Callable[[], T]) -> T:
+def compute_once_per_node(key: str, compute: Callable[[], T]) -> T:
     """Compute a value in one rank of this node; the other ranks wait for it and read it.
 
     Args:
@@ -74,28 +74,28 @@ def compute_once(key: str, compute: Callable[[], T]) -> T:
         computed.append(compute())
         path.write_bytes(pickle.dumps(computed[0]))
 
-    path = build_once(key, write)
+    path = write_once_per_node(key, write)
     if not computed and path is not None:
         with suppress(FileNotFoundError):  # another rank has failed, and has removed it
             computed.append(pickle.loads(path.read_bytes()))  # noqa: S301 (written by this user's ranks)
     return computed[0] if computed else compute()
 
 
-def is_recent(path: Path) -> bool:
+def is_recently_written(path: Path) -> bool:
     """Return whether a file was written within the last 15 minutes.
 
     A shell may start several launches, and a later launch should read new data.
     """
     try:
-        return time.time() - path.stat().st_mtime < _RECENT
+        return time.time() - path.stat().st_mtime < _RECENT_SECONDS
     except FileNotFoundError:
         return False
 
 
 def remove_shared_files() -> None:
-    """Remove the files of :func:`build_once`. Processes that have opened them can still read them."""
+    """Remove the files of :func:`write_once_per_node`. Processes that have opened them can still read them."""
     with suppress(OSError):
-        for path in get_node_folder().glob(f"{_SHARED}*"):
+        for path in get_node_folder().glob(f"{_SHARED_PREFIX}*"):
             if path.suffix != ".lock":
                 path.unlink(missing_ok=True)
 
@@ -104,11 +104,11 @@ def get_node_folder() -> Path:
     """Return the folder of this launch on this node."""
     is_rank = "LOCAL_RANK" in os.environ
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return _create_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
+    return _create_node_folder(os.getppid() if is_rank else os.getpid(), attempt, is_rank)
 
 
 @cache
-def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
+def _create_node_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
     """Create the folder of a launch, and remove the folders of launches that have ended.
 
     Args:
@@ -116,7 +116,7 @@ def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
         attempt: Number of the launcher's attempt to run the ranks.
         is_rank: Whether this process is a rank.
     """
-    launch = hashlib.sha256(f"{_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
+    launch = hashlib.sha256(f"{_read_process_start_time(launcher)} {attempt}".encode()).hexdigest()[:16]
     for other in get_lasting_folder().glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
             if other.lstat().st_uid == os.getuid() and not _is_alive(int(other.name.split("-")[2])):
@@ -130,7 +130,7 @@ def _create_folder(launcher: int, attempt: str, is_rank: bool) -> Path:
     return folder
 
 
-def _start_time(pid: int) -> str:
+def _read_process_start_time(pid: int) -> str:
     """Return the start time of a process, because ids of processes are used again; empty if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,7 +1,7 @@
 """Local paths and URLs of object stores (``s3://bucket/run``), the cache folder, and durable writes.
 
-Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
-A durable write returns after the contents and the names are on disk.
+Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``,
+``read_config_text``). A durable write returns after the contents and the names are on disk.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.folder_operations import sync
-from portable.converters.storage.path_or_url import in_store, place
+from portable.converters.storage.folder_operations import fsync_path
+from portable.converters.storage.path_or_url import is_in_store, parse_path_or_url
 from portable.converters.storage.safe_open import (
     LinkError,
-    open_new,
-    open_regular,
-    read_small,
-    real_path,
-    stays_inside,
+    is_safe_relative_path,
+    open_new_file,
+    open_regular_file,
+    read_small_file,
+    resolve_local_path_inside,
 )
-from portable.converters.storage.store_errors import RemoteError, RetriesUsedUpError
+from portable.converters.storage.store_errors import RemoteError, RetriesExhaustedError
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-CONFIG_FILE, FINAL, REPORT_FILE = "config.yaml", "final", "report.html"
+CONFIG_FILE, FINAL_FOLDER, REPORT_FILE = "config.yaml", "final", "report.html"
 """Names in the folder of a run: its config, the folder of the exported model, and the report."""
 __all__ = [
     "CONFIG_FILE",
-    "FINAL",
+    "FINAL_FOLDER",
     "REPORT_FILE",
-    "check_folder",
-    "check_link",
+    "check_folder_files",
+    "check_link_stays_inside",
     "convert_storage_errors",
     "get_default_cache_dir",
     "iter_regular_files",
-    "name_inside",
     "open_file",
-    "place_of",
-    "read_json",
+    "parse_place_setting",
+    "read_json_file",
+    "validate_relative_name",
 ]
-_MOST_JSON = 1 << 30
-_FLUSHES = 16
+_MAX_JSON_BYTES = 1 << 30
+_NUM_FLUSH_THREADS = 16
 """Number of files that are flushed in parallel."""
 
 
-def place_of(key: str, text: str) -> Place:
+def parse_place_setting(key: str, text: str) -> AnyPath:
     """Convert the value of a setting to a path or URL.
 
     Args:
@@ -68,7 +68,7 @@ def place_of(key: str, text: str) -> Place:
     """
     with convert_storage_errors(key):
         try:
-            return place(text)
+            return parse_path_or_url(text)
         except RemoteError:
             raise
         except CheckpointError as error:
@@ -91,13 +91,13 @@ def convert_storage_errors(key: str) -> Iterator[None]:
     """
     try:
         yield
-    except RetriesUsedUpError as error:
+    except RetriesExhaustedError as error:
         raise RunError(f"{key}: {error}") from error
     except RemoteError as error:
         raise UserError(f"{key}: {error}") from error
 
 
-def path_exists(path: Place) -> bool:
+def path_exists(path: AnyPath) -> bool:
     """Return whether ``path`` exists. False if its name is not valid."""
     try:
         return path.exists()
@@ -108,25 +108,25 @@ def path_exists(path: Place) -> bool:
 # -- what a stranger may have written ------------------------------------------------------------------------
 
 
-def open_file(path: Path, within: Path | None = None) -> io.FileIO:
+def open_file(path: Path, root_folder: Path | None = None) -> io.FileIO:
     """Open a regular file for reading. Does not block if the path is a pipe or device.
 
     Args:
         path: Path of the file.
-        within: Folder that links must not leave. None for a file that the user has named, which may be a
+        root_folder: Folder that links must not leave. None for a file that the user has named, which may be a
             link.
 
     Raises:
         OSError: If the file cannot be read or is not a regular file.
     """
     try:
-        real = os.path.realpath(path) if within is None else real_path(path, within)
+        real = os.path.realpath(path) if root_folder is None else resolve_local_path_inside(path, root_folder)
     except LinkError as error:
         raise OSError(errno.ELOOP, str(error), str(path)) from None
-    return io.FileIO(open_regular(real))
+    return io.FileIO(open_regular_file(real))
 
 
-def read_json(path: Place) -> Any:
+def read_json_file(path: AnyPath) -> Any:
     """Read a JSON file. A link must not leave the folder of the file.
 
     Raises:
@@ -134,14 +134,14 @@ def read_json(path: Place) -> Any:
         ValueError: If the file is not JSON or is nested too deeply.
     """
     try:
-        return json.loads(read_small(path, limit=_MOST_JSON))
+        return json.loads(read_small_file(path, max_bytes=_MAX_JSON_BYTES))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except LinkError as error:
         raise OSError(errno.ELOOP, str(error), str(path)) from None
 
 
-def name_inside(name: object) -> str:
+def validate_relative_name(name: object) -> str:
     """Check the name by which a file refers to another file of its folder, and return the name.
 
     Raises:
@@ -149,7 +149,7 @@ def name_inside(name: object) -> str:
     """
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
         raise ValueError(f"{name!r} is no path inside the folder")
-    if not stays_inside(name) or name.startswith("~"):
+    if not is_safe_relative_path(name) or name.startswith("~"):
         raise ValueError(f"{name!r} leads out of the folder")
     return name
 
@@ -166,18 +166,18 @@ def iter_regular_files(key: str, folder: Path, *, hidden: bool = False) -> Itera
         UserError: If a link leaves the folder, or if something is not a regular file.
     """
     seen: set[str] = set()
-    for here, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(here)
+    for folder_path, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(folder_path)
         if real in seen:  # a link to a folder that was already visited
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
         files = [name for name in names if hidden or not name.startswith(".")]
-        for path in (Path(here, name) for name in (*folders, *files)):
+        for path in (Path(folder_path, name) for name in (*folders, *files)):
             if path.is_symlink():
-                check_link(key, path, folder)
-        for path in (Path(here, name) for name in files):
+                check_link_stays_inside(key, path, folder)
+        for path in (Path(folder_path, name) for name in files):
             if not path.exists():  # a broken link
                 continue
             if not stat.S_ISREG(path.stat().st_mode):
@@ -189,7 +189,7 @@ MAX_FILES = 50_000
 """Maximum number of files in the folder of a model, tokenizer or adapter. A home folder has more."""
 
 
-def check_folder(key: str, folder: str, *, most: int | None = MAX_FILES) -> None:
+def check_folder_files(key: str, folder: str, *, max_files: int | None = MAX_FILES) -> None:
     """Check that no link leaves a folder that other libraries read, and that all its files are regular.
 
     Hidden files are checked as well, because a library may open any name.
@@ -197,23 +197,23 @@ def check_folder(key: str, folder: str, *, most: int | None = MAX_FILES) -> None
     Args:
         key: Setting that names the folder, for messages.
         folder: The folder. Nothing is checked if it does not exist.
-        most: Number of files that the folder may have, or None if it may have any.
+        max_files: Number of files that the folder may have, or None if it may have any.
 
     Raises:
         UserError: If a link leaves the folder, if something is not a regular file, or if there are too many.
     """
     files = iter_regular_files(key, Path(folder), hidden=True) if path_exists(Path(folder)) else ()
     for number, _ in enumerate(files, start=1):
-        if most is not None and number > most:
+        if max_files is not None and number > max_files:
             raise UserError(
-                f"{key}: {folder}: has more than {most} files; name the folder of the model alone"
+                f"{key}: {folder}: has more than {max_files} files; name the folder of the model alone"
             )
 
 
-def check_link(key: str, path: Path, folder: Path) -> None:
+def check_link_stays_inside(key: str, path: Path, folder: Path) -> None:
     """Raise UserError, for the setting ``key``, if a link on the path to ``path`` leaves ``folder``."""
     try:
-        real_path(path, folder)
+        resolve_local_path_inside(path, folder)
     except LinkError as error:
         raise UserError(f"{key}: {error}") from error
 
@@ -221,20 +221,20 @@ def check_link(key: str, path: Path, folder: Path) -> None:
 _PARTIAL_SUFFIX = ".partial"
 
 
-def write_durably(path: Place, text: str) -> None:
+def write_durably(path: AnyPath, text: str) -> None:
     """Replace the contents of a local file or an object of a store atomically.
 
     Args:
         path: Path or URL.
         text: New contents.
     """
-    if in_store(path):
+    if is_in_store(path):
         path.write_bytes(text.encode())
         return
     partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
     if os.path.lexists(partial):  # left by a killed process, or a link to another file
         partial.unlink()
-    with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
+    with os.fdopen(open_new_file(partial), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -245,9 +245,9 @@ def write_durably(path: Place, text: str) -> None:
 def sync_tree(folder: Path) -> None:
     """Flush all files below ``folder`` and their names to disk. Fast if they are already on disk."""
     # Flush in parallel, because each flush waits for the file system, and thousands of ranks write files.
-    with ThreadPoolExecutor(_FLUSHES) as pool:
+    with ThreadPoolExecutor(_NUM_FLUSH_THREADS) as pool:
         for path, _, names in os.walk(folder, topdown=False):
-            for _ in pool.map(sync, [Path(path, name) for name in names]):
+            for _ in pool.map(fsync_path, [Path(path, name) for name in names]):
                 pass
             sync_folder(Path(path))
 
@@ -255,10 +255,10 @@ def sync_tree(folder: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Flush the names in a folder to disk. Does nothing on Windows."""
     if os.name != "nt":
-        sync(path)
+        fsync_path(path)
 
 
-def make_path_inside(root: Path, *names: str) -> Path:
+def prepare_path_inside(root: Path, *names: str) -> Path:
     """Build a path below ``root`` for a library that opens the path itself and follows links.
 
     Creates the parent folder, and removes a link at the path.
@@ -273,7 +273,7 @@ def make_path_inside(root: Path, *names: str) -> Path:
     path = root.joinpath(*names)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        real_path(path.parent, root)
+        resolve_local_path_inside(path.parent, root)
     except LinkError:
         raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it") from None
     if path.is_symlink():

@@ -3,8 +3,8 @@
 A setting names custom code as ``package.module:name``, or with arguments as
 ``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives them at
 each call. :func:`portable.train` takes the objects themselves and converts them to such names. Objects that a
-notebook or script defines are sent to the ranks as source text, in a module that :func:`install` creates
-there. Nothing is pickled.
+notebook or script defines are sent to the ranks as source text, in a module that
+:func:`install_notebook_modules` creates there. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -29,42 +29,45 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.similar_names import suggest_name
+from portable.converters.similar_names import format_name_suggestion
 from portable.errors import RunError, UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-NOTEBOOK = "notebook_"
+NOTEBOOK_MODULE_PREFIX = "notebook_"
 """Prefix of the name of a module made from a notebook or script. A digest of its text follows."""
-SOURCES = "plug-ins of this notebook"
+SOURCES_KEY = "plug-ins of this notebook"
 """Key under which a config carries such modules to the ranks; see ``RunConfig.with_document``."""
-_WRITTEN = re.compile(r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?")
+_PLUGIN_NAME = re.compile(
+    r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]*)\s*(?:\((?P<given>.*)\))?"
+)
 _SHOWN = 3  # maximum number of arguments in a message
 _objects: dict[str, Any] = {}
 """Objects that were passed to this process itself, keyed by their names."""
 
 
-_refused: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
+_explain_refusal: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
 
 
-class NotRunError(UserError):
+class CodeRefusedError(UserError):
     """Raised instead of importing custom code if the config comes from elsewhere."""
 
 
 @contextmanager
-def refuse_code(why: Callable[[str], str | None] | None) -> Iterator[None]:
+def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> Iterator[None]:
     """Refuse to import some custom code within this context.
 
     Args:
-        why: Function that returns the reason to refuse a module, given its name, or None if the module may be
+        explain_refusal: Function that returns the reason to refuse a module, given its name, or None if the
+        module may be
             imported. None to allow all modules.
     """
-    token = _refused.set(why)
+    token = _explain_refusal.set(explain_refusal)
     try:
         yield
     finally:
-        _refused.reset(token)
+        _explain_refusal.reset(token)
 
 
 def explain_foreign_module(name: str) -> str | None:
@@ -78,10 +81,10 @@ def explain_foreign_module(name: str) -> str | None:
     Returns:
         The reason, or None if the module may be imported.
     """
-    if name.startswith(NOTEBOOK):
+    if name.startswith(NOTEBOOK_MODULE_PREFIX):
         return None
-    here = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if PathFinder.find_spec(name.partition(".")[0], here) is not None:
+    project_folders = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if PathFinder.find_spec(name.partition(".")[0], project_folders) is not None:
         return None
     return (
         "is no code of this folder or of PYTHONPATH, and the config lies elsewhere, so it is not run here; "
@@ -109,13 +112,13 @@ class PluginSpec:
         return start + self.name + (f"({arguments_text})" if arguments_text else "")
 
 
-def parse(text: str) -> PluginSpec:
+def parse_plugin_spec(text: str) -> PluginSpec:
     """Parse the name of custom code in a setting.
 
     Raises:
         ValueError: If ``text`` is not such a name.
     """
-    match = _WRITTEN.fullmatch(text.strip())
+    match = _PLUGIN_NAME.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is no package.module:name or package.module:name(argument=value)")
     arguments: dict[str, Any] = {}
@@ -135,15 +138,15 @@ def parse(text: str) -> PluginSpec:
     return PluginSpec(match["module"], match["name"], arguments)
 
 
-def names_code(text: object) -> bool:
+def is_plugin_name(text: object) -> bool:
     """Return whether the value of a setting names custom code, and not a path or something built in."""
     if not isinstance(text, str):
         return False
-    match = _WRITTEN.fullmatch(text.strip())
+    match = _PLUGIN_NAME.fullmatch(text.strip())
     return match is not None and match["module"] is not None
 
 
-def load(
+def load_plugin(
     key: str, text: str, builtin_paths: Mapping[str, str] | None = None, default: str | None = None
 ) -> Any:
     """Load the object that a setting names.
@@ -170,15 +173,15 @@ def load(
             names = [*(builtin_paths or ["none"]), *([] if default is None else [f"null for {default}"])]
             raise UserError(
                 f"{context}: there is no such name here; there are {', '.join(names)}, and "
-                f"package.module:name for custom code{suggest_name(spec.name, builtin_paths or {})}"
+                f"package.module:name for custom code{format_name_suggestion(spec.name, builtin_paths or {})}"
             )
-        place = parse((builtin_paths or {})[spec.name])
-        spec = PluginSpec(place.module, place.name, spec.arguments)
+        builtin_spec = parse_plugin_spec((builtin_paths or {})[spec.name])
+        spec = PluginSpec(builtin_spec.module, builtin_spec.name, spec.arguments)
     target = _find_object(context, spec)
     return _create_object(context, target, spec.arguments)
 
 
-def load_factory(key: str, text: str) -> Callable[..., Any]:
+def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
     """Load the function or class that a setting names, to be called with more arguments.
 
     Args:
@@ -204,16 +207,16 @@ def load_factory(key: str, text: str) -> Callable[..., Any]:
     return functools.partial(factory, **spec.arguments)
 
 
-def load_and_call(key: str, text: str) -> Any:
+def load_plugin_value(key: str, text: str) -> Any:
     """Load the object that a setting names. If it is a function, call it and return its result."""
-    target = load(key, text)
+    target = load_plugin(key, text)
     with convert_user_errors(f"{key}: {text}"):
         return target() if callable(target) else target
 
 
 def _parse_spec(key: str, text: str) -> PluginSpec:
     try:
-        return parse(text)
+        return parse_plugin_spec(text)
     except ValueError as error:
         raise UserError(f"{key}: {to_one_line(error)}") from error
 
@@ -227,33 +230,36 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
         except AttributeError as error:
             public = [name for name in dir(target) if not name.startswith("_")]
             raise UserError(
-                f"{context}: {spec.module} has no {spec.name}{suggest_name(part, public)}"
+                f"{context}: {spec.module} has no {spec.name}{format_name_suggestion(part, public)}"
             ) from error
     return target
 
 
-def check_may_run(context: str, name: str) -> None:
-    """Raise NotRunError if :func:`refuse_code` forbids importing the module ``name``."""
-    if (why := _refused.get()) is not None and (reason := why(name)) is not None:
-        raise NotRunError(f"{context}: {reason}")
+def check_code_may_run(context: str, name: str) -> None:
+    """Raise NotRunError if :func:`refuse_custom_code` forbids importing the module ``name``."""
+    if (explain_refusal := _explain_refusal.get()) is not None and (
+        reason := explain_refusal(name)
+    ) is not None:
+        raise CodeRefusedError(f"{context}: {reason}")
 
 
 def _import_module(context: str, name: str) -> types.ModuleType:
-    check_may_run(context, name)
-    if name.startswith(NOTEBOOK) and name not in sys.modules:
+    check_code_may_run(context, name)
+    if name.startswith(NOTEBOOK_MODULE_PREFIX) and name not in sys.modules:
         raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
-    here = str(Path.cwd())
-    if here not in sys.path:  # as for a script in the current folder
-        sys.path.append(here)
+    current_folder = str(Path.cwd())
+    if current_folder not in sys.path:  # as for a script in the current folder
+        sys.path.append(current_folder)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing may raise any exception
-        near = ""
+        suggestion = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
-            near = suggest_name(name, [path.stem for path in Path.cwd().glob("*.py")])
+            suggestion = format_name_suggestion(name, [path.stem for path in Path.cwd().glob("*.py")])
         remedy = "give package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
-            f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){near}; {remedy}"
+            f"{context}: cannot be imported ({type(error).__name__}: {to_one_line(error)}){suggestion}; "
+            f"{remedy}"
         ) from error
 
 
@@ -272,7 +278,7 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # foreign code
-        raise UserError(f"{context}: cannot be made ({_describe_error(error)})") from error
+        raise UserError(f"{context}: cannot be made ({_describe_error_in_user_code(error)})") from error
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -282,7 +288,7 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
     except TypeError as error:
         takes = list(inspect.signature(target).parameters)
         wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{context}: {to_one_line(error)}{suggest_name(wrong, takes)}") from error
+        raise UserError(f"{context}: {to_one_line(error)}{format_name_suggestion(wrong, takes)}") from error
     except ValueError:  # Python cannot determine the signature
         pass
 
@@ -300,10 +306,10 @@ def convert_user_errors(context: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run reports a remedy
             raise
-        raise UserError(f"{context}: fails ({_describe_error(error)}); correct it") from error
+        raise UserError(f"{context}: fails ({_describe_error_in_user_code(error)}); correct it") from error
 
 
-def _describe_error(error: BaseException) -> str:
+def _describe_error_in_user_code(error: BaseException) -> str:
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
     location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {to_one_line(error)}{location}"
@@ -361,14 +367,14 @@ def _find_library(filename: str) -> str | None:
 # -- identity ----------------------------------------------------------------------------------------------
 
 
-def digest(text: str) -> str:
+def compute_plugin_digest(text: str) -> str:
     """Compute a digest of the custom code that a setting names: its module, without comments and layout.
 
     Returns:
         The digest. Empty for built-in names, and if the module cannot be imported or has no source text.
     """
     try:
-        module = parse(text).module
+        module = parse_plugin_spec(text).module
     except ValueError:
         return ""
     if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
@@ -387,16 +393,19 @@ def _compute_code_digest(source: str) -> str:
 # -- objects -----------------------------------------------------------------------------------------------
 
 
-def name_object(key: str, user_object: Any, sources: dict[str, str], *, make: bool = True) -> str:
+def register_object(
+    argument_name: str, user_object: Any, sources: dict[str, str], *, instantiates_class: bool = True
+) -> str:
     """Build the name under which ranks find an object, and register the object in this process.
 
     Args:
-        key: Argument of :func:`portable.train`, used in error messages.
+        argument_name: Argument of :func:`portable.train`, used in error messages.
         user_object: Function or class, ``functools.partial`` of one, or instance of a dataclass. A name is
             returned as it is.
         sources: Source texts of modules, keyed by module name. A module is added if a notebook or script
             defines the object.
-        make: Whether a class is instantiated, as in :func:`load`, or used itself, as in :func:`load_factory`.
+        instantiates_class: Whether a class is instantiated, as in :func:`load_plugin`, or used itself, as in
+        :func:`load_plugin_factory`.
 
     Returns:
         The name.
@@ -410,7 +419,7 @@ def name_object(key: str, user_object: Any, sources: dict[str, str], *, make: bo
     target = user_object
     if isinstance(user_object, functools.partial):
         if user_object.args:
-            raise UserError(f"{key}: a partial with positional arguments; give them by name")
+            raise UserError(f"{argument_name}: a partial with positional arguments; give them by name")
         target, arguments = user_object.func, dict(user_object.keywords)
     elif not inspect.isclass(user_object) and not inspect.isfunction(user_object):
         target = type(user_object)
@@ -422,27 +431,29 @@ def name_object(key: str, user_object: Any, sources: dict[str, str], *, make: bo
             }
         elif vars(user_object) if hasattr(user_object, "__dict__") else True:
             raise UserError(
-                f"{key}: an object of {target.__name__}, which the ranks do not know how to make; make "
-                "the class a dataclass, or give the class itself"
+                f"{argument_name}: an object of {target.__name__}, which the ranks do not know how to make; "
+                "make the class a dataclass, or give the class itself"
             )
     for name, value in arguments.items():
         if not _is_plain(value):
             raise UserError(
-                f"{key}: {getattr(target, '__name__', target)}: {name} is a {type(value).__name__}; "
-                "use numbers, text, and lists or mappings of these, which can be sent to the ranks"
+                f"{argument_name}: {getattr(target, '__name__', target)}: {name} is a "
+                f"{type(value).__name__}; use numbers, text, and lists or mappings of these, which can be "
+                "sent to the ranks"
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:
-        text = _build_source_with_globals(key, target)
-        module = f"{NOTEBOOK}{_compute_code_digest(text)}"
+        text = _build_source_with_globals(argument_name, target)
+        module = f"{NOTEBOOK_MODULE_PREFIX}{_compute_code_digest(text)}"
         sources[module] = text
     elif _find_imported(module, name) is not target:
         raise UserError(
-            f"{key}: the ranks would find another object as {module}:{name}; define it at the top of a module"
+            f"{argument_name}: the ranks would find another object as {module}:{name}; define it at the top "
+            "of a module"
         )
     full_name = str(PluginSpec(module, name, arguments))
     _objects[full_name] = (
-        user_object if not (make and inspect.isclass(user_object)) else user_object(**arguments)
+        user_object if not (instantiates_class and inspect.isclass(user_object)) else user_object(**arguments)
     )
     return full_name
 
@@ -467,25 +478,25 @@ def _is_plain(value: Any) -> bool:
 
 def _build_source_with_globals(key: str, target: Any) -> str:
     """Build the text of a module with ``target`` and everything of its own module that it uses."""
-    parts: dict[str, str] = {}
-    _gather(key, target, parts)
-    return "from __future__ import annotations\n\n" + "\n\n".join(parts.values()) + "\n"
+    source_by_name: dict[str, str] = {}
+    _add_sources_of(key, target, source_by_name)
+    return "from __future__ import annotations\n\n" + "\n\n".join(source_by_name.values()) + "\n"
 
 
-def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
-    """Add the source of ``target``, and of everything that it uses, to ``parts``."""
+def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
+    """Add the source of ``target``, and of everything that it uses, to ``source_by_name``."""
     name = target.__name__
-    if name in parts:
+    if name in source_by_name:
         return
     if "<" in target.__qualname__:
         raise UserError(f"{key}: {target.__qualname__} is defined within a function; define it at the top")
     text = _get_source(target)
     if text is None:
         raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
-    parts[name] = ""  # it may use itself
+    source_by_name[name] = ""  # it may use itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
-    for used in sorted(_find_names(text)):
+    for used in sorted(_list_used_names(text)):
         if used == name or used not in space:
             continue
         value = space[used]
@@ -493,7 +504,7 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
             alias = "" if value.__name__ == used else f" as {used}"
             before[used] = f"import {value.__name__}{alias}"
         elif getattr(value, "__module__", None) == target.__module__ and hasattr(value, "__qualname__"):
-            _gather(key, value, parts)
+            _add_sources_of(key, value, source_by_name)
         elif hasattr(value, "__module__") and hasattr(value, "__qualname__"):
             before[used] = f"from {value.__module__} import {value.__qualname__} as {used}"
         elif _is_plain(value):
@@ -505,10 +516,10 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
                 f"{key}: {name} uses {used}, a {type(value).__name__} of the notebook or script, which ranks "
                 "do not have; make it an argument, or define both in a module"
             )
-    placeholder = parts.pop(name)
+    placeholder = source_by_name.pop(name)
     assert not placeholder
-    parts |= {used: line for used, line in before.items() if used not in parts}
-    parts[name] = text
+    source_by_name |= {used: line for used, line in before.items() if used not in source_by_name}
+    source_by_name[name] = text
 
 
 def _get_source(target: Any) -> str | None:
@@ -540,17 +551,17 @@ def _get_source(target: Any) -> str | None:
     return None
 
 
-def _find_names(text: str) -> set[str]:
+def _list_used_names(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-def get_installed_sources() -> dict[str, str]:
-    """Return the source texts of the modules that :func:`install` has created, keyed by module name."""
-    names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK)]
+def get_notebook_sources() -> dict[str, str]:
+    """Return the source texts of the modules that :func:`install_notebook_modules` has created, keyed by module name."""
+    names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK_MODULE_PREFIX)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 
 
-def install(sources: Mapping[str, str]) -> None:
+def install_notebook_modules(sources: Mapping[str, str]) -> None:
     """Create modules from source texts of a notebook or script, so that they can be imported in this process.
 
     Args:
@@ -572,7 +583,8 @@ def install(sources: Mapping[str, str]) -> None:
         except Exception as error:
             del sys.modules[name]
             raise UserError(
-                f"a function or class of the notebook cannot be defined in a rank ({_describe_error(error)})"
+                "a function or class of the notebook cannot be defined in a rank "
+                f"({_describe_error_in_user_code(error)})"
             ) from error
 
 

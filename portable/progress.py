@@ -21,8 +21,9 @@ class StepResult:
         loss: Mean loss over the valid tokens of the global batch, an fp32 scalar.
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
         metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
-        metric_names: Names of ``metrics``, for :meth:`portable.model.loss.Objective.name_metrics`.
-        learning_rate: Learning rate used for the step.
+        metric_names: Names of ``metrics``, for
+        :meth:`portable.model.loss.TrainingObjective.compute_logged_values`. learning_rate: Learning rate used
+        for the step.
     """
 
     loss: Tensor
@@ -33,19 +34,19 @@ class StepResult:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Progress of the run, saved in every checkpoint and restored on resume.
 
     Attributes:
         step: Number of optimizer steps taken so far.
         samples: Number of samples consumed so far, which is also the position in the data.
-        skipped: Number of steps whose update was skipped, as of the last read from the device.
+        skipped_updates: Number of steps whose update was skipped, as of the last read from the device.
         eval_history: Best evaluation results and the early-stopping counters.
-        ended: True if early stopping has ended the run.
+        has_ended: True if early stopping has ended the run.
     """
 
     step: int
     samples: int
-    skipped: int = 0
+    skipped_updates: int = 0
     eval_history: EvalHistory = field(default_factory=EvalHistory)
-    ended: bool = False
+    has_ended: bool = False

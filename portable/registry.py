@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from portable.config.derived_defaults import ZERO
+from portable.config.derived_defaults import ZERO_STRATEGIES
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import SettingProblem
-    from portable.planner.compiled_graph import Compiled
+    from portable.planner.compiled_graph import CompiledRun
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
 
@@ -43,11 +43,13 @@ BACKENDS: dict[str, RecordLocation] = {
 """Location of each backend's record, keyed by the backend's name. ``auto`` prefers later backends."""
 
 
-FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
-ENGINES = dict.fromkeys(FSDP, "portable.engines.fsdp") | dict.fromkeys(ZERO, "portable.gpu.zero")
+FSDP_STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+ENGINE_PACKAGES = dict.fromkeys(FSDP_STRATEGIES, "portable.engines.fsdp") | dict.fromkeys(
+    ZERO_STRATEGIES, "portable.gpu.zero"
+)
 """Package of the engine that trains under each ``strategy`` on torch.distributed."""
 
-PLANNED_FOR_AUTO = "cuda"
+DEFAULT_PLANNED_BACKEND = "cuda"
 """Backend that ``portable-plan`` assumes if neither the config nor ``--device`` determines it."""
 
 
@@ -71,17 +73,17 @@ class CompileTarget:
     Attributes:
         device: Name of the device in :meth:`BackendPackage.list_devices`, or None if only its memory is
             known.
-        devices: Number of devices.
+        num_devices: Number of devices.
         topology: Connection of the devices, such as ``4x4``, or None for the usual topology.
-        large: Number of elements from which a value is listed, or 0 to list no values.
-        only_memory: Whether to stop before code is generated, which takes most of the time.
+        min_listed_elements: Number of elements from which a value is listed, or 0 to list no values.
+        stops_after_memory_report: Whether to stop before code is generated, which takes most of the time.
     """
 
     device: str | None
-    devices: int
+    num_devices: int
     topology: str | None
-    large: int
-    only_memory: bool
+    min_listed_elements: int
+    stops_after_memory_report: bool
 
 
 class BackendPackage(Protocol):
@@ -97,7 +99,7 @@ class BackendPackage(Protocol):
     runs_zero: bool
     """Whether DeepSpeed supports the backend."""
 
-    def is_here(self) -> bool:
+    def is_available(self) -> bool:
         """Return whether this machine has the devices, so that ``backend: auto`` may choose the backend."""
 
     def count_local_ranks(self) -> int:
@@ -106,7 +108,7 @@ class BackendPackage(Protocol):
     def check_ranks(self, ranks: int) -> None:
         """Raise UserError if this machine cannot start ``ranks`` ranks."""
 
-    def launch_environment(self, ranks: int) -> dict[str, str]:
+    def get_launch_environment(self, ranks: int) -> dict[str, str]:
         """Return environment variables that all ranks of this machine need before they start."""
 
     def get_world(self, ranks: int) -> World:
@@ -129,23 +131,23 @@ class BackendPackage(Protocol):
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         """Yield the settings that the backend and its engines do not support.
 
-        See :func:`portable.checks.check`.
+        See :func:`portable.checks.check_config`.
         """
 
-    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+    def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by the values in a file of an engine, such as a DeepSpeed JSON.
 
         Raises:
             UserError: If the file contradicts the config.
         """
 
-    def check(self, config: RunConfig, world: World) -> None:
+    def check_config(self, config: RunConfig, world: World) -> None:
         """Raise UserError if a setting does not work on this machine. Called before any rank starts."""
 
     def build_notes(self, config: RunConfig) -> list[str]:
         """Build notes about unexpected effects of the config under this backend, one line each."""
 
-    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         """Yield settings that need less device memory than ``config``, the cheapest first."""
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
@@ -160,7 +162,7 @@ class BackendPackage(Protocol):
     def list_devices(self) -> tuple[Device, ...]:
         """List the devices of this backend that a plan knows by name."""
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
+    def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         """Compile every graph of a run with the device's compiler, on a machine without the device.
 
         Args:
@@ -174,7 +176,7 @@ class BackendPackage(Protocol):
             UserError: If the compiler or the topology is not available, or if a graph does not compile.
         """
 
-    def create(self) -> Backend:
+    def create_backend(self) -> Backend:
         """Create the backend of this process, whose rank and world size are read from the environment."""
 
 
@@ -198,31 +200,33 @@ def load_backend_package(name: str) -> BackendPackage:
     return package
 
 
-def import_engine_part(strategy: str, part: str) -> Any:
+def import_engine_module(strategy: str, module_name: str) -> Any:
     """Import a module of the engine behind a strategy.
 
     Args:
         strategy: The strategy.
-        part: Name of the module, such as ``engine``.
+        module_name: Name of the module, such as ``engine``.
 
     Raises:
         UserError: If the package of the engine is not installed.
     """
-    package = ENGINES[strategy]
+    package = ENGINE_PACKAGES[strategy]
     try:
-        return importlib.import_module(f"{package}.{part}")
+        return importlib.import_module(f"{package}.{module_name}")
     except ModuleNotFoundError as error:
         if error.name not in (package, package.partition(".")[0]):
             raise
-        others = ", ".join(name for name, engine in ENGINES.items() if engine != package)
+        others = ", ".join(name for name, engine in ENGINE_PACKAGES.items() if engine != package)
         raise UserError(f"strategy: {strategy} is not part of this version; use one of {others}") from error
 
 
-def resolve_backend(name: str) -> str:
+def resolve_backend_name(name: str) -> str:
     """Replace ``auto`` by the name of the backend to use on this machine. Returns other names unchanged."""
     if name != "auto":
         return name
-    return next(candidate for candidate in reversed(BACKENDS) if load_backend_package(candidate).is_here())
+    return next(
+        candidate for candidate in reversed(BACKENDS) if load_backend_package(candidate).is_available()
+    )
 
 
 def create_backend(name: str) -> Backend:
@@ -233,7 +237,7 @@ def create_backend(name: str) -> Backend:
     """
     package = load_backend_package(name)
     try:
-        return package.create()
+        return package.create_backend()
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "portable":
             raise

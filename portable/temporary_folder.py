@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from portable.converters.writers.replace_folder import lock_folder, release_lock
+from portable.converters.writers.replace_folder import release_folder_lock, try_lock_folder
 from portable.errors import RunError, UserError, to_one_line
-from portable.terminal import tell
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-_LASTING = "PORTABLE_LASTING_TMPDIR"
+_LASTING_FOLDER_VARIABLE = "PORTABLE_LASTING_TMPDIR"
 # The path of a data worker's socket, and the maximum length of a socket's path (104 bytes on macOS).
-_SOCKET, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
+_SOCKET_PATH, _MAX_SOCKET_PATH = "/t/pymp-12345678/listener-12345678", 100
 
 
 def get_lasting_folder() -> Path:
     """Return the folder for temporary files that outlive the run."""
-    return Path(os.environ.get(_LASTING) or tempfile.gettempdir())
+    return Path(os.environ.get(_LASTING_FOLDER_VARIABLE) or tempfile.gettempdir())
 
 
 def _get_user_name() -> str:
@@ -47,14 +47,14 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
     torch, DeepSpeed and ``multiprocessing`` remove their temporary folders on exit, but not if they are
     killed. Caches stay in the usual folder. A no-op if ``folder`` is too long for the path of a socket.
     """
-    if len(os.fsencode(folder)) + len(_SOCKET) > _MAX_SOCKET_PATH:
+    if len(os.fsencode(folder)) + len(_SOCKET_PATH) > _MAX_SOCKET_PATH:
         yield
         return
     usual = tempfile.gettempdir()
     (folder / "t").mkdir()
     changes = {"TMPDIR": str(folder / "t")}
-    if _LASTING not in os.environ:
-        changes[_LASTING] = usual
+    if _LASTING_FOLDER_VARIABLE not in os.environ:
+        changes[_LASTING_FOLDER_VARIABLE] = usual
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # kernels take minutes to compile
         changes["TORCHINDUCTOR_CACHE_DIR"] = str(Path(usual) / f"torchinductor_{_get_user_name()}")
     before = {name: os.environ.get(name) for name in changes}
@@ -70,22 +70,22 @@ def redirect_temporary_files(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def create_scratch_folder(kind: str) -> Iterator[Path]:
+def create_scratch_folder(name_prefix: str) -> Iterator[Path]:
     """Create a locked temporary folder for the duration of this context.
 
     First removes this user's unlocked folders with the same prefix, which killed processes have left.
 
     Args:
-        kind: Prefix of the folder's name, unique for each purpose.
+        name_prefix: Prefix of the folder's name, unique for each purpose.
     """
-    for leftover in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
+    for leftover in Path(tempfile.gettempdir()).glob(f"{name_prefix}-*"):
         _remove_leftover(leftover)
-    folder, lock = _create_folder(kind)
+    folder, lock = _create_locked_folder(name_prefix)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        release_lock(lock)
+        release_folder_lock(lock)
 
 
 class LockedFolder(NamedTuple):
@@ -96,13 +96,13 @@ class LockedFolder(NamedTuple):
     """File descriptor that holds the lock. None if the file system has no locks."""
 
 
-def _create_folder(kind: str) -> LockedFolder:
+def _create_locked_folder(kind: str) -> LockedFolder:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
-        lock = lock_folder(folder)
+        lock = try_lock_folder(folder)
         if folder.exists():  # another process may have removed it before it was locked
             return LockedFolder(folder, lock)
-        release_lock(lock)
+        release_folder_lock(lock)
 
 
 def _remove_leftover(folder: Path) -> None:
@@ -111,18 +111,18 @@ def _remove_leftover(folder: Path) -> None:
             return
     except FileNotFoundError:
         return
-    if (lock := lock_folder(folder)) is None:  # in use, not a folder, or no locks on this file system
+    if (lock := try_lock_folder(folder)) is None:  # in use, not a folder, or no locks on this file system
         return
     try:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        release_lock(lock)
+        release_folder_lock(lock)
 
 
 T = TypeVar("T")
 
 
-def open_or_build(
+def open_or_build_cache_folder(
     folder: Path,
     open_cached: Callable[[Path], T | None],
     write: Callable[[Path], object],
@@ -151,7 +151,7 @@ def open_or_build(
     with _lock_for_writing(folder, resumes=resumes) as draft:
         if (result := open_cached(folder)) is None:
             if folder.exists():
-                tell(f"warning: data.cache_dir: {folder}: damaged; making it again")
+                print_status(f"warning: data.cache_dir: {folder}: damaged; making it again")
             write(draft)
             for file in draft.iterdir():
                 with file.open("rb") as written:

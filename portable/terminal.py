@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.converters.console import color_label, escape_control_characters, wrap_lines
+from portable.converters.console import color_error_label, escape_control_characters, wrap_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ LOG = logging.getLogger("portable")
 _WARNING = "warning: "
 
 
-def tell(line: str) -> None:
+def print_status(line: str) -> None:
     """Print a line to stderr, above the progress bar.
 
     It is logged as a warning if it begins with ``warning: ``.
@@ -30,11 +30,11 @@ def tell(line: str) -> None:
     LOG.log(logging.WARNING if line.startswith(_WARNING) else logging.INFO, "%s", line)
 
 
-class Terminal(logging.Handler):
+class TerminalHandler(logging.Handler):
     """Logging handler that prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = color_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
+        line = color_error_label(wrap_lines(escape_control_characters(record.getMessage()), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
@@ -42,38 +42,40 @@ class Terminal(logging.Handler):
                 print(line, file=sys.stderr, flush=True)
 
 
-class _Retries(logging.Filter):
+class _RetryFilter(logging.Filter):
     """Logging filter that replaces huggingface_hub's two lines for each retry with one line for each host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: set[str] = set()
+        self._reported_hosts: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if match := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
-            if match[1] not in self._told:
-                self._told.add(match[1])
-                tell(f"warning: {match[1]} does not answer; trying again, for up to half a minute a file")
+            if match[1] not in self._reported_hosts:
+                self._reported_hosts.add(match[1])
+                print_status(
+                    f"warning: {match[1]} does not answer; trying again, for up to half a minute a file"
+                )
             return False
         return not re.match(r"Retrying in [\d.]+s \[Retry", text)
 
 
-logging.getLogger("huggingface_hub.utils._http").addFilter(_Retries())
-TERMINAL = Terminal(logging.INFO)
-LOG.addHandler(TERMINAL)
+logging.getLogger("huggingface_hub.utils._http").addFilter(_RetryFilter())
+TERMINAL_HANDLER = TerminalHandler(logging.INFO)
+LOG.addHandler(TERMINAL_HANDLER)
 LOG.setLevel(logging.DEBUG)
 LOG.propagate = False
 
 
 def set_quiet(quiet: bool) -> None:
     """Set whether only warnings and errors are printed, and no progress bars."""
-    TERMINAL.setLevel(logging.WARNING if quiet else logging.INFO)
+    TERMINAL_HANDLER.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 def is_quiet() -> bool:
     """Return whether only warnings and errors are printed."""
-    return TERMINAL.level > logging.INFO
+    return TERMINAL_HANDLER.level > logging.INFO
 
 
 def silence_checkpoint_warnings() -> None:
@@ -85,24 +87,24 @@ def silence_checkpoint_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def shows_bars() -> bool:
+def shows_progress_bars() -> bool:
     """Return whether this process may draw progress bars: stderr is a terminal, and the run is not quiet."""
     return not is_quiet() and sys.stderr.isatty()
 
 
-def shows_run_bars() -> bool:
+def shows_run_progress_bars() -> bool:
     """Return whether this process draws the progress bars of a run, which only rank 0 does."""
-    return shows_bars() and os.environ.get("RANK", "0") == "0"
+    return shows_progress_bars() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def show_loading() -> Iterator[None]:
+def show_loading_message() -> Iterator[None]:
     """Show on a terminal that libraries are being loaded, and clear the line at the end.
 
     Garbage collection is disabled within this context, because imports create almost no garbage and searching
     for it takes a tenth of the time.
     """
-    shown = shows_run_bars() and "torch" not in sys.modules
+    shown = shows_run_progress_bars() and "torch" not in sys.modules
     if shown:
         print("loading torch and transformers ...", end="", file=sys.stderr, flush=True)
     collects = gc.isenabled()

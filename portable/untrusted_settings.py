@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.names.contradictions import find_invalid_settings
-from portable.converters.storage.safe_open import stays_inside
+from portable.converters.names.contradictions import describe_invalid_settings
+from portable.converters.storage.safe_open import is_safe_relative_path
 from portable.errors import UserError, to_one_line
-from portable.paths import check_folder, read_json
+from portable.paths import check_folder_files, read_json_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,9 @@ MAX_MODEL_LAYERS = 4096
 _SPECIAL_FILE_SYSTEMS = ("/proc/", "/sys/", "/dev/")
 
 
-def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offline: bool = False) -> None:
+def check_downloaded_settings(
+    key: str, name_or_path: str, files: tuple[str, ...], *, offline: bool = False
+) -> None:
     """Check a local folder or a repository on the hub before a library reads it.
 
     Args:
@@ -60,20 +62,20 @@ def check_settings(key: str, name_or_path: str, files: tuple[str, ...], *, offli
         UserError: If a link leaves the folder, a name is not a regular file, a value of `files` names a file
             outside the folder, a size is out of bounds, or a value of ``config.json`` has the wrong type.
     """
-    check_folder(key, name_or_path)
-    for path in _find_files(name_or_path, files, offline=offline):
+    check_folder_files(key, name_or_path)
+    for path in _fetch_settings_files(name_or_path, files, offline=offline):
         try:
-            settings = read_json(path)
+            settings = read_json_file(path)
         except (OSError, ValueError):  # the library reports a file that it cannot read
             continue
-        check_values(f"{key}: {path}", settings, path.parent)
+        check_setting_values(f"{key}: {path}", settings, path.parent)
         if path.name == CONFIG_FILE and isinstance(settings, dict):
-            invalid = find_invalid_settings(settings, ())
+            invalid = describe_invalid_settings(settings, ())
             if invalid:
                 raise UserError(f"{key}: {path}: {to_one_line(invalid[0])}; correct the file")
 
 
-def check_values(location: str, settings: Any, folder: Path) -> None:
+def check_setting_values(location: str, settings: Any, folder: Path) -> None:
     """Check the values of a JSON or YAML file.
 
     Args:
@@ -85,12 +87,12 @@ def check_values(location: str, settings: Any, folder: Path) -> None:
         UserError: If a string names a file outside the folder, or a number of layers is too large.
     """
     for key, value in _iter_values(settings, ""):
-        if isinstance(value, str) and not _is_text(key) and _leads_outside(value, folder):
+        if isinstance(value, str) and not _is_text(key) and _names_file_outside(value, folder):
             raise UserError(
                 f"{location}: {key}: {to_one_line(repr(value[:200]))} names a file outside the folder; "
                 "remove the key, or use another folder"
             )
-        if _counts_layers(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
+        if _is_layer_count(key) and isinstance(value, int) and value > MAX_MODEL_LAYERS:
             raise UserError(f"{location}: {key}: {value} is too large; use at most {MAX_MODEL_LAYERS}")
 
 
@@ -132,7 +134,7 @@ def describe_download_error(name: str, error: BaseException) -> str:
     )
 
 
-def _find_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
+def _fetch_settings_files(name_or_path: str, files: tuple[str, ...], *, offline: bool) -> list[Path]:
     folder = Path(name_or_path)
     try:
         if folder.is_dir():
@@ -169,11 +171,11 @@ def _is_text(key: str) -> bool:
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 
-def _counts_layers(key: str) -> bool:
+def _is_layer_count(key: str) -> bool:
     return key in {"n_layer", "n_layers", "depth"} or key.endswith(("_layers", "_blocks"))
 
 
-def _leads_outside(value: str, folder: Path) -> bool:
+def _names_file_outside(value: str, folder: Path) -> bool:
     """Return whether a program that opens the value would read a file outside the folder.
 
     A path that does not exist is harmless. Published files contain many, such as the cache of their author.
@@ -187,7 +189,7 @@ def _leads_outside(value: str, folder: Path) -> bool:
     if value.startswith(_SPECIAL_FILE_SYSTEMS):
         return True
     candidates = {value, os.path.expanduser(value)}  # noqa: PTH111 (it may not be a possible path)
-    if not stays_inside(value):
+    if not is_safe_relative_path(value):
         candidates.add(os.path.join(folder, value))  # noqa: PTH118
     root = os.path.realpath(folder)
     for path in candidates:

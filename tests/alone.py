@@ -22,10 +22,14 @@ import torch
 
 from portable.data.samples.base import pad_rows
 from portable.errors import UserError
-from portable.model.document_attention import check_direction, check_documents, keep_documents_apart
-from portable.model.dynamic_rope import check_rotations, rotate_by_text
-from portable.model.labels import classifies_last_position
-from portable.private.transformers_internals import disable_value_checks
+from portable.model.document_attention import (
+    check_causal_attention,
+    check_document_separation,
+    install_document_forward,
+)
+from portable.model.dynamic_rope import check_length_dependent_rope, install_text_length_forward
+from portable.model.labels import classifies_at_last_position
+from portable.private.transformers_internals import skip_mask_value_checks
 from tests.architectures import COMPOSITE, Pair, auto_class, pairs
 from tests.tiny_models import tiny_config
 
@@ -168,20 +172,20 @@ def compute_alone(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[tor
 
 
 def _compute_batch(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    rotate_by_text(keep_documents_apart(model))
-    with torch.no_grad(), disable_value_checks():
+    install_text_length_forward(install_document_forward(model))
+    with torch.no_grad(), skip_mask_value_checks():
         logits: torch.Tensor = model(**batch).logits
     return logits
 
 
 def compute_padded(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the logits of all texts in one batch with padding, as the samples of a task have it."""
-    check_rotations(model.config, pair.task, "model")
+    check_length_dependent_rope(model.config, pair.task, "model")
     if pair.task in ("causal-lm", COMPOSITE):
-        check_direction(model)
+        check_causal_attention(model)
     rows = [text.numpy() for text in texts]
     ids, mask = (torch.from_numpy(values) for values in pad_rows(rows, SEQ_LEN, PAD))
-    if pair.task == "sequence-classification" and classifies_last_position(model.config):
+    if pair.task == "sequence-classification" and classifies_at_last_position(model.config):
         for row, text in enumerate(texts):
             ids[row], mask[row] = (values[row].roll(SEQ_LEN - len(text)) for values in (ids, mask))
     batch = {"input_ids": ids, "attention_mask": mask}
@@ -196,7 +200,7 @@ def compute_padded(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[to
 
 def compute_packed(model: Any, pair: Pair, texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the logits of all texts in samples of packed documents."""
-    check_documents(model, seq_len=SEQ_LEN)
+    check_document_separation(model, seq_len=SEQ_LEN)
     shape = (len(ROWS), SEQ_LEN)
     ids, positions = torch.full(shape, PAD), torch.zeros(shape, dtype=torch.int64)
     lengths = torch.zeros(len(ROWS), 4, dtype=torch.int64)

@@ -190,7 +190,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
             batch = next(loader)
             # The router loss is not a sum over the sequences: transformers computes it for each micro-batch.
             is_split = _router_coefficient(plain) > 0
-            rows = run.plan.micro_batch_size if is_split else size
+            rows = run.batch_plan.micro_batch_size if is_split else size
             parts = [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, size, rows)]
             loss = torch.stack([loss_of(plain, task, part) for part in parts]).mean()
             loss.backward()

@@ -31,11 +31,11 @@ from typing import Any
 
 from portable.converters.names.expected_tensors import (
     SIZES,
-    compute_sizes,
-    is_tied,
-    list_numbers,
+    collect_integer_settings,
+    compute_formula_sizes,
+    group_names_by_layer,
+    may_tie_embeddings,
     replace_layer_number,
-    split_layers,
 )
 
 FILE = Path(__file__).resolve().parents[1] / "converters" / "names" / "expected_tensors.json"
@@ -343,15 +343,15 @@ class _Observations:
         self.required = needed if self.required is None else self.required & needed
         if not tied:
             self.untied = needed if self.untied is None else self.untied & needed
-        self._add_layers(split_layers(live), config)
+        self._add_layers(group_names_by_layer(live), config)
         if aliases:
-            self._add_layers(split_layers(name for name in live if name not in aliases), None)
+            self._add_layers(group_names_by_layer(name for name in live if name not in aliases), None)
         self._add_shapes(live, config)
 
     def _add_layers(
         self, stacks: dict[str, dict[int, dict[str, str]]], config: dict[str, Any] | None
     ) -> None:
-        numbers = None if config is None else list_numbers(config)
+        numbers = None if config is None else collect_integer_settings(config)
         for stack, layers in stacks.items():
             for layer in layers.values():
                 self._number += 1
@@ -368,7 +368,7 @@ class _Observations:
                 self.depths[stack] = candidates
 
     def _add_shapes(self, live: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
-        sizes = compute_sizes(config)
+        sizes = compute_formula_sizes(config)
         by_mask: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         for name, shape in live.items():
             by_mask[replace_layer_number(name)].add(shape)
@@ -435,7 +435,7 @@ def describe_class(model_type: str, task: str) -> tuple[str, dict[str, Any]] | N
             live = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
             aliases = set(getattr(model, "all_tied_weights_keys", None) or {})
             content = json.loads(model.config.to_json_string(use_diff=False))
-            tied = is_tied(content, default=False)
+            tied = may_tie_embeddings(content, default=False)
         except Exception:
             if not observations.variants:
                 return None

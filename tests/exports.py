@@ -107,12 +107,12 @@ def check_names(folder: Path, source: Path, corpus: Path, task: str) -> None:
         ExportError: If they differ.
     """
     from portable.registry import create_backend
-    from portable.run.prepare import prepare
+    from portable.run.prepare import prepare_run
     from portable.run.rank import run_rank
-    from portable.run.resolve import resolve
+    from portable.run.resolve import resolve_run
 
     config = _configure_run(folder, source, corpus, task)
-    model = prepare(resolve(config, "cpu"), create_backend("cpu")).model
+    model = prepare_run(resolve_run(config, "cpu"), create_backend("cpu")).model
     first = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     config = config.replaced({"train.frozen": [f"^{re.escape(first)}$"]})
     if run_rank("cpu", config) != 0:
@@ -140,10 +140,10 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     """Return the published names of the tensors of a source that a run does not train."""
     from portable.private import transformers_internals
     from portable.registry import create_backend
-    from portable.run.prepare import prepare
-    from portable.run.resolve import resolve
+    from portable.run.prepare import prepare_run
+    from portable.run.resolve import resolve_run
 
-    run = prepare(resolve(config, "cpu"), create_backend("cpu"))
+    run = prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
     trained = {
         name
         for name, parameter in run.model.named_parameters(remove_duplicate=False)
@@ -151,7 +151,7 @@ def _find_untouched(config: RunConfig, source: Path) -> list[str]:
     }
     trained |= _find_statistics(source)
     base = open_checkpoint(source).tensors
-    names, _ = transformers_internals.map_names(run.model, base)
+    names, _ = transformers_internals.map_checkpoint_names(run.model, base)
     is_trained: dict[str, bool] = {}
     for published, live, _ in names:
         is_trained[published] = is_trained.get(published, False) or live in trained

@@ -53,9 +53,9 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in sizes.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) // 16)
-    monkeypatch.setattr(remote, "FIRST_WAIT", remote.FIRST_WAIT / 16)
-    assert casting.cast_blocks.__defaults__ == (casting.BLOCK_BYTES,)
-    monkeypatch.setattr(casting.cast_blocks, "__defaults__", (casting.BLOCK_BYTES // 16,))
+    monkeypatch.setattr(remote, "FIRST_RETRY_WAIT", remote.FIRST_RETRY_WAIT / 16)
+    assert casting.iter_cast_blocks.__defaults__ == (casting.BLOCK_BYTES,)
+    monkeypatch.setattr(casting.iter_cast_blocks, "__defaults__", (casting.BLOCK_BYTES // 16,))
 
 
 class Request(NamedTuple):

@@ -16,17 +16,17 @@ from portable.batch import Batch
 from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
 from portable.loop import train_step
-from portable.model.loss import compute_token_loss
-from portable.private.transformers_internals import disable_value_checks
+from portable.model.loss import compute_summed_cross_entropy
+from portable.private.transformers_internals import skip_mask_value_checks
 from portable.progress import StepResult
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import build_train_loader
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
-from portable.run.restore import restore
-from portable.run.stages import Prepared
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
+from portable.run.stages import PreparedRun
 from tests.engines import Engines
 from tests.runs import configured
 
@@ -52,10 +52,10 @@ class Opened:
         steps: taken so far.
     """
 
-    def __init__(self, run: Prepared) -> None:
+    def __init__(self, run: PreparedRun) -> None:
         self.run = run
         self.backend = run.backend
-        self.engine: Any = restore(run, None).engine
+        self.engine: Any = restore_run(run, None).engine
         self.batches = iter(build_train_loader(run, 0))
         self.steps = 0
 
@@ -66,8 +66,8 @@ class Opened:
             self.backend,
             self.engine,
             self.batches,
-            plan=self.run.plan,
-            first_sample=self.steps * self.run.plan.global_batch_size,
+            batch_plan=self.run.batch_plan,
+            first_sample=self.steps * self.run.batch_plan.global_batch_size,
             learning_rate=schedule(self.steps) if learning_rate is None else learning_rate,
             max_grad_norm=settings.max_grad_norm or 0.0,
         )
@@ -76,7 +76,7 @@ class Opened:
 
     def read_metrics(self, result: StepResult) -> dict[str, float]:
         """Read the values that a step logs in addition to its loss."""
-        values = zip(result.metric_names, self.backend.read([result.metrics]), strict=True)
+        values = zip(result.metric_names, self.backend.read_to_host([result.metrics]), strict=True)
         metrics: dict[str, float] = self.engine.objective.name_metrics(dict(values))
         return metrics
 
@@ -104,7 +104,7 @@ def cross_entropy(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, flo
 def plain_steps(
     model: Any,
     optimizer: Any,
-    run: Prepared,
+    run: PreparedRun,
     steps: int,
     criterion: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, float]] = cross_entropy,
 ) -> list[tuple[float, float]]:
@@ -145,10 +145,10 @@ def plain_steps(
 def opened(config: RunConfig) -> Iterator[Opened]:
     """The run of ``config`` from its start, on the backend that it names."""
     backend = create_backend(config.backend)
-    resolved = resolve(config, backend.name)
+    resolved = resolve_run(config, backend.name)
     backend.start()
     try:
-        trial = Opened(prepare(resolved, backend))
+        trial = Opened(prepare_run(resolved, backend))
         yield trial
         trial.batches.close()
     finally:
@@ -162,8 +162,8 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
         before = backend.get_metrics()
         results = [trial.step() for _ in range(steps)]
         figures = {name: value - before[name] for name, value in backend.get_metrics().items()}
-        losses = backend.read([result.loss for result in results])
-        norms = backend.read([result.grad_norm for result in results])
+        losses = backend.read_to_host([result.loss for result in results])
+        norms = backend.read_to_host([result.grad_norm for result in results])
         compiled: Any = getattr(trial.engine, "graphs", None)
         return Steps(losses, norms, figures, {} if compiled is None else compiled.graph_counts)
 
@@ -219,8 +219,8 @@ def loss_and_gradients(
 ) -> list[torch.Tensor]:
     """The loss, and the whole gradients, once ``summed`` has been called."""
     model.zero_grad()
-    with disable_value_checks():
-        loss = compute_token_loss(model, batch)
+    with skip_mask_value_checks():
+        loss = compute_summed_cross_entropy(model, batch)
     loss.backward()
     summed()
     found = [loss.detach().clone()]

@@ -70,11 +70,11 @@ def number_rules(transforms: list[Any], rules: list[dict[str, Any]], positions: 
     Returns:
         The position of each transform in ``rules``.
     """
-    from portable.private.transformers_internals import convert_rule
+    from portable.private.transformers_internals import convert_name_rule
 
     numbers = []
     for transform in transforms:
-        rule = convert_rule(transform)
+        rule = convert_name_rule(transform)
         text = json.dumps(rule)
         if text not in positions:
             positions[text] = len(rules)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config import RunConfig, load_config
 from portable.reporting.metrics import read_metrics
 
@@ -29,7 +29,7 @@ SENTENCE = "the loss falls while a small model reads one line of text after anot
 def checked(*given: Any) -> RunConfig:
     """``load_config``, and what a run asks of the result."""
     config = load_config(*given)
-    check(config)
+    check_config(config)
     return config
 
 

@@ -17,11 +17,11 @@ from portable.converters.cli import main
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.reporting.model_card import CARD
-from portable.run.prepare import prepare
+from portable.reporting.model_card import MODEL_CARD_FILE
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.engines import ENGINES, Engines
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
@@ -125,7 +125,7 @@ def logits_in_training(base: Path, corpus: Path, folder: Path, **settings: Any) 
 
 def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: Path) -> None:
     final = trained / "final"
-    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", CARD} <= {
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", MODEL_CARD_FILE} <= {
         path.name for path in final.iterdir()
     }
     assert not (final / "config.json").exists()
@@ -133,7 +133,7 @@ def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: 
     assert torch.equal(with_peft, logits_in_training(base, corpus, final))
     plain = AutoModelForCausalLM.from_pretrained(base)(torch.arange(30)[None]).logits
     assert (with_peft - plain).abs().max() > 0.1
-    card = (final / CARD).read_text("utf-8")
+    card = (final / MODEL_CARD_FILE).read_text("utf-8")
     assert str(base) in card and "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
 
 
@@ -192,7 +192,7 @@ def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, t
     settings = {"model__name_or_path": str(base), **DORA, "data__eval_fraction": 0.1}
     settings |= {"train__eval_every": 5, "checkpoint__export": "merged"}
     assert leg(folder, corpus, settings, len(ROUTE)) == 0
-    assert "with an adapter merged into it" in (folder / "final" / CARD).read_text("utf-8")
+    assert "with an adapter merged into it" in (folder / "final" / MODEL_CARD_FILE).read_text("utf-8")
     merged = AutoModelForCausalLM.from_pretrained(folder / "final")
     with torch.no_grad():
         logits = merged(torch.arange(30)[None]).logits
@@ -234,7 +234,7 @@ def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None
     final, merged, rows = tmp_path / "run" / "final", tmp_path / "merged", TINY_MODEL["vocab_size"] + 2
     assert main([str(final), str(merged), "--merge-into", str(base), "--quiet"]) == 0
     by_card: dict[str, Any] = {}
-    code = (final / CARD).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    code = (final / MODEL_CARD_FILE).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
     exec(code.replace("path/of/this/folder", str(final)), by_card)
     found = by_card["model"], peft.AutoPeftModelForCausalLM.from_pretrained(final)
     with torch.no_grad():
@@ -336,8 +336,8 @@ def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: 
         "train__weight_decay": 0.0,
     }
     config = configured(tmp_path / "ours", corpus, **given)
-    run = prepare(resolve(config, "cpu"), create_backend("cpu"))
-    restored = restore(run, source)
+    run = prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
+    restored = restore_run(run, source)
     assert restored.progress.step == 2
     engine: Any = restored.engine
     ours = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -358,4 +358,4 @@ def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: 
         other = configured(tmp_path / "other", corpus, **{**given, **by_name, **changes})
         message = rf"^checkpoint\.resume: .* other target_modules .*{module}.*; set adapter\.config to its"
         with pytest.raises(UserError, match=message):
-            restore(prepare(resolve(other, "cpu"), create_backend("cpu")), source)
+            restore_run(prepare_run(resolve_run(other, "cpu"), create_backend("cpu")), source)

@@ -13,9 +13,9 @@ import torch
 
 from portable.config import RunConfig
 from portable.registry import create_backend
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.engines import ENGINES, Engines, accumulated
 from tests.parity import plain_steps, take_steps
 from tests.runs import TINY_MODEL, configured
@@ -47,8 +47,8 @@ def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> 
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     backend = create_backend("cpu")
-    run = prepare(resolve(config.replaced({"adapter.base": "auto"}), backend.name), backend)
-    engine = restore(run, None).engine  # only for its initial weights
+    run = prepare_run(resolve_run(config.replaced({"adapter.base": "auto"}), backend.name), backend)
+    engine = restore_run(run, None).engine  # only for its initial weights
     assert run.adapter is not None
     auto: Any = getattr(transformers, AUTO_CLASSES[config.model.task])
     base = auto.from_config(run.model_config, attn_implementation="sdpa")

@@ -11,9 +11,9 @@ import torch
 
 from portable.config import RunConfig
 from portable.errors import UserError
-from portable.model.build import build_model, load_model_config
-from portable.model.dynamic_rope import check_rotary_layers
-from portable.model.padding import explain_padding
+from portable.model.build import build_model_on_meta, load_model_config
+from portable.model.dynamic_rope import check_custom_rotary_layers
+from portable.model.padding import explain_padding_dependence
 from portable.run.batches import build_train_loader
 from tests.alone import TOLERANCE, compare
 from tests.architectures import Pair, pairs
@@ -63,7 +63,7 @@ def test_texts_equal_each_text_alone(pair: Pair, tmp_path: Path, corpus: Path) -
     config = configured(tmp_path, corpus, data__packing=False)
     task = "causal-lm" if pair.task == "composite" else pair.task
     run = config.model_copy(update={"model": config.model.model_copy(update={"task": task})})
-    warned = explain_padding(_Typed(pair.model_type), run) is not None
+    warned = explain_padding_dependence(_Typed(pair.model_type), run) is not None
     for kind, result in results.items():
         if result.refused:
             assert any(reason in result.refused for reason in REFUSALS), (kind, result.refused)
@@ -167,7 +167,7 @@ def take_longrope_steps(config: RunConfig) -> list[float]:
         return [
             float(value)
             for result in results
-            for value in trial.backend.read([result.loss, result.grad_norm])
+            for value in trial.backend.read_to_host([result.loss, result.grad_norm])
         ]
 
 
@@ -237,13 +237,13 @@ def test_custom_code_that_counts_padding_is_refused(
     """The rotary embeddings of custom code do not have the attributes of transformers."""
     config = configured(tmp_path, corpus, **{"model__config": longrope(24), "data__seq_len": 96, **settings})
     with torch.device("meta"):
-        model = build_model(load_model_config(config.model), config.model)
+        model = build_model_on_meta(load_model_config(config.model), config.model)
     for module in model.modules():
         if hasattr(module, "rope_type"):
             del module.rope_type
     model.config.rope_parameters = {**model.config.rope_parameters, **rope}
     if not refused:
-        check_rotary_layers(model, config)
+        check_custom_rotary_layers(model, config)
         return
     with pytest.raises(UserError, match=r"data.seq_len: the code of Phi3.* set data.seq_len to at most 24"):
-        check_rotary_layers(model, config)
+        check_custom_rotary_layers(model, config)

@@ -51,11 +51,11 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("portable.command_line.parse_args", interrupted)
-    monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
-    monkeypatch.setattr("portable.commands.data.read_command", interrupted)
-    monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)
-    monkeypatch.setattr("portable.converters.cli._convert", interrupted)
+    monkeypatch.setattr("portable.command_line.parse_train_args", interrupted)
+    monkeypatch.setattr("portable.planner.cli.parse_command_line", interrupted)
+    monkeypatch.setattr("portable.commands.data.parse_command_line", interrupted)
+    monkeypatch.setattr("portable.reporting.html_report.parse_place_setting", interrupted)
+    monkeypatch.setattr("portable.converters.cli._run_conversion", interrupted)
     for module, main in COMMANDS.items():
         assert main(["a", "b"] if module != "portable.reporting.html_report" else ["a"]) == 130
         assert capsys.readouterr().err == "error: interrupted\n"

@@ -16,10 +16,14 @@ from portable.config import RunConfig
 from portable.converters import open_checkpoint
 from portable.engines.fsdp.units import find_fsdp_units
 from portable.errors import UserError
-from portable.model.build import build_base_model, build_model, load_model_config
-from portable.model.freezing import find_frozen_names
-from portable.model.parameter_groups import assign_groups
-from portable.model.unused_parameters import find_unreached, get_unreached_names, summarize_parameters
+from portable.model.build import build_and_freeze_model, build_model_on_meta, load_model_config
+from portable.model.freezing import list_frozen_names
+from portable.model.parameter_groups import assign_parameter_groups
+from portable.model.unused_parameters import (
+    find_unreached_names,
+    get_unreached_names,
+    summarize_parameter_names,
+)
 from portable.registry import create_backend
 from tests.composite import build_composite_config, write_composite
 from tests.engines import ENGINES, Engines
@@ -47,7 +51,7 @@ def build_settings(folder: Path, **model: Any) -> RunConfig:
 
 def build_class_name(folder: Path, **model: Any) -> str:
     settings = build_settings(folder, **model).model
-    return type(build_model(load_model_config(settings), settings)).__name__
+    return type(build_model_on_meta(load_model_config(settings), settings)).__name__
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
@@ -110,7 +114,7 @@ def test_missing_package_of_a_vision_tower_is_named(model_type: str, package: st
 def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:
     settings = checked(None, {"model.config": {"model_type": "qwen3_vl"}, "data.source": "text.jsonl"}).model
     with pytest.raises(UserError, match=r"set model\.config\.model_type to qwen3_vl_text") as refused:
-        build_model(load_model_config(settings), settings)
+        build_model_on_meta(load_model_config(settings), settings)
     assert len(str(refused.value)) < 250
 
 
@@ -118,7 +122,7 @@ def test_composite_type_without_checkpoint_is_refused_in_one_line() -> None:
 
 
 def build_composite(config: RunConfig) -> Any:
-    return build_base_model(load_model_config(config.model), config)
+    return build_and_freeze_model(load_model_config(config.model), config)
 
 
 _GLOBAL = [f"encoder.layer.*.attention.self.{name}_global" for name in ("query", "key", "value")]
@@ -151,8 +155,8 @@ def test_parameters_without_gradient_are_found_by_the_graph(
         settings = {"model.config": tiny_config(model_type, task), "model.task": task, "data.seq_len": 32}
         config = checked(None, {**settings, "data.source": "text.jsonl"})
     model = build_composite(config)
-    assert sorted(summarize_parameters(model, get_unreached_names(model))) == sorted(parts)
-    assert set(find_frozen_names(model)) == get_unreached_names(model)
+    assert sorted(summarize_parameter_names(model, get_unreached_names(model))) == sorted(parts)
+    assert set(list_frozen_names(model)) == get_unreached_names(model)
 
 
 def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path) -> None:
@@ -160,12 +164,12 @@ def test_layer_dropout_and_kernels_do_not_change_what_is_reached(tmp_path: Path)
 
     drops = {**tiny_config("opt"), "layerdrop": 0.9, "dropout": 0.5}
     config = checked(None, {"model.config": drops, "data.source": "text.jsonl"})
-    assert not find_frozen_names(build_composite(config))
+    assert not list_frozen_names(build_composite(config))
     experts = tiny_config("qwen3_moe")
     eager = {"model.config": experts, "model.experts": "eager", "data.source": "text.jsonl"}
-    model = build_model(load_model_config(checked(None, eager).model), checked(None, eager).model)
+    model = build_model_on_meta(load_model_config(checked(None, eager).model), checked(None, eager).model)
     model.register_parameter("spare", torch.nn.Parameter(torch.empty(3, device="meta")))
-    assert find_unreached(model) == {"spare"}
+    assert find_unreached_names(model) == {"spare"}
 
 
 def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_trainable_overrides_and_exempts_from_weight_decay(tmp_path: Path) -> No
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     tower = {name for name in trained if "vision_tower" in name}
     assert tower and not any("projector" in name for name in trained)
-    groups = assign_groups(model, config.train)
+    groups = assign_parameter_groups(model, config.train)
     assert {groups[name].weight_decay for name in tower} == {0.0}
     assert {groups[name].weight_decay for name in trained - tower} == {0.0, config.train.weight_decay}
 
@@ -265,8 +269,8 @@ def map_published_names(folder: Path) -> dict[str, str]:
     from portable.private import transformers_internals
 
     settings = build_settings(folder).model
-    model = build_model(load_model_config(settings), settings)
-    names, _ = transformers_internals.map_names(model, open_checkpoint(folder).tensors)
+    model = build_model_on_meta(load_model_config(settings), settings)
+    names, _ = transformers_internals.map_checkpoint_names(model, open_checkpoint(folder).tensors)
     return {published: live for published, live, _ in names}
 
 
@@ -330,7 +334,7 @@ def test_checkpoint_of_the_text_part_is_continued_as_the_error_says(
 
 def launch_without_reach(config: RunConfig) -> int:
     """Run on one rank without freezing the parameters that text does not reach."""
-    with patch("portable.model.build.find_unreached", lambda *_, **__: frozenset()):
+    with patch("portable.model.build.find_unreached_names", lambda *_, **__: frozenset()):
         return launched(config)
 
 
@@ -389,13 +393,13 @@ _PEFT_RENAMES = "shared_experts.up_proj, because peft does not load adapters of 
 def test_modules_that_cannot_be_adapted_are_excluded_by_default(
     model_type: str, reason: str, corpus: Path, tmp_path: Path
 ) -> None:
-    from portable.run.prepare import prepare
-    from portable.run.resolve import resolve
+    from portable.run.prepare import prepare_run
+    from portable.run.resolve import resolve_run
     from tests.tiny_models import tiny_config
 
     settings = {"adapter__type": "lora", "model__config": tiny_config(model_type), "data__packing": False}
     config = configured(tmp_path, corpus, **settings)
-    run = prepare(resolve(config, "cpu"), create_backend("cpu"))
+    run = prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
     (note,) = (note for note in run.notes if "all-linear excludes" in note)
     assert reason in note
     module = reason.split(",")[0]
@@ -474,8 +478,8 @@ def test_adapter_of_the_text_part_is_merged_as_the_error_says(corpus: Path, tmp_
 def test_default_packing_of_conversations_fits_the_model(
     model_type: str, packing: Any, note: str | None, conversations: Path, tmp_path: Path, corpus: Path
 ) -> None:
-    from portable.run.prepare import prepare
-    from portable.run.resolve import resolve
+    from portable.run.prepare import prepare_run
+    from portable.run.resolve import resolve_run
 
     source = write_composite(tmp_path / "source", model_type, corpus)
     settings: dict[str, Any] = {"data__chat_template": "chatml", "data__seq_len": 64}
@@ -483,10 +487,10 @@ def test_default_packing_of_conversations_fits_the_model(
     config = create_text_run(
         tmp_path / "run", source, conversations, **settings, data__cache_dir=str(tmp_path)
     )
-    resolved = resolve(config, "cpu")
+    resolved = resolve_run(config, "cpu")
     assert resolved.config.data.packing == packing
-    notes = [line for line in prepare(resolved, create_backend("cpu")).notes if "data.packing" in line]
+    notes = [line for line in prepare_run(resolved, create_backend("cpu")).notes if "data.packing" in line]
     assert len(notes) == (note is not None)
     assert note is None or (note in notes[0] and "set data.packing: true" in notes[0])
     with_true = create_text_run(tmp_path / "run", source, conversations, **settings, data__packing=True)
-    assert resolve(with_true, "cpu").config.data.packing is True
+    assert resolve_run(with_true, "cpu").config.data.packing is True

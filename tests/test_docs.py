@@ -27,12 +27,12 @@ import yaml
 
 import portable
 from portable import converters, losses
-from portable.command_line import parse_args
+from portable.command_line import parse_train_args
 from portable.config import load_config
 from portable.converters.commands import BY_SIGNAL, EXIT_CODES
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.portable.chat_support import tokenizer
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_model
@@ -246,7 +246,7 @@ def test_flags_exist(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if not found or found[0] in ("import", "init"):  # whose flags are others
                 continue
             if "--help" not in found and not any("..." in word for word in found):
-                parse_args(found)
+                parse_train_args(found)
                 checked += 1
     assert checked > 20
 
@@ -258,7 +258,7 @@ def test_yaml_is_a_config(block: Block, reader: Path, monkeypatch: pytest.Monkey
         assert re.match(r"not a run's config: \S", block.comment), block.comment
     elif "distributed_type" in block.text:
         (reader / "given.yaml").write_text(block.text)
-        parse_args(["--accelerate-config", "given.yaml"])
+        parse_train_args(["--accelerate-config", "given.yaml"])
     else:
         (reader / "given.yaml").write_text(block.text)
         load_config(reader / "given.yaml")
@@ -372,7 +372,7 @@ def refusal(settings: dict[str, Any]) -> str | None:
     """Why two CPU ranks do not take ``settings``; None where they do."""
     try:
         config = load_config(None, {"backend": "cpu", "precision": "bf16", **settings})
-        resolve(config, "cpu", 2)
+        resolve_run(config, "cpu", 2)
     except UserError as error:
         return str(error)
     return None

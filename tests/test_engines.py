@@ -78,20 +78,22 @@ def _exercise(
     with opened(config) as trial:
         backend, engine, run = trial.backend, trial.engine, trial.run
         results = [trial.step() for _ in range(run.steps)]
-        losses = backend.read([result.loss for result in results])
-        norms = backend.read([result.grad_norm for result in results])
-        assert run.data.eval is not None
-        evaluated = evaluate(backend, engine, build_eval_loader(run, run.data.eval), run.metrics)
+        losses = backend.read_to_host([result.loss for result in results])
+        norms = backend.read_to_host([result.grad_norm for result in results])
+        assert run.data.first_eval is not None
+        evaluated = evaluate(backend, engine, build_eval_loader(run, run.data.first_eval), run.metrics)
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")
-        parts, valid = [], backend.total(run.plan.global_batch_size)
+        parts, valid = [], backend.sum_host_numbers(run.batch_plan.global_batch_size)
         embeddings: Any = engine.model.get_submodule("model.embed_tokens")
         embeddings.register_forward_hook(lambda *call: call[-1] * torch.nan)
-        for index in range(run.plan.accumulation_steps):
-            last = index == run.plan.accumulation_steps - 1
-            parts.append(engine.accumulate(backend.place(next(trial.batches)), valid, last=last).values[0])
-        engine.update(run.schedule(1), 1.0, backend.sum(torch.stack(parts).sum()))
+        for index in range(run.batch_plan.accumulation_steps):
+            last = index == run.batch_plan.accumulation_steps - 1
+            parts.append(
+                engine.accumulate(backend.copy_to_device(next(trial.batches)), valid, last=last).values[0]
+            )
+        engine.update(run.schedule(1), 1.0, backend.sum_tensor_over_ranks(torch.stack(parts).sum()))
         skipped = engine.read_health().skipped_updates
         save(engine, folder / "masked")
         return losses, norms, evaluated, continued, skipped
@@ -331,7 +333,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def stored(config: RunConfig, folder: Path) -> list[float]:
     with opened(config) as trial:
         results = [trial.step() for _ in range(trial.run.steps)]
-        losses = trial.backend.read([result.loss for result in results])
+        losses = trial.backend.read_to_host([result.loss for result in results])
         save(trial.engine, folder)
         return losses
 

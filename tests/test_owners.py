@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import AutoModelForCausalLM
 
-from portable.adapters.adapter import adapt
+from portable.adapters.adapter import inject_adapter
 from portable.converters.cli import main
-from portable.converters.names.earlier_keys import add_earlier_keys
+from portable.converters.names.earlier_keys import add_earlier_keys_to_config
 from portable.data.dataset import build_data
-from portable.model.build import build_base_model, load_model_config
+from portable.model.build import build_and_freeze_model, load_model_config
 from portable.private import transformers_internals
 from tests import earlier_keys
 from tests.composite import build_composite, build_composite_config, write_composite
@@ -222,7 +222,7 @@ def write_base(folder: Path, model_type: str, corpus: Path) -> Path:
         data = build_data(configured(folder, corpus).data, model_vocab_size=VOCABULARY)
         data.tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
-        add_earlier_keys(config)
+        add_earlier_keys_to_config(config)
         (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -321,7 +321,7 @@ def test_transformers_4_reads_the_keys_that_are_added_to_configs() -> None:
     types: dict[str, dict[str, str]] = json.loads(earlier_keys.FILE.read_bytes())["types"]
     configs = [earlier_keys.build_probed_config(name, paths) for name, paths in types.items()]
     for config in configs:
-        assert add_earlier_keys(config)
+        assert add_earlier_keys_to_config(config)
     problems = {}
     for config, read in zip(configs, earlier_keys.read_with_transformers_4(configs), strict=True):
         name = config["model_type"]
@@ -364,8 +364,8 @@ def list_adapter_names(model_type: str, folder: Path) -> tuple[str, list[str]]:
         build_composite_config(model_type).save_pretrained(folder)
         settings = {"model__config": None, "model__name_or_path": str(folder)}
     config = configured(folder, folder / "text.txt", **ADAPTER, **settings)
-    model = build_base_model(load_model_config(config.model), config)
-    return type(model).__name__, adapt(model, load_model_config(config.model), config).files
+    model = build_and_freeze_model(load_model_config(config.model), config)
+    return type(model).__name__, inject_adapter(model, load_model_config(config.model), config).saved_names
 
 
 @pytest.mark.skipif(not SERVERS.is_dir(), reason=NEEDS_OWNERS)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from portable.cli import run
+from portable.cli import run_invocation
 from portable.command_line import Invocation
 from portable.errors import UserError
 from portable.private import torch_internals, transformers_internals
@@ -201,8 +201,9 @@ def test_a_private_name_is_found(code: str, found: str) -> None:
 
 
 def masked() -> None:
-    transformers_internals._find_masking_module.cache_clear()  # otherwise an earlier test may have filled it
-    with transformers_internals.disable_value_checks():
+    # Otherwise, an earlier test may have filled the cache.
+    transformers_internals._import_masking_module.cache_clear()
+    with transformers_internals.skip_mask_value_checks():
         pass
 
 
@@ -213,10 +214,15 @@ def masked() -> None:
         (
             "transformers.utils.chat_template_utils",
             "_compile_jinja_template",
-            lambda: transformers_internals.compile_template(""),
+            lambda: transformers_internals.compile_chat_template(""),
             "data.chat_template",
         ),
-        ("torch", "_foreach_mul_", lambda: torch_internals.scale_([], torch.ones(())), "precision: fp16"),
+        (
+            "torch",
+            "_foreach_mul_",
+            lambda: torch_internals.multiply_tensors_([], torch.ones(())),
+            "precision: fp16",
+        ),
     ],
 )
 def test_a_name_that_is_gone_is_one_line(
@@ -259,7 +265,7 @@ def test_an_extra_that_is_missing_or_too_old(
     (tmp_path / "data.txt").write_text("some words " * 2000)
     config = configured(tmp_path / "run", tmp_path / "data.txt", **settings)
     with pytest.raises(UserError) as raised:
-        run(Invocation(config, dry_run=True))
+        run_invocation(Invocation(config, dry_run=True))
     told = str(raised.value)
     assert f"needs {package}>=" in told and f"and {version or 'none'} is installed" in told
     assert f"pip install 'portable-trainer[{extra}]'" in told and not (tmp_path / "run").exists()

@@ -15,9 +15,9 @@ from portable.errors import UserError
 from portable.private.bitsandbytes_internals import import_bitsandbytes
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests import test_adapters as of_adapters
 from tests.engines import accumulated
 from tests.gpu.test_pretrained_memory import peak_of
@@ -130,7 +130,9 @@ def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp
 
 def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
     with pytest.raises(UserError) as raised:
-        prepare(resolve(configured(folder, corpus, **{**COMMON, **settings}), "cpu"), create_backend("cpu"))
+        prepare_run(
+            resolve_run(configured(folder, corpus, **{**COMMON, **settings}), "cpu"), create_backend("cpu")
+        )
     return str(raised.value)
 
 
@@ -157,10 +159,10 @@ def grown(config: RunConfig) -> tuple[int, int]:
     backend = create_backend("cpu")
     backend.start()
     try:
-        run = prepare(resolve(config, backend.name), backend)
+        run = prepare_run(resolve_run(config, backend.name), backend)
         found: list[int] = []
         with peak_of(found):
-            engine: Any = restore(run, None).engine
+            engine: Any = restore_run(run, None).engine
         return found[0], sum(p.numel() * p.itemsize for p in engine.model.parameters())
     finally:
         backend.stop()

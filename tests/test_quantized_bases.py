@@ -14,9 +14,9 @@ from portable.converters.cli import main as convert
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.engines import Engines
 from tests.parity import launched
 from tests.runs import TINY_MODEL, configured
@@ -190,7 +190,7 @@ def test_like_base_with_an_additional_parameter_is_rejected_before_training(
         checkpoint__export="like_base",
     )
     with pytest.raises(UserError, match=r"like_base: .* has no lm_head\.bias, which the model has"):
-        prepare(resolve(config, "cpu"), create_backend("cpu"))
+        prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
 
 
 def add_a_bias(model: Any) -> None:

@@ -13,14 +13,18 @@ import torch.distributed as dist
 from portable.adapters.assemble import inspect_run
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
-from portable.engines.engine_interface import Machine
-from portable.engines.experts import zero_missing_gradients
-from portable.engines.fsdp.optimizer_state import fill_shard
-from portable.engines.fsdp.sharding import shard, shard_group_size
+from portable.engines.engine_interface import RankInfo
+from portable.engines.experts import register_zero_gradient_hooks
+from portable.engines.fsdp.optimizer_state import fill_local_shard
+from portable.engines.fsdp.sharding import compute_shard_group_size, shard_model
 from portable.errors import UserError, to_one_line
 from portable.model.parameters import get_state_tensors, replace_tensors
 from portable.model.regularization import remove_dropout
-from portable.model.tensor_parallel_plan import COMPARED, check_layers, cut_dims
+from portable.model.tensor_parallel_plan import (
+    TENSOR_PARALLEL_TYPES,
+    check_tensor_parallel_support,
+    map_sharded_dims,
+)
 from portable.model.weight_sources import ComputedTensor
 from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
@@ -93,9 +97,9 @@ def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Bes
 
 def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
     config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
-    assert shard_group_size(config, 8, 2) == 1
+    assert compute_shard_group_size(config, 8, 2) == 1
     with pytest.raises(UserError, match="2 groups of 4 ranks that share layers are not divisible"):
-        shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
+        compute_shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -136,7 +140,7 @@ def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=f"^tensor_parallel_size: .*{told}"):
-        check_layers(model, 2)
+        check_tensor_parallel_support(model, 2)
 
 
 @pytest.mark.parametrize("given", [{"adapter__type": "ia3"}, {"adapter__use_dora": True}])
@@ -179,16 +183,16 @@ def _beside_one(model_type: str) -> str:
         model = copy.deepcopy(plain)
         replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
         settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
-        zero_missing_gradients(model)
-        sharded = shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
+        register_zero_gradient_hooks(model)
+        sharded = shard_model(model, settings, RankInfo(torch.device("cpu"), dist.get_rank(), 2, 2))
         values = get_state_tensors(plain)
         for name, tensor in get_state_tensors(model).items():
-            fill_shard(tensor, ComputedTensor.from_tensor(values[name].detach()))
+            fill_local_shard(tensor, ComputedTensor.from_tensor(values[name].detach()))
         found = loss_and_gradients(model, batch, sharded.average_gradients)
         apart = off(found, loss_and_gradients(plain, batch))
     except Exception as error:
         return to_one_line(error)
-    return apart or ("" if cut_dims(plain, 2) else "nothing is cut")
+    return apart or ("" if map_sharded_dims(plain, 2) else "nothing is cut")
 
 
 def types_with_a_plan() -> list[str]:
@@ -211,10 +215,10 @@ SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarv
 def test_types_that_equal_one_rank(types: list[str], ranks: RankPool) -> None:
     found = ranks.run(2, beside_one_rank, types, timeout=900)
     differ = {name: why for name, why in found.items() if why}
-    compared = {name for name in types if name.partition(" ")[0] in COMPARED}
+    compared = {name for name in types if name.partition(" ")[0] in TENSOR_PARALLEL_TYPES}
     assert set(types) - set(differ) == compared, differ
 
 
 def test_the_page_counts_the_types() -> None:
     page = Path(__file__).parents[1] / "docs" / "strategies.md"
-    assert f"- {len(COMPARED)} model types, " in page.read_text("utf-8")
+    assert f"- {len(TENSOR_PARALLEL_TYPES)} model types, " in page.read_text("utf-8")

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from portable.adapters.assemble import check_sharing
+from portable.adapters.assemble import check_parallel_support
 from portable.config import RunConfig
-from portable.data.samples.loader import slice_sequence
-from portable.engines.context_parallel import share_sequences
+from portable.data.samples.loader import slice_sequence_part
+from portable.engines.context_parallel import enable_context_parallelism
 from portable.errors import UserError
-from portable.model.document_attention import KEEP_DOCUMENTS_APART
+from portable.model.document_attention import DOCUMENT_SEPARATING_TYPES
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import MetaModel
 from tests.alone import change_rope
@@ -106,7 +106,7 @@ def test_models_whose_attention_cannot_be_shared(changed: dict[str, Any], told: 
         model = AutoModelForCausalLM.from_config(config)
     settings: Any = {"context_parallel_size": 2, "data": {"packing": config.model_type != "mixtral"}}
     with pytest.raises(UserError, match=f"^context_parallel_size: .*{told}"):
-        check_sharing(model, RunConfig(**settings))
+        check_parallel_support(model, RunConfig(**settings))
 
 
 def beside_whole_sequences(types: list[str]) -> dict[str, str]:
@@ -137,12 +137,12 @@ def _beside_whole(model_type: str) -> str:
         expected = loss_and_gradients(model, whole)
         settings = RunConfig(context_parallel_size=2)
         try:
-            check_sharing(model, settings)
+            check_parallel_support(model, settings)
         except UserError as error:
             return str(error)
         with ExitStack() as at_stop:
-            share_sequences(model, settings, at_stop)
-            found = loss_and_gradients(model, slice_sequence(whole, (dist.get_rank(), 2)))
+            enable_context_parallelism(model, settings, at_stop)
+            found = loss_and_gradients(model, slice_sequence_part(whole, (dist.get_rank(), 2)))
         for value in found:
             dist.all_reduce(value)
         if apart := off(found, expected):
@@ -170,8 +170,8 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
     try:
         dist.all_to_all_single = counted  # type: ignore[assignment]
         with ExitStack() as at_stop:
-            share_sequences(model, run, at_stop)
-            loss_and_gradients(model, slice_sequence(batch, (dist.get_rank(), parts)))
+            enable_context_parallelism(model, run, at_stop)
+            loss_and_gradients(model, slice_sequence_part(batch, (dist.get_rank(), parts)))
     finally:
         dist.all_to_all_single = exchange
         dist.destroy_process_group()
@@ -193,7 +193,7 @@ SOME += ["phi3 longrope", "llama dynamic"]
 
 @pytest.mark.parametrize(
     "types",
-    [SOME, pytest.param(sorted(KEEP_DOCUMENTS_APART), marks=pytest.mark.exhaustive)],
+    [SOME, pytest.param(sorted(DOCUMENT_SEPARATING_TYPES), marks=pytest.mark.exhaustive)],
     ids=["some", "all"],
 )
 def test_types_equal_whole_sequences_or_are_refused(types: list[str], ranks: RankPool) -> None:

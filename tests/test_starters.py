@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from portable.cli import main
-from portable.commands.init import read_starters
-from portable.commands.recipe import Records, Sizing
+from portable.commands.init import read_starter_configs
+from portable.commands.recipe import DatasetEstimate, RecipeSearch
 from portable.config import load_config
 from portable.planner.cli import main as plan
 from portable.planner.device_lookup import find_device, parse_devices
@@ -114,7 +114,7 @@ def test_a_starter_trains_a_few_hundred_chats(
     assert (config.train.weight_decay, config.train.betas) == (0.0, (0.9, 0.999))
 
 
-@pytest.mark.parametrize("task", read_starters())
+@pytest.mark.parametrize("task", read_starter_configs())
 def test_starter_trains_on_small_data_and_its_model_loads(
     task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,11 +214,11 @@ def test_batch_counts_conversations(
     (folder / "config.json").write_text(json.dumps(WIDE | {"num_hidden_layers": 1}))
     file = tmp_path / "run.yaml"
     assert main(["init", str(file), "--task", "lora", "--model", str(folder)]) == 0
-    records = None if count is None else Records(count, count * tokens_each, 3 * tokens_each)
-    best = Sizing(load_config(file), records).list_candidates(find_device("4090"), 1)[0]
+    records = None if count is None else DatasetEstimate(count, count * tokens_each, 3 * tokens_each)
+    best = RecipeSearch(load_config(file), records).build_candidates(find_device("4090"), 1)[0]
     batch = best.get("data.packing", False), best["data.seq_len"], best["train.global_batch_size"]
     assert batch == expected
-    shared = Sizing(load_config(file), records).list_candidates(find_device("h100"), 8)[0]
+    shared = RecipeSearch(load_config(file), records).build_candidates(find_device("h100"), 8)[0]
     assert shared["train.global_batch_size"] % 8 == 0
 
 

@@ -14,14 +14,14 @@ from portable.private import torch_internals
 
 _aten = torch.ops.aten
 _READS = {
-    torch_internals.get_aten_operation(
+    torch_internals.get_private_aten_operation(
         "local_scalar_dense"
     ): "a value is read (item, float, bool, tolist or a comparison)",
     _aten.nonzero.default: "the number of results depends on values (nonzero)",
     _aten.masked_select.default: "the number of results depends on values (masked_select)",
     _aten.equal.default: "tensors are compared (equal)",
 }
-_TO_COPY = torch_internals.get_aten_operation("to_copy")
+_TO_COPY = torch_internals.get_private_aten_operation("to_copy")
 _MASK = "the number of results depends on values (a boolean mask as an index)"
 _COPY = "a tensor is copied between host and device"
 

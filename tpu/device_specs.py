@@ -8,26 +8,26 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from portable.planner.device import NOT_MEASURED, Device, Reached
+from portable.planner.device import NOT_MEASURED, Device, ReachedUtilization
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Generation:
+class TpuGeneration:
     """One TPU generation."""
 
-    teraflops: float
+    bf16_teraflops: float
     """Dense bf16 peak of a chip."""
-    hbm: int
+    hbm_bytes: int
     """Bytes of high-bandwidth memory of a chip."""
     devices_per_chip: int
     """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
     chips_per_slice: int
     """Chips of the largest slice."""
-    reached: Reached = NOT_MEASURED
+    reached_mfu: ReachedUtilization = NOT_MEASURED
     """By a chip."""
-    links: float | None = None
+    link_bytes_per_second: float | None = None
     """Bytes a second that a chip sends in one direction on all its links."""
 
 
@@ -35,21 +35,21 @@ class Generation:
 # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html).
 # MFU: src/maxtext/configs/tpu/*/README.md and docs/reference/models/tiering.md of AI-Hypercomputer/maxtext.
 # Links: half of the bidirectional bandwidth of the same pages as the peaks.
-GENERATIONS: dict[str, Generation] = {
+TPU_GENERATIONS: dict[str, TpuGeneration] = {
     # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py (Google gives no numbers)
-    "v2": Generation(46.0, 16 * 10**9, 2, 512),
+    "v2": TpuGeneration(46.0, 16 * 10**9, 2, 512),
     # https://docs.cloud.google.com/tpu/docs/v3
-    "v3": Generation(123.0, 32 * GIB, 2, 1024),
+    "v3": TpuGeneration(123.0, 32 * GIB, 2, 1024),
     # https://docs.cloud.google.com/tpu/docs/v4
-    "v4": Generation(275.0, 32 * GIB, 1, 4096, Reached((0.53, 0.59), "v4: MaxText"), 1.5e11),
+    "v4": TpuGeneration(275.0, 32 * GIB, 1, 4096, ReachedUtilization((0.53, 0.59), "v4: MaxText"), 1.5e11),
     # https://docs.cloud.google.com/tpu/docs/v5e
-    "v5e": Generation(197.0, 16 * GIB, 1, 256, Reached((0.53, 0.67), "v5e: MaxText"), 2e11),
+    "v5e": TpuGeneration(197.0, 16 * GIB, 1, 256, ReachedUtilization((0.53, 0.67), "v5e: MaxText"), 2e11),
     # https://docs.cloud.google.com/tpu/docs/v5p
-    "v5p": Generation(459.0, 95 * GIB, 1, 6144, Reached((0.56, 0.70), "v5p: MaxText"), 6e11),
+    "v5p": TpuGeneration(459.0, 95 * GIB, 1, 6144, ReachedUtilization((0.56, 0.70), "v5p: MaxText"), 6e11),
     # https://docs.cloud.google.com/tpu/docs/v6e
-    "v6e": Generation(918.0, 32 * GIB, 1, 256, Reached((0.38, 0.50), "v6e: MaxText"), 4e11),
+    "v6e": TpuGeneration(918.0, 32 * GIB, 1, 256, ReachedUtilization((0.38, 0.50), "v6e: MaxText"), 4e11),
     # https://docs.cloud.google.com/tpu/docs/tpu7x
-    "tpu7x": Generation(2307.0, 192 * GIB, 2, 9216),
+    "tpu7x": TpuGeneration(2307.0, 192 * GIB, 2, 9216),
 }
 
 # bf16 passes per fp32 product at the highest precision: https://github.com/jax-ml/jax/issues/2161
@@ -68,28 +68,32 @@ PCI_KINDS = {"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
 def list_accelerators() -> list[Device]:
     """The TPUs that the planner knows by name, as the runtime's devices."""
     devices = []
-    for name, kind in GENERATIONS.items():
+    for name, kind in TPU_GENERATIONS.items():
         cores = kind.devices_per_chip
         peaks = {precision: get_peak_flops(name, precision) for precision in ("bf16", "fp32")}
         devices.append(
             Device(
                 name,
                 ("xla", "tpu"),
-                kind.hbm // cores,
+                kind.hbm_bytes // cores,
                 bf16=True,
-                per_node=kind.chips_per_slice * cores,
-                peaks=tuple((precision, peak) for precision, peak in peaks.items() if peak is not None),
-                reached=kind.reached,
-                links=None if kind.links is None else kind.links / cores,
+                devices_per_node=kind.chips_per_slice * cores,
+                peak_flops_by_precision=tuple(
+                    (precision, peak) for precision, peak in peaks.items() if peak is not None
+                ),
+                reached=kind.reached_mfu,
+                link_bytes_per_second=None
+                if kind.link_bytes_per_second is None
+                else kind.link_bytes_per_second / cores,
             )
         )
     return devices
 
 
-def find_generation(accelerator_type: str) -> Generation | None:
+def find_tpu_generation(accelerator_type: str) -> TpuGeneration | None:
     """The generation of an accelerator type such as ``v5litepod-16``; None if unknown."""
     name = accelerator_type.partition("-")[0]
-    return GENERATIONS.get("v5e" if name == "v5litepod" else name)
+    return TPU_GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
 
 def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None:
@@ -99,11 +103,11 @@ def get_peak_flops(accelerator_type: str | None, precision: str) -> float | None
         accelerator_type: as :func:`accelerator_type` returns it; None if unknown.
         precision: ``bf16``; or ``fp32``, whose products take six bf16 passes at the highest precision.
     """
-    spec = None if accelerator_type is None else find_generation(accelerator_type)
+    generation = None if accelerator_type is None else find_tpu_generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
-    if spec is None or passes is None:
+    if generation is None or passes is None:
         return None
-    return spec.teraflops * 1e12 / spec.devices_per_chip / passes
+    return generation.bf16_teraflops * 1e12 / generation.devices_per_chip / passes
 
 
 def detect_accelerator_type() -> str | None:
@@ -112,7 +116,7 @@ def detect_accelerator_type() -> str | None:
     ``TPU_ACCELERATOR_TYPE`` comes first, then the VM's metadata server, unless no TPU is in use or
     ``TPU_SKIP_MDS_QUERY`` is set.
     """
-    if not uses_tpu():
+    if not is_tpu_selected():
         return None
     env_value = os.environ.get("TPU_ACCELERATOR_TYPE")
     if env_value or os.environ.get("TPU_SKIP_MDS_QUERY"):
@@ -121,32 +125,32 @@ def detect_accelerator_type() -> str | None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(METADATA, headers={"Metadata-Flavor": "Google"})
     try:
-        with opener.open(request, timeout=METADATA_SECONDS) as answer:
-            text = answer.read().decode("utf-8", "replace")
+        with opener.open(request, timeout=METADATA_SECONDS) as response:
+            text = response.read().decode("utf-8", "replace")
     except OSError:
         return None
     line = re.search(r"^ACCELERATOR_TYPE: *['\"]?([\w-]+)", text, re.MULTILINE)
     return line[1] if line else None
 
 
-def count_chips() -> int:
+def count_tpu_chips() -> int:
     """TPU chips of this host, by its PCI devices, or those of them that ``TPU_VISIBLE_DEVICES`` names."""
     visible = os.environ.get("TPU_VISIBLE_DEVICES")
-    there = sum(_is_tpu(device) for device in PCI_DEVICES.glob("*"))
-    return min(there, len(visible.split(","))) if visible else there
+    num_chips = sum(_is_tpu_device_folder(device) for device in PCI_DEVICES.glob("*"))
+    return min(num_chips, len(visible.split(","))) if visible else num_chips
 
 
-def uses_tpu() -> bool:
+def is_tpu_selected() -> bool:
     """Whether the runtime would use a TPU on this host: by ``PJRT_DEVICE`` if set, else by PCI devices."""
-    chosen = os.environ.get("PJRT_DEVICE")
-    if chosen:
-        return chosen == "TPU"
-    return any(_is_tpu(device) for device in PCI_DEVICES.glob("*"))
+    pjrt_device = os.environ.get("PJRT_DEVICE")
+    if pjrt_device:
+        return pjrt_device == "TPU"
+    return any(_is_tpu_device_folder(device) for device in PCI_DEVICES.glob("*"))
 
 
-def _is_tpu(device: Path) -> bool:
+def _is_tpu_device_folder(device_folder: Path) -> bool:
     try:
-        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        vendor, kind = ((device_folder / name).read_text().strip() for name in ("vendor", "device"))
     except OSError:
         return False
     return vendor == PCI_VENDOR and kind in PCI_KINDS

@@ -9,33 +9,33 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.adapters.names import (
-    FINGERPRINT,
+    FINGERPRINT_KEY,
     MAGNITUDE,
-    PREFIX,
+    PEFT_PREFIX,
     TOKENS,
     AdapterTensorName,
-    parse_name,
-    split_adapter_and_base,
-    to_base_name,
+    parse_adapter_name,
+    split_tensor_names,
+    strip_adapter_wrappers,
 )
 from portable.converters.checkpoint import Checkpoint, OptimizerState
-from portable.converters.config_and_tokenizer_files import find_beside
-from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.config_and_tokenizer_files import find_companion_file
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
 from portable.converters.lazy_numpy import np
 from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
-from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.converters.adapters.config import StoredAdapterConfig
     from portable.converters.checkpoint import Aliases
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Shape, Tensor
 
 _BLOCK = 512 << 10
-_PROMPT = "prompt_embeddings"
-_WRAPPED = "base_model."
+_PROMPT_NAME = "prompt_embeddings"
+_MODEL_PREFIX = "base_model."
 
 
 class LoraPair(NamedTuple):
@@ -58,15 +58,15 @@ class AdapterModule:
 
     Attributes:
         path: the module in the live model.
-        wraps: the number of wrappers inside this one, where an adapter targets several of its parameters.
-        tensors: (kind, leaf) -> tensor; the kinds are in `portable.converters.adapters.names`.
+        num_wrappers: the number of wrappers inside this one, where an adapter targets several of its
+        parameters. tensors: (kind, leaf) -> tensor; the kinds are in `portable.converters.adapters.names`.
     """
 
     path: str
-    wraps: int
+    num_wrappers: int
     tensors: Mapping[tuple[str, str], Tensor]
 
-    def find(self, kind: str) -> Tensor | None:
+    def find_tensor(self, kind: str) -> Tensor | None:
         """The tensor of a kind: a module's weight, or a bare parameter."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
@@ -76,12 +76,12 @@ class AdapterModule:
             ("lora_A", "lora_B", False),
             ("lora_embedding_A", "lora_embedding_B", True),
         ):
-            left, right = self.find(first), self.find(second)
-            if left is not None and right is not None:
-                return LoraPair(left, right, embedding)
-            if left is not None or right is not None:
-                lacking = second if left is not None else first
-                raise CheckpointError(f"{self.path}: {lacking} is missing")
+            first_factor, second_factor = self.find_tensor(first), self.find_tensor(second)
+            if first_factor is not None and second_factor is not None:
+                return LoraPair(first_factor, second_factor, embedding)
+            if first_factor is not None or second_factor is not None:
+                missing_kind = second if first_factor is not None else first
+                raise CheckpointError(f"{self.path}: {missing_kind} is missing")
         return None
 
 
@@ -91,8 +91,8 @@ class StoredAdapter:
     Attributes:
         checkpoint: the tensors under the names of peft's file, their optimizer state, and the tokenizer.
         config: its settings.
-        parts: saved name -> what it means.
-        base: the tensors of the base model that the same checkpoint holds, by their plain names.
+        names_by_saved_name: saved name -> what it means.
+        base_tensors: the tensors of the base model that the same checkpoint holds, by their plain names.
         trained_config: the `config.json` of the model that was trained, where it lies beside the adapter.
     """
 
@@ -100,45 +100,45 @@ class StoredAdapter:
         self,
         checkpoint: Checkpoint,
         config: StoredAdapterConfig,
-        parts: Mapping[str, AdapterTensorName],
-        base: Mapping[str, Tensor],
-        trained_config: Place | None = None,
+        names_by_saved_name: Mapping[str, AdapterTensorName],
+        base_tensors: Mapping[str, Tensor],
+        trained_config: AnyPath | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
-        self.parts = parts
-        self.base = base
+        self.names_by_saved_name = names_by_saved_name
+        self.base_tensors = base_tensors
         self.trained_config = trained_config
-        self._check()
+        self._check_lora_tensors()
 
     @property
-    def root(self) -> Place:
+    def root(self) -> AnyPath:
         """The folder or file that was opened."""
         return self.checkpoint.root
 
     @property
-    def has_base(self) -> bool:
+    def has_complete_base(self) -> bool:
         """Whether the same checkpoint holds the base's layers, and not only what a tied name kept in it."""
-        modules = {name.rpartition(".")[0] for name in self.base}
+        modules = {name.rpartition(".")[0] for name in self.base_tensors}
         return bool(modules) and all(module.path in modules for module in self.modules)
 
-    def open_included_base(self) -> Checkpoint:
+    def build_included_base(self) -> Checkpoint:
         """The base model that the same checkpoint holds.
 
         Raises:
             CheckpointError: it holds none.
         """
-        if not self.base:
+        if not self.base_tensors:
             raise CheckpointError(f"{self.root}: holds the adapter alone; give its base model")
         config = self.trained_config
         companions = {} if config is None else {"config.json": config}
         # Trained biases are the base's own parameters; a module that is trained whole is a copy.
         trained = {
-            part.name: self.checkpoint.tensors[name]
-            for name, part in self.parts.items()
-            if not part.kind and part.adapter is None
+            part.replaced_name: self.checkpoint.tensors[name]
+            for name, part in self.names_by_saved_name.items()
+            if not part.kind and part.adapter_name is None
         }
-        tensors = {**trained, **self.base}
+        tensors = {**trained, **self.base_tensors}
         return Checkpoint(
             format=self.checkpoint.format, root=self.root, tensors=tensors, companions=companions
         )
@@ -152,16 +152,16 @@ class StoredAdapter:
         about = saved_metadata.get("adapter") if isinstance(saved_metadata, dict) else None
         fingerprint = about.get("base") if isinstance(about, dict) else None
         if fingerprint is None and isinstance(header, dict):
-            fingerprint = header.get(FINGERPRINT)
+            fingerprint = header.get(FINGERPRINT_KEY)
         return fingerprint if isinstance(fingerprint, str) else None
 
     @cached_property
     def modules(self) -> list[AdapterModule]:
         """The modules that it changes, in the order of the file."""
         grouped: dict[str, dict[tuple[str, str], Tensor]] = {}
-        for name, part in self.parts.items():
+        for name, part in self.names_by_saved_name.items():
             if part.kind:
-                tensors = grouped.setdefault(f"{part.module} {part.wraps}", {})
+                tensors = grouped.setdefault(f"{part.module} {part.num_wrappers}", {})
                 tensors[part.kind, part.leaf] = self.checkpoint.tensors[name]
         return [
             AdapterModule(key.rpartition(" ")[0], int(key.rpartition(" ")[2]), v)
@@ -173,18 +173,21 @@ class StoredAdapter:
         """(module, leaf) -> the tensor that replaces one of the base."""
         return {
             (part.module, part.leaf): self.checkpoint.tensors[name]
-            for name, part in self.parts.items()
+            for name, part in self.names_by_saved_name.items()
             if not part.kind
         }
 
     @property
     def linear_shapes(self) -> dict[str, Shape]:
         """Shapes of the linear layers that have LoRA factors, keyed by the name of the weight."""
-        pairs = ((module.path, module.find("lora_A"), module.find("lora_B")) for module in self.modules)
+        pairs = (
+            (module.path, module.find_tensor("lora_A"), module.find_tensor("lora_B"))
+            for module in self.modules
+        )
         return {
-            f"{path}.weight": (right.shape[0], left.shape[1])
-            for path, left, right in pairs
-            if left is not None and right is not None and len(left.shape) == len(right.shape) == 2
+            f"{path}.weight": (up.shape[0], down.shape[1])
+            for path, down, up in pairs
+            if down is not None and up is not None and len(down.shape) == len(up.shape) == 2
         }
 
     @cached_property
@@ -202,53 +205,56 @@ class StoredAdapter:
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
             for block in tensor.iter_blocks_then_verify(_BLOCK):
-                if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32, copy=False)).all():
+                if (
+                    tensor.dtype in CASTABLE_DTYPES
+                    and not np.isfinite(block.astype(np.float32, copy=False)).all()
+                ):
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)
         return digest.hexdigest()
 
-    def _check(self) -> None:
+    def _check_lora_tensors(self) -> None:
         """Refuse factors without each other, of another rank than the settings, or without a magnitude."""
         config = self.config
         if config.type != "LORA" or config.unsupported_setting is not None:
             return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
-            with prefix_errors(self.root):
+            with prefix_checkpoint_errors(self.root):
                 pair = module.get_lora_pair()
             if pair is None:
-                if module.find(TOKENS) is None:
+                if module.find_tensor(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]
                     raise CheckpointError(f"{self.root}: {module.path}: {kind} without lora_A and lora_B")
                 continue
-            if not config.may_target(module.path):
+            if not config.may_target_module(module.path):
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has an adapter, but target_modules in {config.path} do not "
                     "name it; use the settings of this adapter"
                 )
-            left, right, _ = pair
-            if len(left.shape) < 2 or len(right.shape) < 2 or left.shape[0] != right.shape[1]:
+            down, up, _ = pair
+            if len(down.shape) < 2 or len(up.shape) < 2 or down.shape[0] != up.shape[1]:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: its factors have shapes {list(left.shape)} and "
-                    f"{list(right.shape)}, which do not fit each other"
+                    f"{self.root}: {module.path}: its factors have shapes {list(down.shape)} and "
+                    f"{list(up.shape)}, which do not fit each other"
                 )
-            rank = config.rank(module.path)
+            rank = config.get_rank(module.path)
             stacked = bool(config.target_parameters)
             # With ensure_weight_tying a table has the factors of the other, and the scaling of its own rank.
-            tied = config.tie and left.shape[0] in (config.r, *config.rank_pattern.values())
-            if left.shape[0] != rank and not stacked and not tied:
+            tied = config.ties_weights and down.shape[0] in (config.r, *config.rank_pattern.values())
+            if down.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: has rank {left.shape[0]}, {config.path} says {rank}"
+                    f"{self.root}: {module.path}: has rank {down.shape[0]}, {config.path} says {rank}"
                 )
-            if config.dora != (module.find(MAGNITUDE) is not None):
-                what = "is missing, although" if config.dora else "is there, but"
+            if config.dora != (module.find_tensor(MAGNITUDE) is not None):
+                problem = "is missing, although" if config.dora else "is there, but"
                 raise CheckpointError(
-                    f"{self.root}: {module.path}: {MAGNITUDE} {what} use_dora is "
+                    f"{self.root}: {module.path}: {MAGNITUDE} {problem} use_dora is "
                     f"{str(config.dora).lower()} in {config.path}"
                 )
 
 
 def find_adapter(
-    checkpoint: Checkpoint, *, config: Place | None = None, name: str | None = None
+    checkpoint: Checkpoint, *, config: AnyPath | None = None, name: str | None = None
 ) -> StoredAdapter | None:
     """The adapter that a checkpoint holds; None where it is a model without one.
 
@@ -264,24 +270,26 @@ def find_adapter(
             or has another rank than they say.
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
-    wrapped = any(key.startswith(PREFIX) for key in names)
-    is_adapter = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
-    if not is_adapter and all(parse_name(key) is None for key in names):
+    has_peft_prefix = any(key.startswith(PEFT_PREFIX) for key in names)
+    is_adapter = (
+        has_peft_prefix or names == [_PROMPT_NAME] or all(key.startswith(_MODEL_PREFIX) for key in names)
+    )
+    if not is_adapter and all(parse_adapter_name(key) is None for key in names):
         return None
-    config = config if config is not None else find_beside(checkpoint.root, ADAPTER_CONFIG)
-    from_verl = find_beside(checkpoint.root, VERL_CONFIG) if config is None else None
+    config = config if config is not None else find_companion_file(checkpoint.root, ADAPTER_CONFIG)
+    from_verl = find_companion_file(checkpoint.root, VERL_CONFIG) if config is None else None
     config = config if config is not None else from_verl
     if config is None:
-        if not wrapped:
+        if not has_peft_prefix:
             return None
         raise CheckpointError(
             f"{checkpoint.root}: holds an adapter, and no {ADAPTER_CONFIG} lies beside it; "
             "give it with --adapter-config FILE"
         )
-    from portable.converters.adapters.config import read_config
+    from portable.converters.adapters.config import read_adapter_config
 
-    settings = read_config(config)
-    parts, others = split_adapter_and_base(names, bias=settings.bias, wanted=name, location=checkpoint.root)
+    settings = read_adapter_config(config)
+    parts, others = split_tensor_names(names, bias=settings.bias, adapter_name=name, location=checkpoint.root)
     if not parts:
         return None
     documents: dict[str, bytes] = {}
@@ -291,18 +299,20 @@ def find_adapter(
         documents = {ADAPTER_CONFIG: f"{text}\n".encode()}
     # Tied parameters are one tensor; peft saves each name.
     tensors = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
-    saved = {key: part.saved for key, part in parts.items()}
+    saved_names = {key: part.saved_name for key, part in parts.items()}
     # A folder that has a config.json would be taken for a whole model.
     companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
     def open_optimizer(_: Aliases) -> OptimizerState | None:
-        return None if checkpoint.optimizer is None else checkpoint.optimizer.rename_parameters(saved.get)
+        return (
+            None if checkpoint.optimizer is None else checkpoint.optimizer.rename_parameters(saved_names.get)
+        )
 
     return StoredAdapter(
         Checkpoint(
             format=checkpoint.format,
             root=checkpoint.root,
-            tensors={saved[key]: tensors[key] for key in parts},
+            tensors={saved_names[key]: tensors[key] for key in parts},
             optimizer=open_optimizer,
             metadata=checkpoint.metadata,
             companions=companions if documents else {**companions, ADAPTER_CONFIG: config},
@@ -310,7 +320,7 @@ def find_adapter(
             ties=False,
         ),
         settings,
-        {part.saved: part for part in parts.values()},
-        {to_base_name(key): tensors[key] for key in others if key in checkpoint.tensors},
+        {part.saved_name: part for part in parts.values()},
+        {strip_adapter_wrappers(key): tensors[key] for key in others if key in checkpoint.tensors},
         checkpoint.companions.get("config.json"),
     )

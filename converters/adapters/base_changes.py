@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.adapters.base_names import BaseNames, Found, Region
-from portable.converters.adapters.edits import Scale, is_same_edit
-from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.adapters.base_names import BaseNameLookup, ParameterLocation, RowRegion
+from portable.converters.adapters.edits import ScaleEdit, are_equal_edits
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
 from portable.converters.lazy_numpy import np
-from portable.converters.names.tied_weights import OTHER_HEAD, find_implied_ties, has_same_values
-from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors.casting import cast_dtype, parse_dtype
-from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.names.tied_weights import UNNAMED_HEAD, are_tensors_equal, find_implied_ties
+from portable.converters.storage.safe_open import read_json_object_or_empty
+from portable.converters.tensors.casting import parse_target_dtype, select_written_dtype
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
 from portable.converters.tensors.edited_rows import apply_edits
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from portable.converters.adapters.adapter import StoredAdapter
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.tensors.edited_rows import Edit
+    from portable.converters.tensors.edited_rows import RowEdit
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
 # Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
@@ -38,7 +38,7 @@ INPUTS_FIRST = {
     ),
 }
 # Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
-KEPT = 16
+MAX_CACHED_FACTORS = 16
 
 
 @dataclass
@@ -46,25 +46,25 @@ class TensorChange:
     """What happens to one tensor of the base.
 
     Attributes:
-        lead: how many of its dimensions are rows.
+        num_row_dims: how many of its dimensions are rows.
         source: the tensor to start from where it is not the base's own.
     """
 
-    lead: int = 1
-    edits: list[Edit] = field(default_factory=list)
+    num_row_dims: int = 1
+    edits: list[RowEdit] = field(default_factory=list)
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
         """Whether equal tensors are equal after both."""
-        mine, theirs = self.source, other.source
-        if mine is None or theirs is None or mine is theirs:
-            sources = mine is theirs
+        own_source, other_source = self.source, other.source
+        if own_source is None or other_source is None or own_source is other_source:
+            sources = own_source is other_source
         else:
-            sources = has_same_values(mine, theirs)
+            sources = are_tensors_equal(own_source, other_source)
         return (
             sources
             and len(self.edits) == len(other.edits)
-            and all(map(is_same_edit, self.edits, other.edits))
+            and all(map(are_equal_edits, self.edits, other.edits))
         )
 
 
@@ -78,7 +78,7 @@ class ChangedRegion(NamedTuple):
     """
 
     change: TensorChange
-    region: Region
+    region: RowRegion
     num_rows: int
 
 
@@ -88,171 +88,199 @@ class BaseChanges:
     Attributes:
         ties: names that are one tensor in the live model: alias -> owner.
         changes: by the name of a tensor.
-        added: tensors that the base lacks.
+        added_tensors: tensors that the base lacks.
         config_changes: keys of config.json that change with the tensors.
     """
 
     def __init__(self, adapter: StoredAdapter, base: Checkpoint, dtype: str) -> None:
         self.adapter = adapter
-        self.config = adapter.config
-        self.base = base
-        self.target = parse_dtype(dtype)
-        self.base_config = read_small_table(base.companions.get("config.json"))
+        self.adapter_config = adapter.config
+        self.base_checkpoint = base
+        self.target_dtype = parse_target_dtype(dtype)
+        self.base_config = read_json_object_or_empty(base.companions.get("config.json"))
         self.ties = {**base.aliases, **self._find_implied_ties()}
-        self.names = BaseNames(base.tensors, self.ties, self.base_config, adapter.linear_shapes)
+        self.base_names = BaseNameLookup(base.tensors, self.ties, self.base_config, adapter.linear_shapes)
         self.changes: dict[str, TensorChange] = {}
-        self.added: dict[str, Tensor] = {}
+        self.added_tensors: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
-        self.vector = lru_cache(KEPT)(_load_vector)
+        self.load_vector = lru_cache(MAX_CACHED_FACTORS)(_load_scaled_vector)
 
     def _find_implied_ties(self) -> dict[str, str]:
         """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
-        return find_implied_ties(self.base.tensors, self.base.aliases, self.base_config)
+        return find_implied_ties(self.base_checkpoint.tensors, self.base_checkpoint.aliases, self.base_config)
 
-    def find(self, live: str) -> Found:
-        with prefix_errors(self.base.root):
-            match = self.names.find(live)
+    def locate_parameter(self, live_name: str) -> ParameterLocation:
+        with prefix_checkpoint_errors(self.base_checkpoint.root):
+            match = self.base_names.find_parameter(live_name)
         if match is None:
-            near = self.names.find_similar_name(live)
-            hint = f"; the nearest is {near!r}" if near else ""
-            if near not in (None, live) and re.sub(r"\d+", "0", near) == re.sub(r"\d+", "0", live):
+            similar_name = self.base_names.find_similar_name(live_name)
+            hint = f"; the nearest is {similar_name!r}" if similar_name else ""
+            if similar_name not in (None, live_name) and re.sub(r"\d+", "0", similar_name) == re.sub(
+                r"\d+", "0", live_name
+            ):
                 # Zamba's layers share one block. Adapters of its layers differ, so no merged block has them.
                 raise CheckpointError(
-                    f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes, but {near!r}; "
-                    "if the layers share this weight, their adapters cannot be merged"
+                    f"{self.base_checkpoint.root}: holds no {live_name!r}, which {self.adapter.root} "
+                    f"changes, but {similar_name!r}; if the layers share this weight, their adapters cannot "
+                    "be merged"
                 )
             raise CheckpointError(
-                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
-                "base that the adapter was trained on"
+                f"{self.base_checkpoint.root}: holds no {live_name!r}, which {self.adapter.root} "
+                f"changes{hint}; give the base that the adapter was trained on"
             )
-        grown = self.changes.get(match.whole or "")
-        if grown is not None and grown.source is not None and len(grown.source.shape) == len(match.shape):
-            shape = grown.source.shape
-            if shape != match.shape and match.whole is not None:
-                return Found(shape, (Region(match.whole, 0, 0, shape[0]),), match.whole)
+        change = self.changes.get(match.identical_tensor or "")
+        if change is not None and change.source is not None and len(change.source.shape) == len(match.shape):
+            shape = change.source.shape
+            if shape != match.shape and match.identical_tensor is not None:
+                return ParameterLocation(
+                    shape, (RowRegion(match.identical_tensor, 0, 0, shape[0]),), match.identical_tensor
+                )
         return match
 
-    def get_shape(self, name: str) -> Shape:
+    def get_base_shape(self, name: str) -> Shape:
         """Return the shape of a tensor in the base."""
-        return self.base.tensors[self.ties.get(name, name)].shape
+        return self.base_checkpoint.tensors[self.ties.get(name, name)].shape
 
-    def count_new_rows(self, name: str) -> int | None:
+    def get_new_row_count(self, name: str) -> int | None:
         """Return the new number of rows of a tensor, or None if the adapter does not change the number."""
         source = self.changes.get(name, TensorChange()).source
         rows = None if source is None else source.shape[0]
-        return rows if rows != self.get_shape(name)[0] else None
+        return rows if rows != self.get_base_shape(name)[0] else None
 
     def is_replaced(self, name: str) -> bool:
         """Return whether the adapter contains the complete tensor."""
         source = self.changes.get(name, TensorChange()).source
         return source is not None and any(source is tensor for tensor in self.adapter.replacements.values())
 
-    def build_shape_error(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
-        shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)
+    def build_shape_error(
+        self, live_name: str, base_shape: Sequence[int], *adapter_tensors: Tensor
+    ) -> CheckpointError:
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in adapter_tensors)
         return CheckpointError(
-            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do "
-            "not fit; give the base that the adapter was trained on"
+            f"{self.base_checkpoint.root}: {live_name!r} has shape {list(base_shape)}, which {shapes} in "
+            f"{self.adapter.root} do not fit; give the base that the adapter was trained on"
         )
 
-    def change(self, name: str, lead: int) -> TensorChange:
-        change = self.changes.setdefault(name, TensorChange(lead))
-        if change.lead != lead:
+    def get_or_add_change(self, name: str, num_row_dims: int) -> TensorChange:
+        change = self.changes.setdefault(name, TensorChange(num_row_dims))
+        if change.num_row_dims != num_row_dims:
             raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
         return change
 
-    def has_inputs_first(self, live: str) -> bool:
+    def has_inputs_first(self, live_name: str) -> bool:
         """Whether a square weight has its inputs as rows."""
         kind = self.base_config.get("model_type")
-        leaf = live.removesuffix(".weight").rpartition(".")[2]
+        leaf = live_name.removesuffix(".weight").rpartition(".")[2]
         if isinstance(kind, str):
             return leaf in INPUTS_FIRST.get(kind, ())
-        return self.config.fan_in_fan_out
+        return self.adapter_config.fan_in_fan_out
 
-    def apply_first_edits(self, name: str, count: int) -> Tensor:
+    def build_tensor_after_edits(self, name: str, num_edits: int) -> Tensor:
         """A tensor after the first edits of its change."""
         change = self.changes[name]
-        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
+        tensor = (
+            self.base_checkpoint.tensors[self.ties.get(name, name)]
+            if change.source is None
+            else change.source
+        )
         return apply_edits(
-            tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count]
+            tensor, "F64" if tensor.dtype == "F64" else "F32", change.num_row_dims, change.edits[:num_edits]
         )
 
-    def iter_changed_regions(self, parameter: Found, lead: int = 0) -> Iterator[ChangedRegion]:
+    def iter_changed_regions(
+        self, parameter: ParameterLocation, num_row_dims: int = 0
+    ) -> Iterator[ChangedRegion]:
         """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
         for region in parameter.regions:
-            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
-            change = self.change(region.name, lead or (2 if stack else 1))
-            yield ChangedRegion(change, region, region.stop - region.start)
-
-    def zero_bias(self, module: str) -> None:
-        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
-        parameter = self.names.find(f"{module}.bias")
-        if parameter is not None and parameter.whole is not None:
-            zeros = partial(np.zeros, parameter.shape, np.float32)
-            self.change(parameter.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
-
-    def add_bias_edit(self, module: str, edit: Edit, vector: Tensor) -> None:
-        live = f"{module}.bias"
-        weight = self.names.find(f"{module}.weight")
-        if weight is not None and self.names.find(live) is None:
-            raise CheckpointError(
-                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
-                "model of this architecture holds it"
+            is_stack = (
+                len(self.base_checkpoint.tensors[self.ties.get(region.tensor_name, region.tensor_name)].shape)
+                == 3
             )
-        parameter = self.find(live)
-        if parameter.whole is None or parameter.shape != (vector.numel,):
-            raise self.build_shape_error(live, parameter.shape, vector)
-        self.change(parameter.whole, 0).edits.append(edit)
+            change = self.get_or_add_change(region.tensor_name, num_row_dims or (2 if is_stack else 1))
+            yield ChangedRegion(change, region, region.stop_row - region.start_row)
 
-    def find_untied_names(self) -> list[str]:
+    def add_zero_bias_edit(self, module: str) -> None:
+        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        parameter = self.base_names.find_parameter(f"{module}.bias")
+        if parameter is not None and parameter.identical_tensor is not None:
+            zeros = partial(np.zeros, parameter.shape, np.float32)
+            self.get_or_add_change(parameter.identical_tensor, 0).edits.append(
+                ScaleEdit(zeros, 0, 0, 1, scales_columns=True)
+            )
+
+    def add_bias_edit(self, module: str, edit: RowEdit, vector: Tensor) -> None:
+        live = f"{module}.bias"
+        weight = self.base_names.find_parameter(f"{module}.weight")
+        if weight is not None and self.base_names.find_parameter(live) is None:
+            raise CheckpointError(
+                f"{self.base_checkpoint.root}: {module} has no bias, and {self.adapter.root} adds one "
+                "(lora_bias); no model of this architecture holds it"
+            )
+        parameter = self.locate_parameter(live)
+        if parameter.identical_tensor is None or parameter.shape != (vector.numel,):
+            raise self.build_shape_error(live, parameter.shape, vector)
+        self.get_or_add_change(parameter.identical_tensor, 0).edits.append(edit)
+
+    def untie_changed_names(self) -> list[str]:
         """The tied names that need tensors of their own; all, or none.
 
         An adapter on an embedding does not change the head that shares its weights, nor the other way round,
         unless the files hold the same change of both.
         """
-        apart = next((alias for alias, owner in self.ties.items() if not self._stays_tied(alias, owner)), "")
-        if not apart:
+        untied_alias = next(
+            (alias for alias, owner in self.ties.items() if not self._has_same_changes(alias, owner)), ""
+        )
+        if not untied_alias:
             return []
-        if self.base_config.get("is_encoder_decoder") or OTHER_HEAD in self.ties:
+        if self.base_config.get("is_encoder_decoder") or UNNAMED_HEAD in self.ties:
             raise CheckpointError(
-                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
-                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
+                f"{self.base_checkpoint.root}: {self.ties[untied_alias]!r} and {untied_alias!r} are one "
+                f"parameter, of which {self.adapter.root} changes one use only; in this architecture they "
+                "cannot be untied"
             )
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)
 
-    def _stays_tied(self, alias: str, owner: str) -> bool:
-        theirs = self.changes.get(owner, TensorChange())
-        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
-        if resized and self.changes.setdefault(alias, TensorChange(theirs.lead)).source is None:
-            self.changes[alias].source = theirs.source  # both have a row for each token
-        return self.changes.get(alias, TensorChange()).has_same_effect(theirs)
+    def _has_same_changes(self, alias: str, owner: str) -> bool:
+        owner_change = self.changes.get(owner, TensorChange())
+        resized = (
+            owner_change.source is not None
+            and owner_change.source.shape[0] != self.base_checkpoint.tensors[owner].shape[0]
+        )
+        if resized and self.changes.setdefault(alias, TensorChange(owner_change.num_row_dims)).source is None:
+            self.changes[alias].source = owner_change.source  # both have a row for each token
+        return self.changes.get(alias, TensorChange()).has_same_effect(owner_change)
 
-    def merge_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def build_merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
         change = self.changes.get(name)
         if change is None:
             return tensor
-        if tensor.dtype not in CASTABLE:
+        if tensor.dtype not in CASTABLE_DTYPES:
             raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
-                "from"
+                f"{self.base_checkpoint.root}: {name!r} is {tensor.dtype}, quantized; give the model that it "
+                "was made from"
             )
         source = change.source if change.source is not None else tensor
         if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
             raise self.build_shape_error(name, tensor.shape, source)
-        return self.cast(source, cast_dtype(tensor, self.target), change.lead, change.edits)
+        return self.cast_with_edits(
+            source, select_written_dtype(tensor, self.target_dtype), change.num_row_dims, change.edits
+        )
 
-    def cast(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
-        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
+    def cast_with_edits(
+        self, tensor: Tensor, dtype: str, num_row_dims: int = 1, edits: Sequence[RowEdit] = ()
+    ) -> Tensor:
+        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE_DTYPES):
             return tensor
-        return apply_edits(tensor, dtype, min(lead, len(tensor.shape)), edits)
+        return apply_edits(tensor, dtype, min(num_row_dims, len(tensor.shape)), edits)
 
 
-def read_float32(tensor: Tensor) -> Array:
+def read_as_float32(tensor: Tensor) -> Array:
     """The values of a tensor, in float32."""
     values: Array = tensor.read().astype(np.float32)
     return values
 
 
-def _load_vector(tensor: Tensor, scaling: float) -> Array:
-    values: Array = read_float32(tensor).reshape(-1) * np.float32(scaling)
+def _load_scaled_vector(tensor: Tensor, scaling: float) -> Array:
+    values: Array = read_as_float32(tensor).reshape(-1) * np.float32(scaling)
     return values

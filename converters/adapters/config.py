@@ -8,24 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.adapters.patterns import Matcher, PatternError
+from portable.converters.adapters.patterns import PatternError, PatternMatcher
 from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.limits import MAX_COUNT, MAX_PATTERNS
 from portable.converters.options import ADAPTER_CONFIG, VERL_CONFIG
-from portable.converters.storage.path_or_url import place
-from portable.converters.storage.safe_open import read_small_text
+from portable.converters.storage.path_or_url import parse_path_or_url
+from portable.converters.storage.safe_open import read_small_text_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
 _BIASES = ("none", "all", "lora_only")
 # Settings that are read here, and those that do not change what is added to a weight. An adapter with others
 # set is not merged: aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA, MonteCLoRA, replicated layers, and those of
 # later versions.
-_READ = (
+_USED_SETTINGS = (
     *(
         "peft_type",
         "base_model_name_or_path",
@@ -39,7 +39,7 @@ _READ = (
     *("feedforward_modules", "ensure_weight_tying", "modules_to_save", "init_lora_weights", "lora_bias"),
     "target_modules",
 )
-_HARMLESS = (
+_HARMLESS_SETTINGS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *(
         "exclude_modules",
@@ -52,9 +52,9 @@ _HARMLESS = (
     *("corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
     *("init_ia3_weights", "init_weights", "megatron_core"),
 )
-KNOWN = frozenset((*_READ, *_HARMLESS))
+SUPPORTED_SETTINGS = frozenset((*_USED_SETTINGS, *_HARMLESS_SETTINGS))
 # Initializations that subtract from the base's weights, which the adapter then needs instead of the base.
-CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
+BASE_CHANGING_INITS = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StoredAdapterConfig:
         values: the whole file.
     """
 
-    path: Place
+    path: AnyPath
     type: str
     r: int = 0
     alpha: float = 0.0
@@ -78,11 +78,11 @@ class StoredAdapterConfig:
     bias: str = "none"
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
-    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    feedforward: tuple[str, ...] | str | None = None
-    tie: bool = False
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    feedforward_modules: tuple[str, ...] | str | None = None
+    ties_weights: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
-    matcher: Matcher = field(default_factory=Matcher, compare=False, repr=False)
+    matcher: PatternMatcher = field(default_factory=PatternMatcher, compare=False, repr=False)
 
     @property
     def base_model(self) -> str | None:
@@ -107,43 +107,47 @@ class StoredAdapterConfig:
     @property
     def unsupported_setting(self) -> str | None:
         """A setting that may change what is added to a weight in a way that is not known here."""
-        return next((key for key, value in self.values.items() if value and key not in KNOWN), None)
+        return next(
+            (key for key, value in self.values.items() if value and key not in SUPPORTED_SETTINGS), None
+        )
 
-    def may_target(self, module: str) -> bool:
+    def may_target_module(self, module: str) -> bool:
         """Whether `target_modules` may mean this module; lists are compared by the last part of a name.
 
         The parts above it differ between versions of transformers.
         """
         names = self.values.get("target_modules")
-        if not isinstance(names, list) or not names or self.target_parameters or self.tie:
+        if not isinstance(names, list) or not names or self.target_parameters or self.ties_weights:
             return True
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
-    def rank(self, name: str) -> int:
+    def get_rank(self, name: str) -> int:
         """The rank of the module or parameter `name`."""
-        return self.rank_pattern.get(self._find_pattern(self.rank_pattern, name), self.r)
+        return self.rank_pattern.get(self._find_pattern_key(self.rank_pattern, name), self.r)
 
     def compute_scaling(self, name: str) -> float:
         """The factor of its product."""
-        alpha = self.alpha_pattern.get(self._find_pattern(self.alpha_pattern, name), self.alpha)
-        rank = self.rank(name)
+        alpha = self.alpha_pattern.get(self._find_pattern_key(self.alpha_pattern, name), self.alpha)
+        rank = self.get_rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
     def is_feedforward(self, module: str) -> bool | None:
         """Whether (IA)^3 scales the inputs of this module, not its outputs; None if the file does not say."""
-        if self.feedforward is None:
+        if self.feedforward_modules is None:
             return None
-        if isinstance(self.feedforward, str):
+        if isinstance(self.feedforward_modules, str):
             with self._prefix_pattern_errors("feedforward_modules"):
-                return self.matcher.fullmatch(self.feedforward, module) is not None
-        return any(module == name or module.endswith("." + name) for name in self.feedforward)
+                return self.matcher.fullmatch(self.feedforward_modules, module) is not None
+        return any(module == name or module.endswith("." + name) for name in self.feedforward_modules)
 
-    def _find_pattern(self, patterns: Mapping[str, Any], name: str) -> str:
+    def _find_pattern_key(self, values_by_pattern: Mapping[str, Any], name: str) -> str:
         """The first pattern that matches the end of `name`."""
         with self._prefix_pattern_errors(
-            "rank_pattern" if patterns is self.rank_pattern else "alpha_pattern"
+            "rank_pattern" if values_by_pattern is self.rank_pattern else "alpha_pattern"
         ):
-            matches = (key for key in patterns if self.matcher.match(_anchor_pattern(key), name))
+            matches = (
+                key for key in values_by_pattern if self.matcher.match(_anchor_pattern_at_end(key), name)
+            )
             return next(matches, name)
 
     @contextmanager
@@ -154,28 +158,28 @@ class StoredAdapterConfig:
             raise CheckpointError(f"{self.path}: {key}: {to_printable(error)}") from None
 
 
-def _anchor_pattern(pattern: str) -> str:
+def _anchor_pattern_at_end(pattern: str) -> str:
     """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
     return rf"(.*\.)?({pattern})$"
 
 
-def find_config_file(name_or_path: str) -> Place:
+def find_adapter_config_file(name_or_path: str) -> AnyPath:
     """The file that `--adapter-config` names, or that lies in the folder that it names."""
-    path = place(name_or_path)
+    path = parse_path_or_url(name_or_path)
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
         raise CommandError(f"--adapter-config {name_or_path}: no such file")
     return path
 
 
-def read_config(path: Place) -> StoredAdapterConfig:
+def read_adapter_config(path: AnyPath) -> StoredAdapterConfig:
     """Read and check an `adapter_config.json`.
 
     Raises:
         CheckpointError: damaged, of an unsupported type, or a setting has an impossible value.
     """
     try:
-        values = json.loads(read_small_text(path))
+        values = json.loads(read_small_text_file(path))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
@@ -199,83 +203,87 @@ def read_config(path: Place) -> StoredAdapterConfig:
         "matcher": reader.matcher,
     }
     if kind == "IA3":
-        return StoredAdapterConfig(**common, feedforward=reader.read_names_or_pattern("feedforward_modules"))
+        return StoredAdapterConfig(
+            **common, feedforward_modules=reader.read_names_or_pattern("feedforward_modules")
+        )
     if kind == "TRAINABLE_TOKENS":
         embeddings = reader.read_names("target_modules") or ("embed_tokens",)
         indices = reader.read_indices("token_indices", values.get("token_indices"))
-        return StoredAdapterConfig(**common, tokens=dict.fromkeys(embeddings, indices))
+        return StoredAdapterConfig(**common, token_indices=dict.fromkeys(embeddings, indices))
     bias = values.get("bias") or "none"
     if bias not in _BIASES:
         raise CheckpointError(f"{path}: bias {to_printable(bias)[:40]!r} is not one of {', '.join(_BIASES)}")
     return StoredAdapterConfig(
         **common,
-        r=int(reader.read_number("r", values.get("r", 8), whole=True)),
+        r=int(reader.read_number("r", values.get("r", 8), integer_only=True)),
         alpha=reader.read_number("lora_alpha", values.get("lora_alpha", 8)),
         rank_pattern={
-            key: int(value) for key, value in reader.read_patterns("rank_pattern", whole=True).items()
+            key: int(value) for key, value in reader.read_patterns("rank_pattern", integer_only=True).items()
         },
         alpha_pattern=reader.read_patterns("alpha_pattern"),
         rslora=reader.read_flag("use_rslora"),
         dora=reader.read_flag("use_dora"),
         bias=bias,
         target_parameters=reader.read_names("target_parameters"),
-        tokens=reader.read_tokens("trainable_token_indices"),
-        tie=reader.read_flag("ensure_weight_tying"),
+        token_indices=reader.read_token_indices("trainable_token_indices"),
+        ties_weights=reader.read_flag("ensure_weight_tying"),
     )
 
 
 class _ConfigReader:
     """Typed access to the settings of one file."""
 
-    def __init__(self, path: Place, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: AnyPath, values: Mapping[str, Any]) -> None:
         self.path = path
         self.values = values
-        self.matcher = Matcher()
+        self.matcher = PatternMatcher()
 
-    def build_error(self, key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {wanted}")
+    def build_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}")
 
     def read_flag(self, key: str) -> bool:
         value = self.values.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.build_error(key, value, "true or false")
+            raise self.build_value_error(key, value, "true or false")
         return bool(value)
 
-    def read_number(self, key: str, value: Any, *, whole: bool = False) -> float:
-        kinds = (int,) if whole else (int, float)
-        if type(value) not in kinds or not abs(value) < MAX_COUNT or (whole and value < 1):
-            raise self.build_error(key, value, "a positive integer" if whole else "a number")
+    def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
+        kinds = (int,) if integer_only else (int, float)
+        if type(value) not in kinds or not abs(value) < MAX_COUNT or (integer_only and value < 1):
+            raise self.build_value_error(key, value, "a positive integer" if integer_only else "a number")
         return float(value)
 
     def read_names(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key)
         value = [value] if isinstance(value, str) else value if value is not None else []
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise self.build_error(key, value, "a list of names")
+            raise self.build_value_error(key, value, "a list of names")
         return tuple(value)
 
     def read_names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
         value = self.values.get(key)
         if value is None:
             return None
-        return self.check_pattern(key, value) if isinstance(value, str) else self.read_names(key)
+        return self.validate_pattern(key, value) if isinstance(value, str) else self.read_names(key)
 
-    def check_pattern(self, key: str, text: str) -> str:
+    def validate_pattern(self, key: str, text: str) -> str:
         """`text`, a regular expression."""
         try:
-            self.matcher.check(_anchor_pattern(text))
+            self.matcher.check_pattern(_anchor_pattern_at_end(text))
         except PatternError:
-            raise self.build_error(key, text, "a regular expression") from None
+            raise self.build_value_error(key, text, "a regular expression") from None
         return text
 
-    def read_patterns(self, key: str, *, whole: bool = False) -> dict[str, float]:
+    def read_patterns(self, key: str, *, integer_only: bool = False) -> dict[str, float]:
         value = self.values.get(key)
         if value is None:
             return {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            raise self.build_error(key, value, "a table of names and numbers")
+            raise self.build_value_error(key, value, "a table of names and numbers")
         return {
-            self.check_pattern(key, name): self.read_number(f"{key} of {name[:60]!r}", number, whole=whole)
+            self.validate_pattern(key, name): self.read_number(
+                f"{key} of {name[:60]!r}", number, integer_only=integer_only
+            )
             for name, number in value.items()
         }
 
@@ -283,12 +291,12 @@ class _ConfigReader:
         if not isinstance(value, list) or not all(
             type(index) is int and 0 <= index < 1 << 40 for index in value
         ):
-            raise self.build_error(key, value, "a list of token numbers")
+            raise self.build_value_error(key, value, "a list of token numbers")
         if len(set(value)) != len(value):
             raise CheckpointError(f"{self.path}: {key} names a token twice")
         return tuple(value)
 
-    def read_tokens(self, key: str) -> dict[str, tuple[int, ...]]:
+    def read_token_indices(self, key: str) -> dict[str, tuple[int, ...]]:
         """Module name -> its trainable tokens; `""` for the input embedding."""
         value = self.values.get(key)
         if value is None:

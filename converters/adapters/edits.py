@@ -19,14 +19,14 @@ from portable.converters.lazy_numpy import np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.converters.tensors.edited_rows import Edit
+    from portable.converters.tensors.edited_rows import RowEdit
     from portable.converters.tensors.tensor import Array, Tensor
 
 
 # Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
 # thread of a conversion multiplies: forty times slower, as measured on two busy cores.
-_SMALL = 1 << 18
-_BLOCK = 1 << 20  # bytes that are read at once
+_MAX_MULTIPLICATIONS = 1 << 18
+_BLOCK_BYTES = 1 << 20  # bytes that are read at once
 # Each thread reuses one buffer for its products: with new memory, the block leaves the core's cache.
 _products = local()
 
@@ -39,20 +39,25 @@ def _get_product_buffer(count: int) -> Array:
     return buffer
 
 
-def _add_product(rows: Array, left: Array, right: Array) -> None:
+def _add_product(rows: Array, up: Array, down: Array) -> None:
     """Add left @ right to rows, in tiles that fit into the cache."""
-    rank, columns = right.shape
-    width = max(32, min(1024, columns, _SMALL // (16 * rank)))
-    height = max(1, _SMALL // (width * rank))
-    whole = len(rows) // height * height
+    rank, columns = down.shape
+    width = max(32, min(1024, columns, _MAX_MULTIPLICATIONS // (16 * rank)))
+    height = max(1, _MAX_MULTIPLICATIONS // (width * rank))
+    num_tiled_rows = len(rows) // height * height
     product = _get_product_buffer(rows.size)[: rows.size].reshape(rows.shape)
-    tiles, upper = product[:whole].reshape(-1, height, columns), left[:whole].reshape(-1, height, rank)
+    tiles, up_tiles = (
+        product[:num_tiled_rows].reshape(-1, height, columns),
+        up[:num_tiled_rows].reshape(-1, height, rank),
+    )
     for start in range(0, columns, width):
-        inside = slice(start, start + width)
+        columns_slice = slice(start, start + width)
         # Compute a column of tiles in one call, because threads wait for the GIL between two calls.
-        np.matmul(upper, right[:, inside], out=tiles[:, :, inside])
-        if whole < len(rows):
-            np.matmul(left[whole:], right[:, inside], out=product[whole:, inside])
+        np.matmul(up_tiles, down[:, columns_slice], out=tiles[:, :, columns_slice])
+        if num_tiled_rows < len(rows):
+            np.matmul(
+                up[num_tiled_rows:], down[:, columns_slice], out=product[num_tiled_rows:, columns_slice]
+            )
     rows += product
 
 
@@ -80,125 +85,129 @@ class _RowOverlap(NamedTuple):
     edit_rows: slice
 
 
-def _find_overlap(block: Array, first: int, row: int, count: int) -> _RowOverlap | None:
-    """Find the rows of a block, which begins at row `first`, in [row, row + count); None without any."""
-    low, high = max(first, row), min(first + len(block), row + count)
+def _find_row_overlap(block: Array, block_start: int, first_row: int, num_rows: int) -> _RowOverlap | None:
+    """Find the rows of a block, which begins at row `block_start`, in [row, row + count); None without any."""
+    low, high = max(block_start, first_row), min(block_start + len(block), first_row + num_rows)
     if low >= high:
         return None
-    return _RowOverlap(slice(low - first, high - first), slice(low - row, high - row))
+    return _RowOverlap(slice(low - block_start, high - block_start), slice(low - first_row, high - first_row))
 
 
 @dataclass
-class LowRank:
-    """Adds rows [start, start + count) of left @ right to the rows from `row` on.
+class LowRankEdit:
+    """Adds rows [start, start + count) of left @ right to the rows from `first_row` on.
 
     Attributes:
-        factors: gives left (rows, rank), scaled, and right (rank, columns).
-        magnitude: DoRA: gives the norms that the rows have in the end.
+        load_factors: gives left (rows, rank), scaled, and right (rank, columns).
+        load_magnitude: DoRA: gives the norms that the rows have in the end.
     """
 
-    factors: Callable[[], LoraFactors]
-    row: int
-    start: int
-    count: int
-    magnitude: Callable[[], Array] | None = None
+    load_factors: Callable[[], LoraFactors]
+    first_row: int
+    first_product_row: int
+    num_rows: int
+    load_magnitude: Callable[[], Array] | None = None
 
-    def apply(self, block: Array, first: int) -> None:
-        overlap = _find_overlap(block, first, self.row, self.count)
+    def apply(self, block: Array, first_row: int) -> None:
+        overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
-        here, there = overlap
-        left, right = self.factors()
-        there = slice(there.start + self.start, there.stop + self.start)
-        rows = block[here]
-        _add_product(rows, left[there], right)
-        if self.magnitude is not None:
-            rows *= (self.magnitude()[there] / np.sqrt(np.vecdot(rows, rows)))[:, None]
+        block_rows, product_rows = overlap
+        up, down = self.load_factors()
+        product_rows = slice(
+            product_rows.start + self.first_product_row, product_rows.stop + self.first_product_row
+        )
+        rows = block[block_rows]
+        _add_product(rows, up[product_rows], down)
+        if self.load_magnitude is not None:
+            rows *= (self.load_magnitude()[product_rows] / np.sqrt(np.vecdot(rows, rows)))[:, None]
 
 
 @dataclass
-class ColumnMagnitude:
+class ColumnMagnitudeEdit:
     """DoRA where a weight's outputs are its columns: gives each column its norm.
 
     Attributes:
-        before: gives the weight before this change, a matrix that is read once.
+        build_unscaled: gives the weight before this change, a matrix that is read once.
     """
 
-    magnitude: Callable[[], Array]
-    before: Callable[[], Tensor] = field(compare=False)
+    load_magnitude: Callable[[], Array]
+    build_unscaled: Callable[[], Tensor] = field(compare=False)
     _lock: Lock = field(default_factory=Lock, compare=False)
 
     @cached_property
-    def _factor(self) -> Array:
-        before = self.before()
+    def _column_factors(self) -> Array:
+        before = self.build_unscaled()
         rows, columns = before.shape
         # float64: the sum runs over all rows, one block after the other.
         total = np.zeros(columns)
-        for block in before.iter_blocks_then_verify(max(_BLOCK, before.nbytes // rows)):
+        for block in before.iter_blocks_then_verify(max(_BLOCK_BYTES, before.nbytes // rows)):
             total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
-        return (self.magnitude() / np.sqrt(total)).astype(np.float32)
+        return (self.load_magnitude() / np.sqrt(total)).astype(np.float32)
 
-    def apply(self, block: Array, first: int) -> None:
+    def apply(self, block: Array, first_row: int) -> None:
         with self._lock:
-            factor = self._factor
+            factor = self._column_factors
         block *= factor
 
 
 @dataclass
-class Scale:
-    """Multiplies by a vector: one factor for each row from `row` on, or for each column."""
+class ScaleEdit:
+    """Multiplies by a vector: one factor for each row from `first_row` on, or for each column."""
 
-    vector: Callable[[], Array]
-    row: int
-    start: int
-    count: int
-    columns: bool
+    load_vector: Callable[[], Array]
+    first_row: int
+    first_factor: int
+    num_rows: int
+    scales_columns: bool
 
-    def apply(self, block: Array, first: int) -> None:
-        overlap = _find_overlap(block, first, self.row, self.count)
+    def apply(self, block: Array, first_row: int) -> None:
+        overlap = _find_row_overlap(block, first_row, self.first_row, self.num_rows)
         if overlap is None:
             return
-        here, there = overlap
-        if self.columns:
-            block[here] *= self.vector()
+        block_rows, edit_rows = overlap
+        if self.scales_columns:
+            block[block_rows] *= self.load_vector()
         else:
-            block[here] *= self.vector()[there.start + self.start : there.stop + self.start, None]
+            block[block_rows] *= self.load_vector()[
+                edit_rows.start + self.first_factor : edit_rows.stop + self.first_factor, None
+            ]
 
 
 @dataclass
-class Add:
+class AddVectorEdit:
     """Adds a vector, scaled, to a bias: a tensor of one row."""
 
-    vector: Callable[[], Array]
+    load_vector: Callable[[], Array]
 
-    def apply(self, block: Array, first: int) -> None:
-        block += self.vector()
+    def apply(self, block: Array, first_row: int) -> None:
+        block += self.load_vector()
 
 
 @dataclass
-class ReplaceRows:
+class ReplaceRowsEdit:
     """Replaces single rows: trained tokens of an embedding."""
 
     rows: tuple[int, ...]
     values: Callable[[], Array]
 
-    def apply(self, block: Array, first: int) -> None:
-        inside = [index for index, row in enumerate(self.rows) if first <= row < first + len(block)]
-        if inside:
-            block[[self.rows[index] - first for index in inside]] = self.values()[inside]
+    def apply(self, block: Array, first_row: int) -> None:
+        indices = [index for index, row in enumerate(self.rows) if first_row <= row < first_row + len(block)]
+        if indices:
+            block[[self.rows[index] - first_row for index in indices]] = self.values()[indices]
 
 
-def is_same_edit(left: Edit, right: Edit) -> bool:
+def are_equal_edits(first: RowEdit, second: RowEdit) -> bool:
     """Whether two edits do the same: their fields are equal, or give equal arrays."""
-    if type(left) is not type(right):
+    if type(first) is not type(second):
         return False
-    names = [each.name for each in fields(left) if each.compare]  # type: ignore[arg-type]
-    return all(_is_equal(getattr(left, name), getattr(right, name)) for name in names)
+    names = [each.name for each in fields(first) if each.compare]  # type: ignore[arg-type]
+    return all(_are_equal_values(getattr(first, name), getattr(second, name)) for name in names)
 
 
-def _is_equal(left: Any, right: Any) -> bool:
-    if callable(left) and callable(right):
-        return left is right or _is_equal(left(), right())
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_is_equal, left, right))
-    return bool(np.array_equal(left, right))
+def _are_equal_values(first: Any, second: Any) -> bool:
+    if callable(first) and callable(second):
+        return first is second or _are_equal_values(first(), second())
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_are_equal_values, first, second))
+    return bool(np.array_equal(first, second))

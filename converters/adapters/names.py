@@ -17,17 +17,19 @@ from portable.converters.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 BASE_LAYER = "base_layer"
 MAGNITUDE, TOKENS = "lora_magnitude_vector", "trainable_tokens_delta"
-KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "ia3_l", TOKENS})
+TENSOR_KINDS = frozenset(
+    {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "ia3_l", TOKENS}
+)
 _MODULES_TO_SAVE, _ORIGINAL, _TOKEN_ADAPTER = "modules_to_save", "original_module", "token_adapter"
 _LEAVES = ("weight", "bias")
-_MARKED = re.compile("|".join([*sorted(KINDS), _MODULES_TO_SAVE]))
-FINGERPRINT = "base_fingerprint"
+_ADAPTER_MARK = re.compile("|".join([*sorted(TENSOR_KINDS), _MODULES_TO_SAVE]))
+FINGERPRINT_KEY = "base_fingerprint"
 """The key in the header of a safetensors file."""
 # What peft saves whole where the adapter targets it, since its rows may have been resized.
-_SAVED_WHOLE = ("embed_tokens", "lm_head")
+_RESIZABLE_TABLES = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -36,31 +38,31 @@ class AdapterTensorName:
 
     Attributes:
         module: the module in the live model, without what peft wraps around it.
-        wraps: how many wrappers of peft lie between the module and this tensor.
-        kind: one of `KINDS`; or `""` for a tensor that replaces one of the base, called `leaf`.
+        num_wrappers: how many wrappers of peft lie between the module and this tensor.
+        kind: one of `TENSOR_KINDS`; or `""` for a tensor that replaces one of the base, called `leaf`.
         leaf: `weight`, `bias`, or for a replaced tensor its name in the module; `""` for a bare parameter.
-        saved: its name in peft's file.
-        adapter: the adapter's name; None in a saved file.
+        saved_name: its name in peft's file.
+        adapter_name: the adapter's name; None in a saved file.
     """
 
     module: str
-    wraps: int
+    num_wrappers: int
     kind: str
     leaf: str
-    saved: str
-    adapter: str | None = None
+    saved_name: str
+    adapter_name: str | None = None
 
     @property
-    def name(self) -> str:
+    def replaced_name(self) -> str:
         """The name in the live model of the tensor that this one replaces."""
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
-def parse_name(name: str) -> AdapterTensorName | None:
+def parse_adapter_name(name: str) -> AdapterTensorName | None:
     """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
-    if _MARKED.search(name) is None:  # most names of a model: it may have 100,000
+    if _ADAPTER_MARK.search(name) is None:  # most names of a model: it may have 100,000
         return None
-    path = name.removeprefix(PREFIX).split(".")
+    path = name.removeprefix(PEFT_PREFIX).split(".")
     for index, kind in enumerate(path):
         if kind == _ORIGINAL:
             return None
@@ -69,8 +71,8 @@ def parse_name(name: str) -> AdapterTensorName | None:
             return AdapterTensorName(
                 ".".join(plain[:-1]), 0, "", plain[-1], _to_saved_name(plain), path[index + 1]
             )
-        if kind in KINDS:
-            adapter, leaf = _split_tail(path[index + 1 :])
+        if kind in TENSOR_KINDS:
+            adapter, leaf = _split_adapter_and_leaf(path[index + 1 :])
             if adapter == "":
                 return None
             module, wraps = _strip_wrappers(path[:index])
@@ -83,10 +85,10 @@ def parse_name(name: str) -> AdapterTensorName | None:
 
 
 def _to_saved_name(path: list[str]) -> str:
-    return PREFIX + ".".join(path)
+    return PEFT_PREFIX + ".".join(path)
 
 
-def _split_tail(tail: list[str]) -> tuple[str | None, str]:
+def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
     """(adapter's name or None, leaf) of what follows a kind; `""` as the name where it is neither."""
     if not tail:
         return None, ""
@@ -109,11 +111,11 @@ def _strip_wrappers(path: list[str]) -> _WrappedModule:
     return _WrappedModule(".".join(path), wraps)
 
 
-def parse_replacement(name: str) -> AdapterTensorName:
+def parse_replaced_name(name: str) -> AdapterTensorName:
     """The tensor of the base that a name in peft's file replaces."""
-    module, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+    module, _, leaf = name.removeprefix(PEFT_PREFIX).rpartition(".")
     module, wraps = _strip_wrappers(module.split("."))
-    return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PREFIX)]))
+    return AdapterTensorName(module, wraps, "", leaf, _to_saved_name([name.removeprefix(PEFT_PREFIX)]))
 
 
 class SplitNames(NamedTuple):
@@ -128,66 +130,68 @@ class SplitNames(NamedTuple):
     base: list[str]
 
 
-def split_adapter_and_base(
-    names: Iterable[str], *, bias: str, wanted: str | None, location: object
+def split_tensor_names(
+    names: Iterable[str], *, bias: str, adapter_name: str | None, location: object
 ) -> SplitNames:
     """Sort the tensors of a checkpoint into those of an adapter, and those of its base.
 
     Args:
         bias: the setting `bias` of the adapter.
-        wanted: the adapter's name where the checkpoint holds several.
+        adapter_name: the adapter's name where the checkpoint holds several.
 
     Raises:
         CheckpointError: several adapters, and none was named; or none of that name.
     """
     names = list(names)
-    parts = {name: part for name in names if (part := parse_name(name)) is not None}
-    rest = [name for name in names if name not in parts]
-    adapters = sorted({part.adapter for part in parts.values() if part.adapter is not None and part.kind})
+    parts = {name: part for name in names if (part := parse_adapter_name(name)) is not None}
+    other_names = [name for name in names if name not in parts]
+    adapters = sorted(
+        {part.adapter_name for part in parts.values() if part.adapter_name is not None and part.kind}
+    )
     if not adapters:
         # peft's own file: what is no part of the adapter replaces a tensor of the base. With `bias: all`,
         # peft also saves the biases of a replaced module under the names that it has in the live model.
-        if all(name.startswith(PREFIX) for name in names):
+        if all(name.startswith(PEFT_PREFIX) for name in names):
             parts = {name: part for name, part in parts.items() if part.kind}
-            rest = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
-            replaced = {name: parse_replacement(name) for name in rest if name not in parts}
+            other_names = [name for name in names if not {_MODULES_TO_SAVE, _ORIGINAL} & set(name.split("."))]
+            replaced = {name: parse_replaced_name(name) for name in other_names if name not in parts}
             return SplitNames(parts | replaced, [])
-    elif wanted is None and len(adapters) > 1:
+    elif adapter_name is None and len(adapters) > 1:
         raise CheckpointError(
             f"{location}: holds several adapters ({', '.join(adapters)}); choose one with --adapter-name"
         )
-    if wanted is not None and wanted not in adapters:
+    if adapter_name is not None and adapter_name not in adapters:
         raise CheckpointError(
-            f"{location}: holds no adapter {wanted!r}; it holds {', '.join(adapters) or 'one'}"
+            f"{location}: holds no adapter {adapter_name!r}; it holds {', '.join(adapters) or 'one'}"
         )
-    chosen = wanted if wanted is not None else next(iter(adapters), None)
-    parts = {name: part for name, part in parts.items() if part.adapter in (None, chosen)}
+    chosen = adapter_name if adapter_name is not None else next(iter(adapters), None)
+    parts = {name: part for name, part in parts.items() if part.adapter_name in (None, chosen)}
     modules = {part.module for part in parts.values() if part.kind}
     tokens = any(part.kind == TOKENS for part in parts.values())
     base: list[str] = []
-    for name in rest:
-        part = parse_replacement(name)
-        original = _ORIGINAL in name.split(".")
-        trained = part.leaf == "bias" and (
-            bias == "all" or (bias != "none" and part.wraps > 0 and part.module in modules)
+    for name in other_names:
+        part = parse_replaced_name(name)
+        is_original = _ORIGINAL in name.split(".")
+        is_trained_bias = part.leaf == "bias" and (
+            bias == "all" or (bias != "none" and part.num_wrappers > 0 and part.module in modules)
         )
-        full = (
-            part.wraps > 0
+        is_saved_table = (
+            part.num_wrappers > 0
             and not tokens
             and part.module in modules
-            and part.module.rpartition(".")[2] in _SAVED_WHOLE
+            and part.module.rpartition(".")[2] in _RESIZABLE_TABLES
         )
-        if not original and (trained or full):
+        if not is_original and (is_trained_bias or is_saved_table):
             parts[name] = part
         else:
             base.append(name)
     return SplitNames(parts, base)
 
 
-def to_base_name(name: str) -> str:
+def strip_adapter_wrappers(name: str) -> str:
     """The name in the plain model of a tensor of the base in a live adapter model."""
     return ".".join(
         part
-        for part in name.removeprefix(PREFIX).split(".")
+        for part in name.removeprefix(PEFT_PREFIX).split(".")
         if part not in (BASE_LAYER, _ORIGINAL, _TOKEN_ADAPTER)
     )

@@ -20,21 +20,21 @@ else:
     regex = DeferredModule("regex")  # a megabyte, which an adapter with a list of modules does not need
 
 # For all patterns of a file and all names: a thousand of each take one.
-_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 
 class PatternError(ValueError):
     """A pattern is no regular expression, or takes too long to match."""
 
 
-class Matcher:
+class PatternMatcher:
     """Matches the patterns of one file, which share a few seconds of computing."""
 
     def __init__(self) -> None:
-        self._left = _SECONDS
+        self._remaining_seconds = _TIMEOUT_SECONDS
         self._compiled: dict[str, Any] = {}
 
-    def check(self, pattern: str) -> None:
+    def check_pattern(self, pattern: str) -> None:
         """Raise PatternError if `pattern` is no regular expression."""
         if pattern in self._compiled:
             return
@@ -55,13 +55,13 @@ class Matcher:
         return self._match_with_timeout(pattern, text, "fullmatch")
 
     def _match_with_timeout(self, pattern: str, text: str, method: str) -> Any:
-        self.check(pattern)
+        self.check_pattern(pattern)
         began = time.process_time()
         try:
-            return getattr(self._compiled[pattern], method)(text, timeout=max(self._left, 0.001))
+            return getattr(self._compiled[pattern], method)(text, timeout=max(self._remaining_seconds, 0.001))
         except TimeoutError:
             raise PatternError(
                 f"{pattern[:60]!r} takes too long to match; give names, or a simpler pattern"
             ) from None
         finally:
-            self._left -= time.process_time() - began
+            self._remaining_seconds -= time.process_time() - began

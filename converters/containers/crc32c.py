@@ -9,7 +9,7 @@ from portable.converters.lazy_numpy import np
 
 _POLYNOMIAL = 0x82F63B78
 # Stretches that are summed side by side; less data than this is not worth joining their sums.
-_LANES, _LEAST = 1024, 1 << 16
+_LANES, _MIN_BYTES_FOR_LANES = 1024, 1 << 16
 
 
 @cache
@@ -21,7 +21,7 @@ def _build_byte_table() -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 @cache
-def _list_byte_table() -> list[int]:
+def _build_byte_table_list() -> list[int]:
     listed: list[int] = _build_byte_table().tolist()
     return listed
 
@@ -29,10 +29,10 @@ def _list_byte_table() -> list[int]:
 def compute_crc32c(data: bytes | memoryview) -> int:
     """The CRC-32C of `data`, as RFC 3720 defines it."""
     values = np.frombuffer(data, np.uint8)
-    length = len(values) // _LANES if len(values) >= _LEAST else 0
+    length = len(values) // _LANES if len(values) >= _MIN_BYTES_FOR_LANES else 0
     # What the stretches leave over comes first, byte by byte.
     remainder = len(values) - length * _LANES
-    crc, plain = 0xFFFFFFFF, _list_byte_table()
+    crc, plain = 0xFFFFFFFF, _build_byte_table_list()
     for byte in values[:remainder].tolist():
         crc = plain[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     if length:
@@ -41,26 +41,26 @@ def compute_crc32c(data: bytes | memoryview) -> int:
         columns = np.ascontiguousarray(values[remainder:].reshape(_LANES, length).T)
         for column in columns:
             lanes = table[(lanes ^ column) & 0xFF] ^ (lanes >> np.uint32(8))
-        shift = _build_zeros_matrix(length)
+        shift = _build_zero_bytes_matrix(length)
         for lane in lanes.tolist():
-            crc = _multiply_gf2(shift, crc) ^ lane
+            crc = _multiply_gf2_matrix(shift, crc) ^ lane
     return crc ^ 0xFFFFFFFF
 
 
 @cache
-def _build_zeros_matrix(count: int) -> tuple[int, ...]:
+def _build_zero_bytes_matrix(count: int) -> tuple[int, ...]:
     """The effect of `count` zero bytes on a CRC, as a matrix over GF(2): what each of its bits becomes."""
     power = tuple(int(_build_byte_table()[bit & 0xFF]) ^ (bit >> 8) for bit in (1 << i for i in range(32)))
     result = tuple(1 << i for i in range(32))
     while count:
         if count & 1:
-            result = tuple(_multiply_gf2(power, row) for row in result)
-        power = tuple(_multiply_gf2(power, row) for row in power)
+            result = tuple(_multiply_gf2_matrix(power, row) for row in result)
+        power = tuple(_multiply_gf2_matrix(power, row) for row in power)
         count >>= 1
     return result
 
 
-def _multiply_gf2(matrix: tuple[int, ...], value: int) -> int:
+def _multiply_gf2_matrix(matrix: tuple[int, ...], value: int) -> int:
     product = 0
     while value:
         low = value & -value

@@ -17,19 +17,19 @@ from portable.converters.containers.crc32c import compute_crc32c
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.storage.byte_sources import InMemorySource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.converters.storage.byte_sources import Source, SourceFile
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.byte_sources import ByteSource, CheckpointFile
+    from portable.converters.storage.folder import CheckpointFolder
 
 MANIFEST = "manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 # What a tree may cost in memory: so much in any case, so much for each stored byte of it.
-_FREE, _FOR_EACH = 256 << 20, 256
-_ENTRY = 512
+_BASE_MEMORY_BYTES, _MEMORY_PER_STORED_BYTE = 256 << 20, 256
+_ENTRY_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -73,38 +73,38 @@ class _DataFileName(NamedTuple):
     name: str
 
 
-def read_ocdbt(folder: Folder) -> dict[str, Source]:
+def read_ocdbt_values(folder: CheckpointFolder) -> dict[str, ByteSource]:
     """The newest version of the database in `folder`: key -> value, which is not read yet.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the database is of a kind that Orbax does not write.
     """
     cost = _MemoryCost()
-    file = folder.file(MANIFEST)
-    height, root = _read_newest_root(_read_body(file, 0, file.nbytes, _MANIFEST_MAGIC, cost))
-    values: dict[str, Source] = {}
+    file = folder.get_file(MANIFEST)
+    height, root = _read_newest_root(_read_checked_body(file, 0, file.nbytes, _MANIFEST_MAGIC, cost))
+    values: dict[str, ByteSource] = {}
     seen: set[tuple[object, int]] = set()
     pending = [(root, height, b"")]
     while pending:
-        place, height, prefix = pending.pop()
-        data = folder.file(place.name)
-        node = data.identity(), place.offset
+        node_location, height, prefix = pending.pop()
+        data = folder.get_file(node_location.name)
+        node = data.get_file_identity(), node_location.offset
         if node in seen:
             raise CheckpointError(f"{data.path}: damaged, a node has two parents")
         seen.add(node)
-        fields = _read_body(data, place.offset, place.length, _NODE_MAGIC, cost)
+        fields = _read_checked_body(data, node_location.offset, node_location.length, _NODE_MAGIC, cost)
         if fields.read_byte() != height:
             raise fields.build_damage_error("a node has another height than its parent says")
-        names = _read_data_file_names(fields, place.base)
+        names = _read_data_file_names(fields, node_location.base)
         keys, shared = _read_keys(fields, interior=height > 0)
         if height:
-            places = _read_node_locations(fields, names, len(keys))
+            child_locations = _read_node_locations(fields, names, len(keys))
             fields.read_varints(3 * len(keys))  # statistics
-            below = zip(places, keys, shared, strict=True)
-            pending += [(child, height - 1, prefix + key[:length]) for child, key, length in below]
+            children = zip(child_locations, keys, shared, strict=True)
+            pending += [(child, height - 1, prefix + key[:length]) for child, key, length in children]
         else:
-            _read_leaf(folder, fields, names, [prefix + key for key in keys], values)
-        fields.check_end()
+            _add_leaf_values(folder, fields, names, [prefix + key for key in keys], values)
+        fields.check_fully_read()
     return values
 
 
@@ -120,7 +120,7 @@ def _read_newest_root(fields: _FieldReader) -> _Root:
     if fields.read_varint():
         fields.read_bytes(4)  # level of the compression
     names = _read_data_file_names(fields, "")
-    count = fields.read_count("versions")
+    count = fields.read_entry_count("versions")
     if count == 0:
         raise CheckpointError(f"{fields.location}: the database is empty")
     fields.read_varints(count)  # generations
@@ -128,19 +128,19 @@ def _read_newest_root(fields: _FieldReader) -> _Root:
     return _Root(heights[-1], _read_node_locations(fields, names, count)[-1])
 
 
-def _read_leaf(
-    folder: Folder,
+def _add_leaf_values(
+    folder: CheckpointFolder,
     fields: _FieldReader,
     names: Sequence[_DataFileName],
     keys: Sequence[bytes],
-    values: dict[str, Source],
+    values: dict[str, ByteSource],
 ) -> None:
     lengths = fields.read_varints(len(keys))
     kinds = fields.read_varints(len(keys))
-    apart = kinds.count(1)
-    if apart + kinds.count(0) != len(keys):
+    num_indirect = kinds.count(1)
+    if num_indirect + kinds.count(0) != len(keys):
         raise fields.build_damage_error("a value is of an unknown kind")
-    files, offsets = iter(fields.read_varints(apart)), iter(fields.read_varints(apart))
+    files, offsets = iter(fields.read_varints(num_indirect)), iter(fields.read_varints(num_indirect))
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         try:
             name = key.decode()
@@ -149,15 +149,15 @@ def _read_leaf(
         if name in values:
             raise fields.build_damage_error(f"holds {name!r} twice")
         if kind:
-            data = folder.file(fields.select_data_file(names, next(files)).name)
-            values[name] = data.span(next(offsets), length, what=name)
+            data = folder.get_file(fields.select_data_file(names, next(files)).name)
+            values[name] = data.get_span(next(offsets), length, description=name)
         else:
-            values[name] = Memory(fields.read_bytes(length))
+            values[name] = InMemorySource(fields.read_bytes(length))
 
 
 def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
     """The keys of a node, and how long a prefix the keys below each share."""
-    count = fields.read_count("entries")
+    count = fields.read_entry_count("entries")
     if count == 0:
         raise fields.build_damage_error("a node has no entries")
     prefixes = [0, *fields.read_varints(count - 1)]
@@ -166,7 +166,7 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
     lengths = [prefix + suffix for prefix, suffix in zip(prefixes, suffixes, strict=True)]
     if max(lengths) > MAX_PATH_NAME:
         raise fields.build_damage_error(f"a key has {max(lengths):,} bytes")
-    fields.charge_memory(sum(lengths))
+    fields.reserve_memory(sum(lengths))
     keys: list[bytes] = []
     last = b""
     for prefix, suffix in zip(prefixes, suffixes, strict=True):
@@ -182,7 +182,7 @@ def _read_keys(fields: _FieldReader, *, interior: bool) -> _NodeKeys:
 
 def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName]:
     """The table of data files: (what precedes the names in nodes of this file, the file)."""
-    count = fields.read_count("data files")
+    count = fields.read_entry_count("data files")
     prefixes = [0, *fields.read_varints(count - 1)] if count else []
     suffixes, bases = fields.read_varints(count), fields.read_varints(count)
     names = []
@@ -190,7 +190,7 @@ def _read_data_file_names(fields: _FieldReader, base: str) -> list[_DataFileName
     for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
         if prefix > len(last) or prefix + suffix > MAX_PATH_NAME or length > prefix + suffix:
             raise fields.build_damage_error("the names of its data files do not fit")
-        fields.charge_memory(prefix + suffix)
+        fields.reserve_memory(prefix + suffix)
         last = last[:prefix] + fields.read_bytes(suffix)
         try:
             names.append(_DataFileName(base + last[:length].decode(), base + last.decode()))
@@ -209,20 +209,22 @@ def _read_node_locations(
     ]
 
 
-def _read_body(file: SourceFile, offset: int, length: int, magic: int, cost: _MemoryCost) -> _FieldReader:
+def _read_checked_body(
+    file: CheckpointFile, offset: int, length: int, magic: int, cost: _MemoryCost
+) -> _FieldReader:
     """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
     location = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
     if length > MAX_NODE:
         raise CheckpointError(f"{location}: damaged, no OCDBT {kind} has {length:,} bytes")
-    raw = file.read(offset, length)
+    raw = file.read_bytes(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
         raise CheckpointError(f"{location}: damaged, no OCDBT {kind} there")
     if int.from_bytes(raw[4:12], "little") != len(raw):
         raise CheckpointError(f"{location}: truncated or damaged, a length in it is wrong")
     if compute_crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
         raise CheckpointError(f"{location}: damaged, the checksum of the OCDBT tree does not match")
-    cost.stored += len(raw)
+    cost.stored_bytes += len(raw)
     fields = _FieldReader(raw[12:-4], location, cost)
     version, compression = fields.read_varint(), fields.read_varint()
     if version != 0 or compression not in (0, 1):
@@ -231,7 +233,7 @@ def _read_body(file: SourceFile, offset: int, length: int, magic: int, cost: _Me
         )
     body = fields.data[fields.position :]
     content = _FieldReader(_decompress(body, location) if compression else body, location, cost)
-    content.charge_memory(len(content.data))
+    content.reserve_memory(len(content.data))
     return content
 
 
@@ -251,8 +253,8 @@ class _MemoryCost:
     """What a tree takes in memory, beside the bytes that it is stored in: these may be compressed zeros."""
 
     def __init__(self) -> None:
-        self.stored = 0
-        self.spent = 0
+        self.stored_bytes = 0
+        self.spent_bytes = 0
 
 
 class _FieldReader:
@@ -267,20 +269,20 @@ class _FieldReader:
     def build_damage_error(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.location}: damaged, {reason}")
 
-    def charge_memory(self, nbytes: int) -> None:
+    def reserve_memory(self, nbytes: int) -> None:
         cost = self._cost
-        cost.spent += nbytes
-        if cost.spent > min(_FREE + _FOR_EACH * cost.stored, MAX_TREE):
+        cost.spent_bytes += nbytes
+        if cost.spent_bytes > min(_BASE_MEMORY_BYTES + _MEMORY_PER_STORED_BYTE * cost.stored_bytes, MAX_TREE):
             raise self.build_damage_error(
-                f"{cost.stored:,} bytes of an OCDBT tree stand for {cost.spent:,} or more"
+                f"{cost.stored_bytes:,} bytes of an OCDBT tree stand for {cost.spent_bytes:,} or more"
             )
 
-    def read_count(self, unit: str) -> int:
+    def read_entry_count(self, unit: str) -> int:
         """How many of these follow, at a byte each or more."""
         count = self.read_varint()
         if count > len(self.data):
             raise self.build_damage_error(f"holds {count:,} {unit}")
-        self.charge_memory(_ENTRY * count)
+        self.reserve_memory(_ENTRY_BYTES * count)
         return count
 
     def read_bytes(self, count: int) -> bytes:
@@ -309,20 +311,20 @@ class _FieldReader:
         if sizes.max() > 10 or (sizes.max() == 10 and window[ends[sizes == 10]].max() > 1):
             raise self.build_damage_error("a number is too large")
         values = np.zeros(count, np.uint64)
-        for place in range(int(sizes.max())):
-            is_longer = sizes > place
-            bits = window[starts[is_longer] + place].astype(np.uint64) & np.uint64(0x7F)
-            values[is_longer] |= bits << np.uint64(7 * place)
+        for byte_index in range(int(sizes.max())):
+            is_longer = sizes > byte_index
+            bits = window[starts[is_longer] + byte_index].astype(np.uint64) & np.uint64(0x7F)
+            values[is_longer] |= bits << np.uint64(7 * byte_index)
         self.position += int(ends[-1]) + 1
         numbers: list[int] = values.tolist()
         return numbers
 
-    def select_data_file(self, names: Sequence[_DataFileName], number: int) -> _DataFileName:
-        if number >= len(names):
-            raise self.build_damage_error(f"names data file {number}, of {len(names)}")
-        return names[number]
+    def select_data_file(self, names: Sequence[_DataFileName], index: int) -> _DataFileName:
+        if index >= len(names):
+            raise self.build_damage_error(f"names data file {index}, of {len(names)}")
+        return names[index]
 
-    def check_end(self) -> None:
+    def check_fully_read(self) -> None:
         if self.position != len(self.data):
             raise self.build_damage_error(
                 f"a node has {len(self.data) - self.position:,} bytes more than its entries"

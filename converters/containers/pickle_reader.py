@@ -34,7 +34,7 @@ _ELEMENT = re.compile(r"torch\.(b?float|complex|q?u?int|bits)\w*")
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
-class Global:
+class PickledGlobal:
     """A global named by the pickle, as data. `key` is `module.qualified.name`."""
 
     __slots__ = ("key", "standin")
@@ -44,10 +44,10 @@ class Global:
         self.standin = standin
 
     def __call__(self, *args: Any) -> Any:
-        return Instance(self.key, args) if self.standin is None else self.standin(*args)
+        return PickledInstance(self.key, args) if self.standin is None else self.standin(*args)
 
 
-class Instance:
+class PickledInstance:
     """An object of a class known by name only: constructor arguments, state, list and dict items."""
 
     __slots__ = ("args", "elements", "items", "key", "state")
@@ -59,7 +59,7 @@ class Instance:
         self.items: dict[Any, Any] = {}
         self.elements: list[Any] = []
 
-    def get_parts(self) -> tuple[Any, ...]:
+    def get_contained_values(self) -> tuple[Any, ...]:
         """The values that it holds."""
         return self.args, self.state, self.items, self.elements
 
@@ -69,38 +69,39 @@ _SIZED = (str, bytes, tuple, list, dict, set, frozenset)
 # Types that nest values; sets hold only scalars.
 _NESTING = (tuple, list, dict)
 # Types that count as one value each.
-_SINGLE = frozenset({int, float, bool, type(None), Global})
-_TOO_MUCH = "copies more data than any valid pickle of its length; no code was run"
+_SINGLE = frozenset({int, float, bool, type(None), PickledGlobal})
+_TOO_MUCH_WORK = "copies more data than any valid pickle of its length; no code was run"
 
 
-class RefusedError(Exception):
-    """The pickle is refused, by a stand-in too; `unpickle` adds the file to the message."""
+class PickleRefusedError(Exception):
+    """The pickle is refused, by a stand-in too; `unpickle_without_code` adds the file to the message."""
 
 
-def unpickle(
+def unpickle_without_code(
     data: bytes,
     *,
     location: str,
     standins: Mapping[str, Standin | None],
-    prefixes: tuple[str, ...] = (),
-    persistent: Callable[[Any], Any] | None = None,
+    allowed_prefixes: tuple[str, ...] = (),
+    resolve_persistent_id: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Read one pickle into dicts, lists, tuples, sets, scalars, `Global`s and `Instance`s.
+    """Read one pickle into dicts, lists, tuples, sets, scalars, `PickledGlobal`s and `PickledInstance`s.
 
     Args:
         location: the file or record, for errors.
-        standins: the allow-list: `module.name` -> a function of the pickled arguments; None: an `Instance`.
-        prefixes: modules (ending in a dot) whose every class may come as an `Instance`.
-        persistent: resolves persistent ids (torch.save's storages); without it they are refused.
+        standins: the allow-list: `module.name` -> a function of the pickled arguments; None: an
+        `PickledInstance`. allowed_prefixes: modules (ending in a dot) whose every class may come as an
+        `PickledInstance`. resolve_persistent_id: resolves persistent ids (torch.save's storages); without it
+        they are refused.
 
     Raises:
         CheckpointError: a global is not on the allow-list, an opcode is unknown, or the data is damaged.
     """
     try:
-        value = _Machine(data, standins, prefixes, persistent).run()
-        _check_size(value, _FREE_NODES + _NODES * len(data))
+        value = _PickleMachine(data, standins, allowed_prefixes, resolve_persistent_id).run()
+        _check_value_size(value, _FREE_NODES + _NODES * len(data))
         return value
-    except RefusedError as error:
+    except PickleRefusedError as error:
         raise CheckpointError(f"{location}: {error}") from None
     except (
         IndexError,
@@ -114,7 +115,7 @@ def unpickle(
         raise CheckpointError(f"{location}: not a readable pickle ({type(error).__name__})") from None
 
 
-class _Machine:
+class _PickleMachine:
     def __init__(
         self,
         data: bytes,
@@ -126,65 +127,65 @@ class _Machine:
         self.standins = standins
         self.prefixes = prefixes
         self.persistent = persistent
-        self.globals: dict[str, Global] = {}
+        self.globals: dict[str, PickledGlobal] = {}
         self.work = _FREE_WORK + _WORK * len(data)
         self.tuple_keys = MAX_TUPLE_KEYS
 
-    def call(self, replacement: Any, args: Any) -> Any:
+    def call_standin(self, replacement: Any, args: Any) -> Any:
         """Call a stand-in; it may copy its arguments, so their lengths count as work."""
-        if type(replacement) is not Global or type(args) is not tuple:
-            raise RefusedError("calls something that is not a known class")
+        if type(replacement) is not PickledGlobal or type(args) is not tuple:
+            raise PickleRefusedError("calls something that is not a known class")
         self.work -= len(args)
         for arg in args:
             if type(arg) in _SIZED:
                 self.work -= len(arg)
         if self.work < 0:
-            raise RefusedError(_TOO_MUCH)
+            raise PickleRefusedError(_TOO_MUCH_WORK)
         return replacement(*args)
 
-    def make_hashable(self, key: Any) -> Any:
+    def validate_key(self, key: Any) -> Any:
         """A dict key or set item that is cheap to hash and to find."""
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
-            raise RefusedError("a dict key or set item is too large a number")
-        if kind in _SCALARS or kind is Instance or kind is Global:
+            raise PickleRefusedError("a dict key or set item is too large a number")
+        if kind in _SCALARS or kind is PickledInstance or kind is PickledGlobal:
             return key
         if kind is tuple:  # hashing nested tuples can take exponential time
             self.work -= len(key)
             self.tuple_keys -= 1
             if self.work < 0 or self.tuple_keys < 0:
-                raise RefusedError(_TOO_MUCH)
+                raise PickleRefusedError(_TOO_MUCH_WORK)
             if all(type(item) in _SCALARS for item in key):
                 return key
-        raise RefusedError("a dict key or set item is not a plain value")
+        raise PickleRefusedError("a dict key or set item is not a plain value")
 
-    def set_items(self, target: Any, flat: list[Any]) -> None:
-        if type(target) is Instance:
+    def set_dict_items(self, target: Any, flat: list[Any]) -> None:
+        if type(target) is PickledInstance:
             target = target.items
         if type(target) is not dict or len(flat) % 2:
-            raise RefusedError("sets items of something that is not a dict")
+            raise PickleRefusedError("sets items of something that is not a dict")
         for i in range(0, len(flat), 2):
             key = flat[i]
-            target[key if type(key) is str else self.make_hashable(key)] = flat[i + 1]
+            target[key if type(key) is str else self.validate_key(key)] = flat[i + 1]
 
-    def load_global(self, module: Any, name: Any) -> Global:
+    def load_global(self, module: Any, name: Any) -> PickledGlobal:
         if type(module) is not str or type(name) is not str:
-            raise RefusedError("a global has no name")
+            raise PickleRefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
-            raise RefusedError("a global has too long a name")
+            raise PickleRefusedError("a global has too long a name")
         key = f"{_PYTHON2.get(module, module)}.{name}"
         loaded = self.globals.get(key)
         if loaded is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
                 if _ELEMENT.fullmatch(shown):
-                    raise RefusedError(
+                    raise PickleRefusedError(
                         f"holds a tensor of the element type {shown[6:]}, which is not supported"
                     )
-                raise RefusedError(
+                raise PickleRefusedError(
                     f"holds the Python object {shown}, which is not on the allow-list; no code was run"
                 )
-            loaded = self.globals[key] = Global(key, self.standins.get(key))
+            loaded = self.globals[key] = PickledGlobal(key, self.standins.get(key))
         return loaded
 
     def run(self) -> Any:  # one loop; the most frequent opcodes come first
@@ -220,29 +221,29 @@ class _Machine:
                 pos += 1
             elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
                 args, function = pop(), pop()
-                push(self.call(function, args))
+                push(self.call_standin(function, args))
             elif op == 0x62:  # BUILD
                 state, target = pop(), stack[-1]
-                if type(target) is Instance:
+                if type(target) is PickledInstance:
                     target.state = state
                 elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata`) are not needed
-                    raise RefusedError("sets the state of something that is not a known class")
+                    raise PickleRefusedError("sets the state of something that is not a known class")
             elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 width = 1 if op == 0x8C else 4 if op == 0x58 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise RefusedError("truncated")
+                    raise PickleRefusedError("truncated")
                 push(data[pos - count : pos].decode("utf-8", "surrogatepass"))
             elif op == 0x7D:  # EMPTY_DICT
                 push({})
             elif op == 0x75:  # SETITEMS
                 mark = marks.pop()
-                self.set_items(stack[mark - 1], stack[mark:])
+                self.set_dict_items(stack[mark - 1], stack[mark:])
                 del stack[mark:]
             elif op == 0x73:  # SETITEM
                 value, key = pop(), pop()
-                self.set_items(stack[-1], [key, value])
+                self.set_dict_items(stack[-1], [key, value])
             elif op == 0x85:  # TUPLE1
                 stack[-1:] = [(stack[-1],)]
             elif op == 0x86:  # TUPLE2
@@ -262,7 +263,7 @@ class _Machine:
                 width = 1 if op == 0x8A else 4
                 count = int.from_bytes(data[pos : pos + width], "little")
                 if count > MAX_INT_BYTES:
-                    raise RefusedError("an integer is too long")
+                    raise PickleRefusedError("an integer is too long")
                 pos += width + count
                 push(int.from_bytes(data[pos - count : pos], "little", signed=True))
             elif op == 0x89:  # NEWFALSE
@@ -275,11 +276,11 @@ class _Machine:
                 push([])
             elif op == 0x65:  # APPENDS
                 mark = marks.pop()
-                _extend(stack[mark - 1], stack[mark:])
+                _extend_list(stack[mark - 1], stack[mark:])
                 del stack[mark:]
             elif op == 0x61:  # APPEND
                 value = pop()
-                _extend(stack[-1], [value])
+                _extend_list(stack[-1], [value])
             elif op == 0x47:  # BINFLOAT
                 push(struct.unpack_from(">d", data, pos)[0])
                 pos += 8
@@ -293,31 +294,31 @@ class _Machine:
                 pos = second + 1
             elif op == 0x51:  # BINPERSID
                 if self.persistent is None:
-                    raise RefusedError("refers to data outside the pickle")
+                    raise PickleRefusedError("refers to data outside the pickle")
                 push(self.persistent(pop()))
             elif op == 0x43 or op == 0x42 or op == 0x8E or op == 0x96:  # (SHORT_)BINBYTES(8), BYTEARRAY8
                 width = 1 if op == 0x43 else 4 if op == 0x42 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise RefusedError("truncated")
+                    raise PickleRefusedError("truncated")
                 push(data[pos - count : pos])
             elif op == 0x8F:  # EMPTY_SET
                 push(set())
             elif op == 0x90:  # ADDITEMS
                 mark = marks.pop()
                 if type(stack[mark - 1]) is not set:
-                    raise RefusedError("adds to something that is not a set")
-                stack[mark - 1].update(self.make_hashable(item) for item in stack[mark:])
+                    raise PickleRefusedError("adds to something that is not a set")
+                stack[mark - 1].update(self.validate_key(item) for item in stack[mark:])
                 del stack[mark:]
             elif op == 0x91:  # FROZENSET
                 mark = marks.pop()
-                stack[mark:] = [frozenset(self.make_hashable(item) for item in stack[mark:])]
+                stack[mark:] = [frozenset(self.validate_key(item) for item in stack[mark:])]
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args, function = pop(), pop(), pop()
                 if type(kwargs) is not dict or kwargs:
-                    raise RefusedError("calls something that is not a known class")
-                push(self.call(function, args))
+                    raise PickleRefusedError("calls something that is not a known class")
+                push(self.call_standin(function, args))
             elif op == 0x30:  # POP
                 pop()
             elif op == 0x31:  # POP_MARK
@@ -326,32 +327,32 @@ class _Machine:
                 push(stack[-1])
             elif op == 0x80:  # PROTO
                 if data[pos] > 5:
-                    raise RefusedError(f"pickle protocol {data[pos]} is not known")
+                    raise PickleRefusedError(f"pickle protocol {data[pos]} is not known")
                 pos += 1
             elif op == 0x95:  # FRAME: a hint for streaming readers
                 pos += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
-                    raise RefusedError("the pickle ends with values left on the stack")
+                    raise PickleRefusedError("the pickle ends with values left on the stack")
                 return stack[0]
             else:
-                raise RefusedError(f"the pickle opcode 0x{op:02x} is not supported")
+                raise PickleRefusedError(f"the pickle opcode 0x{op:02x} is not supported")
             if pos > end:
-                raise RefusedError("truncated")
+                raise PickleRefusedError("truncated")
 
 
-def _extend(target: Any, values: list[Any]) -> None:
-    if type(target) is Instance:
+def _extend_list(target: Any, values: list[Any]) -> None:
+    if type(target) is PickledInstance:
         target = target.elements
     if type(target) is not list:
-        raise RefusedError("appends to something that is not a list")
+        raise PickleRefusedError("appends to something that is not a list")
     target.extend(values)
 
 
-def _check_size(root: Any, limit: int) -> None:
+def _check_value_size(root: Any, limit: int) -> None:
     """Refuse a value that nests too deeply, or exceeds `limit` with shared parts counted at every reference.
 
-    The content of an `Instance` is checked on its own: instances are not compared or shown by content.
+    The content of an `PickledInstance` is checked on its own: instances are not compared or shown by content.
     """
     # id of a container -> (values within it, itself included; depth). All live as long as the root does.
     measured: dict[int, tuple[int, int]] = {}
@@ -362,11 +363,11 @@ def _check_size(root: Any, limit: int) -> None:
         stack = [roots.pop()]
         while stack:
             value = stack[-1]
-            number, kind = id(value), type(value)
-            if number in measured or kind not in _NESTING:
+            value_id, kind = id(value), type(value)
+            if value_id in measured or kind not in _NESTING:
                 stack.pop()
-                if kind is Instance and number not in measured:
-                    measured[number] = 1, 0
+                if kind is PickledInstance and value_id not in measured:
+                    measured[value_id] = 1, 0
                     roots += [part for part in value.get_parts() if part]
                 continue
             size, depth, pending = 1, 0, []
@@ -388,22 +389,22 @@ def _check_size(root: Any, limit: int) -> None:
                     size += 1 + (len(part) >> 6)
                 else:
                     size += 1
-                    if kind is Instance and id(part) not in measured:
+                    if kind is PickledInstance and id(part) not in measured:
                         measured[id(part)] = 1, 0
                         roots += [inner for inner in part.get_parts() if inner]
             if pending:
-                if number in waiting:
-                    raise RefusedError("holds a container that contains itself")
-                waiting.add(number)
+                if value_id in waiting:
+                    raise PickleRefusedError("holds a container that contains itself")
+                waiting.add(value_id)
                 stack += pending
             else:
-                waiting.discard(number)
+                waiting.discard(value_id)
                 stack.pop()
-                measured[number] = size, depth + 1
+                measured[value_id] = size, depth + 1
             if depth >= MAX_DEPTH or len(waiting) > MAX_DEPTH:
-                raise RefusedError(f"holds containers nested more than {MAX_DEPTH} deep")
+                raise PickleRefusedError(f"holds containers nested more than {MAX_DEPTH} deep")
             if size > limit:
-                raise RefusedError("references the same objects so often that its value is too large")
+                raise PickleRefusedError("references the same objects so often that its value is too large")
 
 
 def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
@@ -415,28 +416,30 @@ def build_getattr_standin(members: Mapping[tuple[str, str], Any]) -> Standin:
     """
 
     def look_up_member(*args: Any) -> Any:
-        if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
+        if len(args) == 2 and type(args[0]) is PickledGlobal and type(args[1]) is str:
             standin = members.get((args[0].key, args[1]))
             if standin is not None:
                 return standin
-        raise RefusedError("reads an attribute that is not on the allow-list; no code was run")
+        raise PickleRefusedError("reads an attribute that is not on the allow-list; no code was run")
 
     return look_up_member
 
 
-def list_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Global]:
+def build_inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], PickledGlobal]:
     """For `build_getattr_standin`: names by the class that they are within, as data known by name only."""
     return {
-        (owner, name): Global(f"{owner}.{name}", None) for owner, names in members.items() for name in names
+        (owner, name): PickledGlobal(f"{owner}.{name}", None)
+        for owner, names in members.items()
+        for name in names
     }
 
 
-def is_index(value: Any) -> bool:
+def is_safe_index(value: Any) -> bool:
     """Whether a value is an index that is safe as a dict key: see `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY
 
 
-def format_value(value: Any) -> str:
+def format_untrusted_value(value: Any) -> str:
     """A value from a file, for a message: a number, a short string, or the type of anything else."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:77] + "...")
@@ -460,7 +463,7 @@ def to_json_value(value: Any, *, limit: int = 100_000) -> Any:
             return {str(k) if not isinstance(k, str) else k: walk(v, depth + 1) for k, v in value.items()}
         if isinstance(value, (list, tuple, set, frozenset)):
             return [walk(item, depth + 1) for item in value]
-        if isinstance(value, (Instance, Global)):
+        if isinstance(value, (PickledInstance, PickledGlobal)):
             return value.key
         return type(value).__name__
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isal import isal_zlib
 
 from portable.converters.containers.pickle_reader import (
-    Global,
-    Instance,
-    RefusedError,
+    PickledGlobal,
+    PickledInstance,
+    PickleRefusedError,
     Standin,
-    format_value,
-    unpickle,
+    format_untrusted_value,
+    unpickle_without_code,
 )
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_NAME
@@ -31,7 +31,7 @@ from portable.converters.tensors.tensor import View, is_shape
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.byte_sources import FileSpan, SourceFile
+    from portable.converters.storage.byte_sources import CheckpointFile, FileSpan
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
@@ -44,11 +44,11 @@ _UNNAMED = "archive"
 
 
 @dataclass(frozen=True)
-class Member:
+class ZipMember:
     """One member, from the central directory; offsets count from the start of the zip."""
 
     name: str
-    header: int
+    header_offset: int
     nbytes: int
     crc32: int | None
 
@@ -62,7 +62,7 @@ class _Directory(NamedTuple):
         checksum: CRC32 of the directory.
     """
 
-    members: dict[str, Member]
+    members: dict[str, ZipMember]
     start: int
     checksum: int
 
@@ -86,67 +86,75 @@ class TorchZip:
     """
 
     def __init__(
-        self, file: SourceFile, offset: int = 0, length: int | None = None, description: str = ""
+        self, file: CheckpointFile, offset: int = 0, length: int | None = None, description: str = ""
     ) -> None:
         self.lock = threading.Lock()
         self.file = file
         self.offset = offset
         self.length = file.nbytes - offset if length is None else length
-        self.where = f"{file.path}: {description}" if description else str(file.path)
+        self.location = f"{file.path}: {description}" if description else str(file.path)
         if offset < 0 or self.length < 0 or offset + self.length > file.nbytes:
-            raise CheckpointError(f"{self.where}: would end at byte {offset + self.length} of {file.nbytes}")
+            raise CheckpointError(
+                f"{self.location}: would end at byte {offset + self.length} of {file.nbytes}"
+            )
         # One read fetches the end records and, for small zips, the whole directory.
-        self._tail_at = max(0, self.length - 4096)
-        self._tail = file.read(offset + self._tail_at, self.length - self._tail_at)
+        self._tail_offset = max(0, self.length - 4096)
+        self._tail = file.read_bytes(offset + self._tail_offset, self.length - self._tail_offset)
         self.members, self._directory_start, self.checksum = self._read_directory()
         roots = {name.split("/", 1)[0] for name in self.members}
         if len(roots) != 1:
-            raise CheckpointError(f"{self.where}: a zip, but not written by torch.save")
+            raise CheckpointError(f"{self.location}: a zip, but not written by torch.save")
         self.archive = roots.pop()
         if f"{self.archive}/data.pkl" not in self.members:
-            raise CheckpointError(f"{self.where}: a zip without data.pkl, not written by torch.save")
-        if f"{self.archive}/byteorder" in self.members and self.read("byteorder") != b"little":
-            raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
+            raise CheckpointError(f"{self.location}: a zip without data.pkl, not written by torch.save")
+        if f"{self.archive}/byteorder" in self.members and self.read_member("byteorder") != b"little":
+            raise CheckpointError(f"{self.location}: written on a big-endian machine, which is not supported")
 
-    def refuse_renamed(self) -> None:
+    def check_not_renamed(self) -> None:
         """CheckpointError if the file was saved under another name than it has now."""
         if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
             raise self._build_error(
-                f"was saved as {format_value(self.archive)}, so it is the file of another rank or parameter"
+                f"was saved as {format_untrusted_value(self.archive)}, so it is the file of another rank or "
+                "parameter"
             )
 
-    def _build_error(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {why}")
+    def _build_error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.location}: {reason}")
 
     def _read_bytes(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.length:
             raise self._build_error("truncated or damaged zip")
-        if start >= self._tail_at:
-            return self._tail[start - self._tail_at : start - self._tail_at + count]
-        return self.file.read(self.offset + start, count)
+        if start >= self._tail_offset:
+            return self._tail[start - self._tail_offset : start - self._tail_offset + count]
+        return self.file.read_bytes(self.offset + start, count)
 
     def _read_directory(self) -> _Directory:
-        end_at = self.length - _END.size
-        if end_at < 0 or self._read_bytes(end_at, 4) != b"PK\5\6":
+        end_offset = self.length - _END.size
+        if end_offset < 0 or self._read_bytes(end_offset, 4) != b"PK\5\6":
             raise self._build_not_a_zip_error()
-        _, disk, start_disk, here, count, size, start, comment = _END.unpack(
-            self._read_bytes(end_at, _END.size)
+        _, disk, start_disk, num_on_disk, count, size, start, comment = _END.unpack(
+            self._read_bytes(end_offset, _END.size)
         )
-        stop = end_at
-        locator_at = end_at - _LOCATOR64.size
-        if locator_at >= 0 and self._read_bytes(locator_at, 4) == b"PK\6\7":
-            _, _, stop, _ = _LOCATOR64.unpack(self._read_bytes(locator_at, _LOCATOR64.size))
+        stop = end_offset
+        locator_offset = end_offset - _LOCATOR64.size
+        if locator_offset >= 0 and self._read_bytes(locator_offset, 4) == b"PK\6\7":
+            _, _, stop, _ = _LOCATOR64.unpack(self._read_bytes(locator_offset, _LOCATOR64.size))
             record = self._read_bytes(stop, _END64.size)
             magic, record_size, _, _, _, _, here64, count64, size64, start64 = _END64.unpack(record)
-            narrow = ((here, here64, 16), (count, count64, 16), (size, size64, 32), (start, start64, 32))
+            narrow = (
+                (num_on_disk, here64, 16),
+                (count, count64, 16),
+                (size, size64, 32),
+                (start, start64, 32),
+            )
             agree = all(short in (long, (1 << bits) - 1) for short, long, bits in narrow)
-            if magic != b"PK\6\6" or stop + 12 + record_size != locator_at or not agree:
+            if magic != b"PK\6\6" or stop + 12 + record_size != locator_offset or not agree:
                 raise self._build_error("damaged zip: its end records disagree")
-            here, count, size, start = here64, count64, size64, start64
+            num_on_disk, count, size, start = here64, count64, size64, start64
         if (
             disk
             or start_disk
-            or here != count
+            or num_on_disk != count
             or comment
             or start + size != stop
             or count * _CENTRAL.size > size
@@ -181,7 +189,8 @@ class TorchZip:
         # torch.serialization.set_crc32_options(False) stores 0 for every record: no checksum to check.
         recorded = any(crc for _, _, _, crc in records)
         members = {
-            name: Member(name, position, n, crc if recorded else None) for name, position, n, crc in records
+            name: ZipMember(name, position, n, crc if recorded else None)
+            for name, position, n, crc in records
         }
         if len(members) != len(records):
             raise self._build_error("the zip holds two records with one name")
@@ -202,21 +211,21 @@ class TorchZip:
         return _MemberSizes(packed_bytes=values[1], nbytes=values[0], header=values[2])
 
     def _build_not_a_zip_error(self) -> CheckpointError:
-        start = self.file.read(self.offset, min(16, self.length))
+        start = self.file.read_bytes(self.offset, min(16, self.length))
         if start.startswith(b"PK\3\4"):
             return self._build_error("truncated: the end of the zip is missing")
         if start.startswith(b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20"):
             return self._build_error("written by torch before 1.6; load it with torch and save it again")
         return self._build_error("not written by torch.save")
 
-    def get_span(self, name: str) -> FileSpan:
+    def get_member_span(self, name: str) -> FileSpan:
         """The bytes of the member `<archive>/<name>`, with its CRC32."""
         member = self.members.get(f"{self.archive}/{name}")
         if member is None:
             raise self._build_error(f"the record {name!r} is missing")
-        raw = self._read_bytes(member.header, _LOCAL.size)
+        raw = self._read_bytes(member.header_offset, _LOCAL.size)
         magic, _, flags, method, _, _, _, _, _, n, extra = _LOCAL.unpack(raw)
-        start = member.header + _LOCAL.size
+        start = member.header_offset + _LOCAL.size
         if (
             magic != b"PK\3\4"
             or method
@@ -227,57 +236,62 @@ class TorchZip:
         start += n + extra
         if start + member.nbytes > self._directory_start:
             raise self._build_error(f"damaged zip: the record {name!r} runs into the directory")
-        return self.file.span(
-            self.offset + start, member.nbytes, crc32=member.crc32, what=f"{self.archive}/{name}"
+        return self.file.get_span(
+            self.offset + start, member.nbytes, crc32=member.crc32, description=f"{self.archive}/{name}"
         )
 
-    def read(self, name: str) -> bytes:
+    def read_member(self, name: str) -> bytes:
         """The whole member, with its CRC32 checked."""
-        span = self.get_span(name)
+        span = self.get_member_span(name)
         data = bytearray(span.nbytes)
         span.read_into(memoryview(data), 0, set())
-        span.verify()
+        span.verify_crc()
         return bytes(data)
 
-    def load(
-        self, standins: Mapping[str, Standin | None] | None = None, prefixes: tuple[str, ...] = ()
+    def load_object(
+        self, standins: Mapping[str, Standin | None] | None = None, allowed_prefixes: tuple[str, ...] = ()
     ) -> Any:
         """The pickled object: plain containers, with `StoredTensor` for tensors. No code in it is run.
 
         Args:
             standins: additions to the allow-list, beside what torch itself writes (`TORCH_STANDINS`).
-            prefixes: modules whose classes are allowed as inert `Instance`s.
+            allowed_prefixes: modules whose classes are allowed as inert `PickledInstance`s.
         """
         table = {**TORCH_STANDINS, **standins} if standins else TORCH_STANDINS
-        location = f"{self.where}: data.pkl"
-        return unpickle(
-            self.read("data.pkl"),
+        location = f"{self.location}: data.pkl"
+        return unpickle_without_code(
+            self.read_member("data.pkl"),
             location=location,
             standins=table,
-            prefixes=prefixes,
-            persistent=self._load_storage,
+            allowed_prefixes=allowed_prefixes,
+            resolve_persistent_id=self._resolve_storage,
         )
 
-    def _load_storage(self, pid: Any) -> Storage:
-        if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage" and type(pid[1]) is Global):
-            raise CheckpointError(f"{self.where}: data.pkl refers to something that is not a storage")
-        _, kind, key, _, numel = pid
+    def _resolve_storage(self, persistent_id: Any) -> ZipStorage:
+        if not (
+            type(persistent_id) is tuple
+            and len(persistent_id) == 5
+            and persistent_id[0] == "storage"
+            and type(persistent_id[1]) is PickledGlobal
+        ):
+            raise CheckpointError(f"{self.location}: data.pkl refers to something that is not a storage")
+        _, kind, key, _, numel = persistent_id
         if type(key) is not str or len(key) > MAX_NAME:
-            raise CheckpointError(f"{self.where}: data.pkl refers to a storage without a name")
+            raise CheckpointError(f"{self.location}: data.pkl refers to a storage without a name")
         name = kind.key.rpartition(".")[2]
         dtype = FROM_STORAGE.get(name)
         if dtype is None and name != "UntypedStorage":
-            raise CheckpointError(f"{self.where}: tensors of {name} are not supported")
+            raise CheckpointError(f"{self.location}: tensors of {name} are not supported")
         member = self.members.get(f"{self.archive}/data/{key}")
         nbytes = numel * (get_itemsize(dtype) if dtype else 1) if type(numel) is int else -1
         if member is None or nbytes != member.nbytes:
             raise CheckpointError(
-                f"{self.where}: the storage {format_value(key)} is missing or of another size"
+                f"{self.location}: the storage {format_untrusted_value(key)} is missing or of another size"
             )
-        return Storage(self, key, dtype, nbytes)
+        return ZipStorage(self, key, dtype, nbytes)
 
 
-class Storage:
+class ZipStorage:
     """A storage referenced by data.pkl; several tensors may be views of it."""
 
     __slots__ = ("_span", "dtype", "key", "nbytes", "zip")
@@ -294,7 +308,7 @@ class Storage:
         # One span for all its tensors and threads: it records which bytes have been read.
         with self.zip.lock:
             if self._span is None:
-                self._span = self.zip.get_span(f"data/{self.key}")
+                self._span = self.zip.get_member_span(f"data/{self.key}")
             return self._span
 
 
@@ -304,7 +318,7 @@ class StoredTensor:
     __slots__ = ("dtype", "offset", "shape", "storage", "strides")
 
     def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> None:
-        if not isinstance(storage, Storage) or type(size) is not tuple or type(stride) is not tuple:
+        if not isinstance(storage, ZipStorage) or type(size) is not tuple or type(stride) is not tuple:
             raise TypeError("not a tensor")
         dtype = dtype or storage.dtype
         if dtype is None or len(size) != len(stride) or not all(map(is_shape, (size, stride, (offset,)))):
@@ -353,23 +367,27 @@ def _rebuild_tensor_v3(
     bits: Any = None,
 ) -> Any:
     _check_math_bits(bits)
-    kind = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else format_value(dtype)
+    kind = (
+        dtype.key.removeprefix("torch.")
+        if isinstance(dtype, PickledGlobal)
+        else format_untrusted_value(dtype)
+    )
     name = FROM_TORCH.get(kind)
     if name is None:
-        raise RefusedError(f"holds a tensor of the element type {kind}, which is not supported")
+        raise PickleRefusedError(f"holds a tensor of the element type {kind}, which is not supported")
     return StoredTensor(storage, offset, size, stride, name)
 
 
 def _check_math_bits(bits: Any) -> None:
     """Refuse a lazily conjugated or negated tensor, whose stored data is not its value."""
     if bits and (not isinstance(bits, dict) or any(bits.values())):
-        raise RefusedError(
+        raise PickleRefusedError(
             "holds a lazily conjugated or negated tensor; save it after resolve_conj() and resolve_neg()"
         )
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
-    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
         raise ValueError("a device tensor of another type than its copy")
     return data
@@ -380,7 +398,7 @@ def _return_first(value: Any, *rest: Any) -> Any:
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(function, Global) or function.key not in _REBUILD:
+    if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
         raise TypeError("not a tensor")
     return function(*args)
 
@@ -413,9 +431,9 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
     return list(items) if isinstance(items, (list, tuple, set)) else []
 
 
-def _rebuild_instance(*args: Any) -> Instance:
-    kind = args[0] if args and isinstance(args[0], Global) else None
-    return Instance(kind.key if kind else "object", args)
+def _rebuild_instance(*args: Any) -> PickledInstance:
+    kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
+    return PickledInstance(kind.key if kind else "object", args)
 
 
 MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")

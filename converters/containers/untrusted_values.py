@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.containers.pickle_reader import Instance
+from portable.converters.containers.pickle_reader import PickledInstance
 from portable.converters.errors import CheckpointError
 from portable.converters.tensors.tensor import is_shape
 
@@ -56,27 +56,27 @@ def require_shape(value: Any, name: str, location: str = "") -> Shape:
 
 def require_attributes(value: Any, class_name: str, location: str = "") -> dict[str, Any]:
     """Return the attributes of an unpickled instance of the class `class_name`; see `require_mapping`."""
-    if isinstance(value, Instance) and value.key.rpartition(".")[2] == class_name:
+    if isinstance(value, PickledInstance) and value.key.rpartition(".")[2] == class_name:
         return require_mapping(value.state, f"the state of a {class_name}", location)
     raise _build_error("a record", f"a {class_name}", location)
 
 
-def get_mapping(value: Any) -> dict[Any, Any]:
+def get_mapping_or_empty(value: Any) -> dict[Any, Any]:
     """Return `value` if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
-def get_list(value: Any) -> list[Any]:
+def get_list_or_empty(value: Any) -> list[Any]:
     """Return `value` if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
-def get_attributes(value: Any) -> dict[Any, Any]:
+def get_attributes_or_empty(value: Any) -> dict[Any, Any]:
     """Return the attributes of an unpickled instance, else an empty dict."""
-    state = value.state if isinstance(value, Instance) else None
+    state = value.state if isinstance(value, PickledInstance) else None
     if type(state) is tuple and len(state) == 2:  # of a class with slots
         state = state[1]
-    return get_mapping(state)
+    return get_mapping_or_empty(state)
 
 
 def _build_error(name: str, kind: str, location: str) -> CheckpointError:

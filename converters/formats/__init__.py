@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _MODULES = (
     "portable.converters.formats.dcp.reader",
@@ -42,18 +42,18 @@ class CheckpointPath:
         path: the folder or file.
         tag: the step folder to open, where the format has several under `path` (DeepSpeed's
             `latest`); None for the newest.
-        order: the names of the model's parameters in module order, where the caller knows them.
-        config: the model's config.json, where the caller names it; else formats look beside the files.
+        parameter_order: the names of the model's parameters in module order, where the caller knows them.
+        config_file: the model's config.json, where the caller names it; else formats look beside the files.
         rank: Rank and world size of a process that reads its own slices, if each rank of a job opens the
             checkpoint. Formats may then read the metadata of other ranks only when it is needed.
         build_once: Function that writes a file in one process of each node, if the processes of a node share
             what one of them has parsed.
     """
 
-    path: Place
+    path: AnyPath
     tag: str | None = None
-    order: tuple[str, ...] = ()
-    config: Place | None = None
+    parameter_order: tuple[str, ...] = ()
+    config_file: AnyPath | None = None
     rank: tuple[int, int] | None = None
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None
 
@@ -64,18 +64,19 @@ class Format:
 
     Attributes:
         name: the value of `Checkpoint.format`.
-        find: what `open` needs (the folder or the file), None where the path is not of this format or not
+        find_files: what `open` needs (the folder or the file), None where the path is not of this format or
+        not
             complete; looks at file names and reads almost nothing.
-        open: the logical checkpoint of what `find` found; CheckpointError for anything damaged.
-        incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
-        tags: whether `open` handles `CheckpointPath.tag` itself.
+        open: the logical checkpoint of what `find_files` found; CheckpointError for anything damaged.
+        explain_incomplete: why a path that looks like this format cannot be opened, for the error message;
+        else None. selects_tag: whether `open` handles `CheckpointPath.tag` itself.
     """
 
     name: str
-    find: Callable[[CheckpointPath], Any]
+    find_files: Callable[[CheckpointPath], Any]
     open: Callable[[CheckpointPath, Any], Checkpoint]
-    incomplete: Callable[[CheckpointPath], str | None] = lambda source: None
-    tags: bool = False
+    explain_incomplete: Callable[[CheckpointPath], str | None] = lambda source: None
+    selects_tag: bool = False
 
 
 def iter_formats() -> Iterator[Format]:
@@ -84,17 +85,17 @@ def iter_formats() -> Iterator[Format]:
     return (getattr(import_module(module), name or "FORMAT") for module, _, name in entries)
 
 
-class Detected(NamedTuple):
-    """A path whose format is known; `found` is what its `find` returned."""
+class DetectedFormat(NamedTuple):
+    """A path whose format is known; `files` is what its `find_files` returned."""
 
     format: Format
     source: CheckpointPath
-    found: Any
+    files: Any
 
 
-def detect(source: CheckpointPath) -> Detected | None:
+def detect_format(source: CheckpointPath) -> DetectedFormat | None:
     """The path with the first format that recognizes it, or None."""
     for format in iter_formats():
-        if (match := format.find(source)) is not None:
-            return Detected(format, source, match)
+        if (found_files := format.find_files(source)) is not None:
+            return DetectedFormat(format, source, found_files)
     return None

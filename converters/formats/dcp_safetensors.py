@@ -15,78 +15,106 @@ from typing import TYPE_CHECKING
 
 from portable.converters.checkpoint import Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from portable.converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
-from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.containers.shard_index import (
+    DCP_INFO_KEY,
+    DCP_OFFSETS_KEY,
+    INDEX_FILE_NAME,
+    read_indexed_shards,
+)
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
-from portable.converters.formats.safetensors import read_file
-from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes, strip_wrappers
-from portable.converters.storage.byte_sources import Memory, read_json
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import map_ahead, names_in
+from portable.converters.formats.safetensors import read_safetensors_file
+from portable.converters.names.canonical import (
+    classify_state_dict_keys,
+    infer_key_paths,
+    remove_wrapper_parts,
+    strip_common_prefixes,
+)
+from portable.converters.storage.byte_sources import InMemorySource, parse_json
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_entry_names, map_with_prefetch
 from portable.converters.storage.path_or_url import make_absolute
-from portable.converters.storage.safe_open import child
+from portable.converters.storage.safe_open import get_child_inside
 from portable.converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
-    from portable.converters.storage.byte_sources import SourceFile
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.byte_sources import CheckpointFile
+    from portable.converters.storage.path_or_url import AnyPath
 
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _FOLDER = "sharded"
-_NOTHING = View(Memory(b""), 0, ())
+_EMPTY_VIEW = View(InMemorySource(b""), 0, ())
 
 
-def _list_shards(path: Place) -> list[str]:
-    return [name for name in names_in(path) if _SHARD.fullmatch(name)]
+def _list_shard_names(path: AnyPath) -> list[str]:
+    return [name for name in list_entry_names(path) if _SHARD.fullmatch(name)]
 
 
-def _find_folder(path: Place) -> Place | None:
+def _find_shard_folder(path: AnyPath) -> AnyPath | None:
     """The folder of the shards for a path: of one of them, of all, or above it."""
     if path.is_file():
         return path.parent if _SHARD.fullmatch(path.name) else None
-    if _list_shards(path):
+    if _list_shard_names(path):
         return path
-    return child(path, _FOLDER) if _FOLDER in names_in(path) and _list_shards(path / _FOLDER) else None
+    return (
+        get_child_inside(path, _FOLDER)
+        if _FOLDER in list_entry_names(path) and _list_shard_names(path / _FOLDER)
+        else None
+    )
 
 
-def _open(source: CheckpointPath, path: Place) -> Checkpoint:
-    folder, location = Folder(path), str(path)
-    names = _list_shards(path)
-    _check_complete(names, path)
+def _open_sharded_safetensors(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    folder, location = CheckpointFolder(path), str(path)
+    names = _list_shard_names(path)
+    _check_shard_numbers(names, path)
     boxes: dict[str, list[Box]] = {}
-    kinds: dict[str, tuple[str, list[int]]] = {}
-    files = [folder.file(name) for name in names]
-    for file, (part_tensors, header) in zip(files, map_ahead(path, read_file, files), strict=True):
-        offsets = _read_offsets(header.get(INFO), file)
+    dtypes_and_shapes: dict[str, tuple[str, list[int]]] = {}
+    files = [folder.get_file(name) for name in names]
+    for file, (part_tensors, header) in zip(
+        files, map_with_prefetch(path, read_safetensors_file, files), strict=True
+    ):
+        offsets = _parse_shard_offsets(header.get(DCP_INFO_KEY), file)
         for key, part in part_tensors.items():
-            low = offsets.get(key)
-            if low is None or len(low) != len(part.shape):
-                raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
-            dtype, size = kinds.setdefault(key, (part.dtype, [0] * len(low)))
-            if part.dtype != dtype or len(size) != len(low):
+            part_offsets = offsets.get(key)
+            if part_offsets is None or len(part_offsets) != len(part.shape):
+                raise CheckpointError(
+                    f"{file.path}: damaged, {DCP_INFO_KEY} does not say where {key!r} begins"
+                )
+            dtype, size = dtypes_and_shapes.setdefault(key, (part.dtype, [0] * len(part_offsets)))
+            if part.dtype != dtype or len(size) != len(part_offsets):
                 raise CheckpointError(f"{file.path}: {key!r} has another type or shape than in other shards")
-            size[:] = [max(n, start + count) for n, start, count in zip(size, low, part.shape, strict=True)]
-            (whole,) = part.boxes or (None,)
-            boxes.setdefault(key, []).append(Box(low, part.shape, whole.view if whole else _NOTHING))
-    with prefix_errors(path):
-        stored = {key: Tensor(key, *kinds[key], part_tensors) for key, part_tensors in boxes.items()}
-    _check_consolidated(path, stored)
-    roles = assign_roles(split_flat_keys(stored, location=location), frozenset(stored), location=location)
+            size[:] = [
+                max(n, start + count) for n, start, count in zip(size, part_offsets, part.shape, strict=True)
+            ]
+            (part_box,) = part.boxes or (None,)
+            boxes.setdefault(key, []).append(
+                Box(part_offsets, part.shape, part_box.view if part_box else _EMPTY_VIEW)
+            )
+    with prefix_checkpoint_errors(path):
+        stored = {
+            key: Tensor(key, *dtypes_and_shapes[key], part_tensors) for key, part_tensors in boxes.items()
+        }
+    _check_consolidated_shapes(path, stored)
+    roles = classify_state_dict_keys(
+        infer_key_paths(stored, location=location), frozenset(stored), location=location
+    )
     state = {
-        strip_wrappers(name): {state_name: stored[key] for state_name, key in keys.items()}
-        for name, keys in roles.state.items()
+        remove_wrapper_parts(name): {state_name: stored[key] for state_name, key in keys.items()}
+        for name, keys in roles.optimizer_state.items()
     }
     return Checkpoint(
         format="dcp-safetensors",
         root=source.path,
-        tensors=strip_prefixes({name: stored[key] for name, key in roles.model.items()}, location=location),
+        tensors=strip_common_prefixes(
+            {name: stored[key] for name, key in roles.model.items()}, location=location
+        ),
         optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
         metadata=read_trainer_metadata(path),
         companions=find_companions(source.path),
     )
 
 
-def _check_complete(names: list[str], path: Place) -> None:
+def _check_shard_numbers(names: list[str], path: AnyPath) -> None:
     """Refuse a gap in the numbers of the shards: a tensor that is not cut lies in one of them only."""
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     counts = {int(match[3]) for match in matches}
@@ -97,45 +125,49 @@ def _check_complete(names: list[str], path: Place) -> None:
     # A rank has a part of nearly every tensor, and one would end where its last part is missing.
     numbers = {(int(match[1]), int(match[2])) for match in matches}
     shards, models = max(shard for shard, _ in numbers), max(counts)
-    wanted = ((shard, model) for shard in range(1, shards + 1) for model in range(1, models + 1))
-    lost = next((pair for pair in wanted if pair not in numbers), None)
-    if lost is not None:
-        raise CheckpointError(f"{path}: the file of shard {lost[0]:05d}, model {lost[1]:05d} is missing")
+    expected_pairs = ((shard, model) for shard in range(1, shards + 1) for model in range(1, models + 1))
+    missing_pair = next((pair for pair in expected_pairs if pair not in numbers), None)
+    if missing_pair is not None:
+        raise CheckpointError(
+            f"{path}: the file of shard {missing_pair[0]:05d}, model {missing_pair[1]:05d} is missing"
+        )
     if len(numbers) != shards * models:
         raise CheckpointError(f"{path}: holds files with other numbers than 1 to {shards} of {models}")
 
 
-def _read_offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
+def _parse_shard_offsets(text: str | None, file: CheckpointFile) -> dict[str, tuple[int, ...]]:
     """Tensor -> where the part in this file begins."""
-    table = read_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
+    table = parse_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{file.path}: holds no {INFO}, so it is no shard of DCP's")
+        raise CheckpointError(f"{file.path}: holds no {DCP_INFO_KEY}, so it is no shard of DCP's")
     offsets: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
-        low = entry.get(OFFSETS) if isinstance(entry, dict) else None
+        low = entry.get(DCP_OFFSETS_KEY) if isinstance(entry, dict) else None
         if not is_shape(low):
-            raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
+            raise CheckpointError(f"{file.path}: damaged, {DCP_INFO_KEY} does not say where {key!r} begins")
         offsets[key] = tuple(low)
     return offsets
 
 
-def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
+def _check_consolidated_shapes(path: AnyPath, stored: dict[str, Tensor]) -> None:
     """Compare the shapes with those of the consolidated files above, where there are any."""
     above = make_absolute(path).parent
-    if path.name != _FOLDER or not (above / INDEX).is_file():
+    if path.name != _FOLDER or not (above / INDEX_FILE_NAME).is_file():
         return
-    index = read_index(Folder(above), INDEX, lambda file: read_file(file)[0])
+    index = read_indexed_shards(
+        CheckpointFolder(above), INDEX_FILE_NAME, lambda file: read_safetensors_file(file)[0]
+    )
     for name, tensor in index.items():
         stored_tensor = stored.get(name)
         if stored_tensor is None or stored_tensor.shape != tensor.shape:
-            lost = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
+            problem = "is missing" if stored_tensor is None else f"is {list(stored_tensor.shape)}"
             raise CheckpointError(
-                f"{path}: {name!r} {lost}, and {list(tensor.shape)} in the files above: a shard is missing"
+                f"{path}: {name!r} {problem}, and {list(tensor.shape)} in the files above: a shard is missing"
             )
 
 
 FORMAT = Format(
     "dcp-safetensors",
-    lambda source: _find_folder(source.path),
-    _open,
+    lambda source: _find_shard_folder(source.path),
+    _open_sharded_safetensors,
 )

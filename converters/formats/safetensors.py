@@ -13,37 +13,44 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from portable.converters.config_and_tokenizer_files import (
-    check_one_model,
+    check_single_model,
     find_companions,
     read_trainer_metadata,
 )
-from portable.converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
-from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.containers.shard_index import (
+    ADAPTER_FILE_NAME,
+    INDEX_FILE_NAME,
+    OPTIMIZER_FILE_NAME,
+    OPTIMIZER_GROUPS_FILE_NAME,
+    SINGLE_FILE_NAME,
+    read_indexed_shards,
+)
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
-from portable.converters.formats.torch_save.reader import drop_aliases, open_optimizer_file
+from portable.converters.formats.torch_save.reader import deduplicate_tied_names, open_optimizer_file
 from portable.converters.limits import MAX_HEADER
-from portable.converters.names.canonical import split_state_key, strip_prefixes
-from portable.converters.names.module_order import sort_by_module
-from portable.converters.storage.byte_sources import read_json, read_table
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import files_in, names_in
-from portable.converters.tensors.dtypes import SUPPORTED, get_itemsize
+from portable.converters.names.canonical import split_state_key, strip_common_prefixes
+from portable.converters.names.module_order import sort_in_module_order
+from portable.converters.storage.byte_sources import parse_json, read_json_object
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_entry_names, list_file_names
+from portable.converters.tensors.dtypes import SUPPORTED_DTYPES, get_itemsize
 from portable.converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
-    from portable.converters.storage.byte_sources import SourceFile
+    from portable.converters.storage.byte_sources import CheckpointFile
 
 
-def _find(source: CheckpointPath) -> str | None:
+def _find_model_file(source: CheckpointPath) -> str | None:
     """The index, `model.safetensors`, or the only .safetensors file."""
     path = source.path
     if path.is_file():
         is_named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return path.name if is_named else None
-    for name in (INDEX, SINGLE):
+    for name in (INDEX_FILE_NAME, SINGLE_FILE_NAME):
         if (path / name).is_file():
             return name
-    entries = files_in(path)
+    entries = list_file_names(path)
     for suffix in (".safetensors.index.json", ".safetensors"):
         candidates = [
             name for name in entries if name.endswith(suffix) and not name.startswith((".", "optimizer."))
@@ -54,66 +61,71 @@ def _find(source: CheckpointPath) -> str | None:
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
-    if source.path.is_dir() and sum(name.endswith(".safetensors") for name in names_in(source.path)) > 1:
-        return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
+    if (
+        source.path.is_dir()
+        and sum(name.endswith(".safetensors") for name in list_entry_names(source.path)) > 1
+    ):
+        return (
+            f"{source.path}: several .safetensors files and no {INDEX_FILE_NAME}; give one of them, or add it"
+        )
     return None
 
 
-def _open(source: CheckpointPath, name: str) -> Checkpoint:
+def _open_safetensors_checkpoint(source: CheckpointPath, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
-    folder = Folder(root)
+    folder = CheckpointFolder(root)
     if source.path.is_dir():
-        check_one_model(root, name)
-    extra: dict[str, str] = {}
+        check_single_model(root, name)
+    header_metadata: dict[str, str] = {}
     headers: dict[str, dict[str, str]] = {}
     if name.endswith(".index.json"):
 
-        def read_shard(file: SourceFile) -> dict[str, Tensor]:
-            tensors, metadata = read_file(file)
+        def read_shard(file: CheckpointFile) -> dict[str, Tensor]:
+            tensors, metadata = read_safetensors_file(file)
             headers[file.name] = metadata
             return tensors
 
-        tensors = read_index(folder, name, read_shard)
+        tensors = read_indexed_shards(folder, name, read_shard)
         for shard_name in sorted(headers):
-            extra |= headers[shard_name]
+            header_metadata |= headers[shard_name]
     else:
-        tensors, extra = read_file(folder.file(name))
-    plain = strip_prefixes(tensors, location=str(source.path))
+        tensors, header_metadata = read_safetensors_file(folder.get_file(name))
+    plain = strip_common_prefixes(tensors, location=str(source.path))
     companions = find_companions(source.path)
 
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
-        if name not in (SINGLE, INDEX, ADAPTER):
+        if name not in (SINGLE_FILE_NAME, INDEX_FILE_NAME, ADAPTER_FILE_NAME):
             return None
-        if (folder.path / OPTIMIZER).is_file():
-            return _read_optimizer(folder, plain)
+        if (folder.path / OPTIMIZER_FILE_NAME).is_file():
+            return _read_safetensors_optimizer(folder, plain)
         # The Trainer's and Accelerate's plain checkpoints.
-        ordered_names = [name for name in source.order if name in plain]
-        order = ordered_names or sort_by_module(plain, companions.get("config.json"))
-        return open_optimizer_file(folder, plain, lambda: order and drop_aliases(order, aliases))
+        ordered_names = [name for name in source.parameter_order if name in plain]
+        order = ordered_names or sort_in_module_order(plain, companions.get("config.json"))
+        return open_optimizer_file(folder, plain, lambda: order and deduplicate_tied_names(order, aliases))
 
     return Checkpoint(
         format="safetensors",
         root=source.path,
         tensors=plain,
         optimizer=open_optimizer,
-        metadata={**({"header": extra} if extra else {}), **read_trainer_metadata(root)},
+        metadata={**({"header": header_metadata} if header_metadata else {}), **read_trainer_metadata(root)},
         companions=companions,
     )
 
 
-def _read_optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
+def _read_safetensors_optimizer(folder: CheckpointFolder, tensors: dict[str, Tensor]) -> OptimizerState:
     """The optimizer state that `portable-convert --optimizer` writes beside the model."""
-    stored, _ = read_file(folder.file(OPTIMIZER))
+    stored, _ = read_safetensors_file(folder.get_file(OPTIMIZER_FILE_NAME))
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for key, tensor in stored.items():
         parameter, state_name = split_state_key(key, tensors)
         if parameter not in tensors:
             raise CheckpointError(
-                f"{folder.path / OPTIMIZER}: {key!r} does not belong to a tensor of the model"
+                f"{folder.path / OPTIMIZER_FILE_NAME}: {key!r} does not belong to a tensor of the model"
             )
         state.setdefault(parameter, {})[state_name] = tensor
-    file = folder.file(GROUPS)
-    groups = read_table(file).get("param_groups")
+    file = folder.get_file(OPTIMIZER_GROUPS_FILE_NAME)
+    groups = read_json_object(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
     parameter_names = [group.get("params", []) for group in groups]
@@ -121,7 +133,9 @@ def _read_optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerStat
         raise CheckpointError(f"{file.path}: its param_groups do not list their parameters")
     grouped = {name for names in parameter_names for name in names if isinstance(name, str)}
     if not state.keys() <= grouped:
-        raise CheckpointError(f"{file.path}: does not name every parameter with state in {OPTIMIZER}")
+        raise CheckpointError(
+            f"{file.path}: does not name every parameter with state in {OPTIMIZER_FILE_NAME}"
+        )
     return OptimizerState(state, groups)
 
 
@@ -137,7 +151,7 @@ class SafetensorsContent(NamedTuple):
     metadata: dict[str, str]
 
 
-def read_file(file: SourceFile) -> SafetensorsContent:
+def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
     """Read the header of one file.
 
     Raises:
@@ -145,38 +159,38 @@ def read_file(file: SourceFile) -> SafetensorsContent:
     """
     if file.nbytes < 8:
         raise CheckpointError(f"{file.path}: truncated, not a safetensors file")
-    length = int.from_bytes(file.read(0, 8), "little")
+    length = int.from_bytes(file.read_bytes(0, 8), "little")
     if length > MAX_HEADER or 8 + length > file.nbytes:
         raise CheckpointError(
             f"{file.path}: truncated or not a safetensors file (a header of {length} bytes)"
         )
-    header = read_json(file.path, file.read(8, length))
+    header = parse_json(file.path, file.read_bytes(8, length))
     if not isinstance(header, dict):
         raise CheckpointError(f"{file.path}: the header is not a table of tensors")
-    extra = header.pop("__metadata__", {})
-    start = 8 + length
+    metadata = header.pop("__metadata__", {})
+    data_start = 8 + length
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
-    with prefix_errors(file.path):
+    with prefix_checkpoint_errors(file.path):
         for name, entry in header.items():
-            dtype, shape, low, high = _read_entry(name, entry)
-            if high - low != prod(shape) * get_itemsize(dtype):
-                raise CheckpointError(f"{name!r} has {high - low} bytes for {dtype} {shape}")
-            if start + high > file.nbytes:
-                location = f"byte {start + high} of {file.nbytes}"
+            dtype, shape, start, end = _parse_header_entry(name, entry)
+            if end - start != prod(shape) * get_itemsize(dtype):
+                raise CheckpointError(f"{name!r} has {end - start} bytes for {dtype} {shape}")
+            if data_start + end > file.nbytes:
+                location = f"byte {data_start + end} of {file.nbytes}"
                 raise CheckpointError(f"truncated or damaged, {name!r} would end at {location}")
-            span = file.span(start + low, high - low, what=repr(name))
+            span = file.get_span(data_start + start, end - start, description=repr(name))
             tensors[name] = Tensor.from_source(name, dtype, shape, span)
-            spans.append((low, high, name))
+            spans.append((start, end, name))
     spans.sort()
-    bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
-    for (_, stop, left), (low, _, right) in pairwise(bounds):
-        if stop != low:
-            description = f"after {left!r}" if left else f"before {right!r}"
-            why = "unused bytes" if stop < low else "overlapping tensors"
+    bounds = [(0, 0, ""), *spans, (file.nbytes - data_start, file.nbytes - data_start, "")]
+    for (_, stop, previous_name), (start, _, next_name) in pairwise(bounds):
+        if stop != start:
+            description = f"after {previous_name!r}" if previous_name else f"before {next_name!r}"
+            why = "unused bytes" if stop < start else "overlapping tensors"
             raise CheckpointError(f"{file.path}: {why} {description}; truncated or damaged")
-    plain = isinstance(extra, dict) and all(isinstance(value, str) for value in extra.values())
-    return SafetensorsContent(tensors, extra if plain else {})
+    plain = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    return SafetensorsContent(tensors, metadata if plain else {})
 
 
 class _HeaderEntry(NamedTuple):
@@ -186,23 +200,23 @@ class _HeaderEntry(NamedTuple):
     stop: int
 
 
-def _read_entry(name: str, entry: Any) -> _HeaderEntry:
+def _parse_header_entry(name: str, entry: Any) -> _HeaderEntry:
     """Parse one header entry; its positions are bytes after the header."""
     try:
         dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        sound = type(dtype) is str and type(shape) is list and 0 <= low <= high
+        is_valid = type(dtype) is str and type(shape) is list and 0 <= low <= high
     except (TypeError, KeyError, ValueError):
-        sound = False
-    if not sound or not is_shape(shape) or not is_shape((low, high)):
+        is_valid = False
+    if not is_valid or not is_shape(shape) or not is_shape((low, high)):
         raise CheckpointError(f"damaged header entry for {name!r}")
-    if dtype not in SUPPORTED:
+    if dtype not in SUPPORTED_DTYPES:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
     return _HeaderEntry(dtype, list(shape), low, high)
 
 
 FORMAT = Format(
     "safetensors",
-    _find,
-    _open,
+    _find_model_file,
+    _open_safetensors_checkpoint,
     _explain_incomplete,
 )

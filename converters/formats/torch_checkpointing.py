@@ -17,22 +17,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from portable.converters.containers.pickle_reader import format_value, to_json_value, unpickle
-from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.pickle_reader import (
+    format_untrusted_value,
+    to_json_value,
+    unpickle_without_code,
+)
+from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
-from portable.converters.formats.dcp.optimizer import build_optimizer
+from portable.converters.formats.dcp.optimizer import build_optimizer_state
 from portable.converters.formats.fsdp_ranks.flat import RankCopies
 from portable.converters.formats.fsdp_ranks.reader import RankParts
-from portable.converters.formats.fsdp_ranks.sharded import Placed, Sharded, load, locate_part
-from portable.converters.formats.safetensors import read_file
-from portable.converters.formats.torch_save.reader import drop_aliases, find_aliases
+from portable.converters.formats.fsdp_ranks.sharded import (
+    PlacedPart,
+    ShardedRecord,
+    compute_rank_extent,
+    load_rank_file,
+)
+from portable.converters.formats.safetensors import read_safetensors_file
+from portable.converters.formats.torch_save.reader import deduplicate_tied_names, find_tied_aliases
 from portable.converters.limits import MAX_CONTAINER_DEPTH, MAX_COUNT, MAX_HEADER, MAX_KEY_IN_PATH, MAX_VALUES
-from portable.converters.names.canonical import assign_roles, strip_prefixes
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import files_in
-from portable.converters.storage.safe_open import mentions, read_small
+from portable.converters.names.canonical import classify_state_dict_keys, strip_common_prefixes
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_file_names
+from portable.converters.storage.safe_open import header_contains, read_small_file
 from portable.converters.tensors.dtypes import FROM_TORCH
 from portable.converters.tensors.tensor import Tensor, is_shape
 
@@ -40,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from portable.converters.checkpoint import Aliases, OptimizerState, Scalar
-    from portable.converters.names.canonical import Path as KeyPath
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.names.canonical import StateDictPath as KeyPath
+    from portable.converters.storage.path_or_url import AnyPath
 
 _METADATA = "metadata.pkl"
 # The beginning of the table in version 1 and 2, or of an empty table.
@@ -75,7 +84,7 @@ class _GroupLayout(NamedTuple):
     layout: _TensorLayout
 
 
-class _RankFile(NamedTuple):
+class _ItemFile(NamedTuple):
     """File of one item on one rank.
 
     Attributes:
@@ -87,7 +96,7 @@ class _RankFile(NamedTuple):
     serialization: str
 
 
-class _Item(NamedTuple):
+class _SavedItem(NamedTuple):
     """An entry of the state dict that was saved.
 
     Attributes:
@@ -95,7 +104,7 @@ class _Item(NamedTuple):
         layouts: Layouts of each sharded tensor, keyed by path.
     """
 
-    files: dict[int, _RankFile]
+    files: dict[int, _ItemFile]
     layouts: dict[KeyPath, list[_GroupLayout]]
 
 
@@ -108,66 +117,72 @@ class _Metadata(NamedTuple):
     """
 
     world_size: int
-    items: dict[str, _Item]
+    items: dict[str, _SavedItem]
 
 
-def _find(source: CheckpointPath) -> Place | None:
+def _find_checkpoint_folder(source: CheckpointPath) -> AnyPath | None:
     path = source.path if source.path.is_dir() else source.path.parent
-    if _METADATA not in files_in(path) or not any(mentions(path / _METADATA, mark) for mark in _MARKS):
+    if _METADATA not in list_file_names(path) or not any(
+        header_contains(path / _METADATA, mark) for mark in _MARKS
+    ):
         return None
     is_part = source.path.is_dir() or re.fullmatch(rf"{re.escape(_METADATA)}|.+_\d+\.pt", source.path.name)
     return path if is_part else None
 
 
-def _open(source: CheckpointPath, path: Place) -> Checkpoint:
-    folder = Folder(path)
+def _open_torch_checkpointing(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    folder = CheckpointFolder(path)
     world, items = _read_metadata(path)
     leaves: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for name, item in items.items():
-        for below, leaf in _merge_ranks(folder, name, item).items():
+        for below, leaf in _merge_rank_files(folder, name, item).items():
             key = ".".join(map(str, (name, *below)))
             if key in leaves:
-                raise CheckpointError(f"{path}: two values are called {format_value(key)}")
+                raise CheckpointError(f"{path}: two values are called {format_untrusted_value(key)}")
             leaves[key], paths[key] = leaf, (name, *below)
-    roles = assign_roles(
-        paths, frozenset(key for key, leaf in leaves.items() if _is_tensor(leaf)), location=str(path)
+    roles = classify_state_dict_keys(
+        paths, frozenset(key for key, leaf in leaves.items() if _is_merged_tensor(leaf)), location=str(path)
     )
     if not roles.model:
         raise CheckpointError(f"{path / _METADATA}: lists no tensors of a model")
-    with prefix_errors(path):
+    with prefix_checkpoint_errors(path):
         stored = {name: leaves[key].to_tensor() for name, key in roles.model.items()}
-    tensors: dict[str, Tensor] = strip_prefixes(stored, location=str(path))
-    keys = dict(zip(tensors, roles.model.values(), strict=True))
-    views = {name: view for name, key in keys.items() if (view := _get_view(leaves[key])) is not None}
+    tensors: dict[str, Tensor] = strip_common_prefixes(stored, location=str(path))
+    keys_by_name = dict(zip(tensors, roles.model.values(), strict=True))
+    first_parts = {
+        name: view for name, key in keys_by_name.items() if (view := _get_first_part(leaves[key])) is not None
+    }
 
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
         if len(roles.optimizers) > 1:
-            names = ", ".join(format_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8])
+            names = ", ".join(
+                format_untrusted_value(".".join(map(str, each))) for each in sorted(roles.optimizers)[:8]
+            )
             raise OptimizerStateError(f"{path}: holds several optimizers, {names}")
-        return build_optimizer(
+        return build_optimizer_state(
             roles,
             tensors,
-            lambda key, name: _read_state(leaves[key]),
-            lambda key: _read_value(leaves[key]),
+            lambda key, name: _to_optimizer_state(leaves[key]),
+            lambda key: _to_plain_value(leaves[key]),
             location=str(path),
-            order=drop_aliases(tensors, aliases),
+            order=deduplicate_tied_names(tensors, aliases),
         )
 
     return Checkpoint(
         format="torch-checkpointing",
         root=source.path,
         tensors=tensors,
-        aliases=find_aliases(views, tensors),
+        aliases=find_tied_aliases(first_parts, tensors),
         optimizer=open_optimizer,
         metadata={"world_size": world, **_read_step(folder), **read_trainer_metadata(path)},
         companions=find_companions(path),
     )
 
 
-def _read_metadata(path: Place) -> _Metadata:
+def _read_metadata(path: AnyPath) -> _Metadata:
     """Read `metadata.pkl`.
 
     Raises:
@@ -175,25 +190,25 @@ def _read_metadata(path: Place) -> _Metadata:
     """
     file = path / _METADATA
     try:
-        data = read_small(file, limit=MAX_HEADER)
+        data = read_small_file(file, max_bytes=MAX_HEADER)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
-    table = unpickle(data, location=str(file), standins={})
+    table = unpickle_without_code(data, location=str(file), standins={})
     if not isinstance(table, dict) or not isinstance(table.get("metadata"), dict):
         raise CheckpointError(f"{file}: damaged, not a table of items")
     if table.get("version") != _VERSION:
-        version = format_value(table.get("version"))
+        version = format_untrusted_value(table.get("version"))
         raise CheckpointError(
             f"{file}: has version {version}, not {_VERSION}; load the checkpoint with "
             "torch_checkpointing, and save it again"
         )
     world = table.get("world_size")
     if type(world) is not int or not 0 < world <= MAX_COUNT:
-        raise CheckpointError(f"{file}: damaged, world_size is {format_value(world)}")
-    items: dict[str, _Item] = {}
+        raise CheckpointError(f"{file}: damaged, world_size is {format_untrusted_value(world)}")
+    items: dict[str, _SavedItem] = {}
     for name, entry in table["metadata"].items():
-        with prefix_errors(file):
-            if (item := _read_item(name, entry, world)).layouts:
+        with prefix_checkpoint_errors(file):
+            if (item := _parse_item(name, entry, world)).layouts:
                 items[name] = item
     if not items:
         raise CheckpointError(
@@ -202,90 +217,105 @@ def _read_metadata(path: Place) -> _Metadata:
     return _Metadata(world, items)
 
 
-def _read_item(name: Any, entry: Any, world: int) -> _Item:
+def _parse_item(name: Any, entry: Any, world: int) -> _SavedItem:
     if type(name) is not str or not isinstance(entry, dict):
         raise CheckpointError("damaged, an item without a name")
-    recorded, files = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
-    if not isinstance(recorded, dict) or not isinstance(files, dict):
-        raise CheckpointError(f"damaged, the item {format_value(name)} has no files or tensors")
-    if len(recorded) != world or not all(type(rank) is int and 0 <= rank < world for rank in recorded):
+    file_records, layout_records = entry.get("rank_to_layout_info"), entry.get("nested_path_to_metadata")
+    if not isinstance(file_records, dict) or not isinstance(layout_records, dict):
+        raise CheckpointError(f"damaged, the item {format_untrusted_value(name)} has no files or tensors")
+    if len(file_records) != world or not all(
+        type(rank) is int and 0 <= rank < world for rank in file_records
+    ):
         raise CheckpointError(
-            f"damaged, the item {format_value(name)} does not list the files of {world} ranks"
+            f"damaged, the item {format_untrusted_value(name)} does not list the files of {world} ranks"
         )
-    return _Item(
-        {rank: _read_file_name(name, rank, layout) for rank, layout in recorded.items()},
-        {_parse_path(text): _read_groups(text, groups, world) for text, groups in files.items()},
+    return _SavedItem(
+        {rank: _parse_item_file(name, rank, layout) for rank, layout in file_records.items()},
+        {
+            _parse_tensor_path(text): _parse_group_layouts(text, groups, world)
+            for text, groups in layout_records.items()
+        },
     )
 
 
-def _read_file_name(name: str, rank: int, layout: Any) -> _RankFile:
+def _parse_item_file(name: str, rank: int, layout: Any) -> _ItemFile:
     """Parse the file of an item on one rank."""
     if layout is None:
-        return _RankFile(f"{name}_{rank}.pt", _TORCH)
+        return _ItemFile(f"{name}_{rank}.pt", _TORCH)
     file = layout.get("file_path") if isinstance(layout, dict) else None
-    how = layout.get("serialization_format") if isinstance(layout, dict) else None
-    kind = how.get("type") if isinstance(how, dict) else None
+    serialization = layout.get("serialization_format") if isinstance(layout, dict) else None
+    kind = serialization.get("type") if isinstance(serialization, dict) else None
     if type(file) is not str or kind not in (_TORCH, _SAFETENSORS, *_OTHER_FORMATS):
         raise CheckpointError(
-            f"damaged, the file of item {format_value(name)} on rank {rank} is not recorded"
+            f"damaged, the file of item {format_untrusted_value(name)} on rank {rank} is not recorded"
         )
-    return _RankFile(file, kind)
+    return _ItemFile(file, kind)
 
 
-def _parse_path(text: Any) -> KeyPath:
+def _parse_tensor_path(text: Any) -> KeyPath:
     """Parse the path of a tensor within its item: a JSON list of keys."""
     try:
         parts = json.loads(text) if type(text) is str else None
     except (ValueError, RecursionError):
         parts = None
     if not isinstance(parts, list) or not parts or not all(type(part) in (str, int) for part in parts):
-        raise CheckpointError(f"damaged, {format_value(text)} is not the path of a tensor")
+        raise CheckpointError(f"damaged, {format_untrusted_value(text)} is not the path of a tensor")
     return tuple(parts)
 
 
-def _read_groups(name: Any, groups: Any, world: int) -> list[_GroupLayout]:
+def _parse_group_layouts(name: Any, groups: Any, world: int) -> list[_GroupLayout]:
     """Read the layouts of a tensor, each with its ranks."""
     layouts: list[_GroupLayout] = []
     seen: set[int] = set()
     for group in groups if isinstance(groups, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if not is_shape(ranks) or not seen.isdisjoint(ranks) or max(ranks, default=world) >= world:
-            raise CheckpointError(f"damaged, the ranks of {format_value(name)} are {format_value(ranks)}")
+            raise CheckpointError(
+                f"damaged, the ranks of {format_untrusted_value(name)} are {format_untrusted_value(ranks)}"
+            )
         seen.update(ranks)
-        layouts.append(_GroupLayout(frozenset(ranks), _read_layout(name, group.get("sharding_metadata"))))
+        layouts.append(
+            _GroupLayout(frozenset(ranks), _parse_tensor_layout(name, group.get("sharding_metadata")))
+        )
     if not layouts:
-        raise CheckpointError(f"damaged, {format_value(name)} is on no rank")
+        raise CheckpointError(f"damaged, {format_untrusted_value(name)} is on no rank")
     return layouts
 
 
-def _read_layout(name: Any, packed: Any) -> _TensorLayout:
+def _parse_tensor_layout(name: Any, packed: Any) -> _TensorLayout:
     kind = packed.get("type") if isinstance(packed, dict) else None
     data = packed.get("data") if isinstance(packed, dict) else None
     if kind != _DTENSOR:
         raise CheckpointError(
-            f"{format_value(name)}: sharding metadata of type {format_value(kind)} is not supported"
+            f"{format_untrusted_value(name)}: sharding metadata of type {format_untrusted_value(kind)} is "
+            "not supported"
         )
     mesh = data.get("mesh_spec") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(mesh, dict):
-        raise CheckpointError(f"damaged, the layout of {format_value(name)} is incomplete")
+        raise CheckpointError(f"damaged, the layout of {format_untrusted_value(name)} is incomplete")
     dtype = data.get("dtype")
     converted_dtype = FROM_TORCH.get(dtype.removeprefix("torch.")) if type(dtype) is str else None
     if converted_dtype is None:
         raise CheckpointError(
-            f"{format_value(name)}: the element type {format_value(dtype)} is not supported"
+            f"{format_untrusted_value(name)}: the element type {format_untrusted_value(dtype)} is not "
+            "supported"
         )
     shape, sizes, ranks = data.get("global_shape"), mesh.get("mesh_shape"), mesh.get("mesh_data")
     placements = data.get("placements")
     if not is_shape(shape) or not is_shape(sizes) or not is_shape(ranks):
-        raise CheckpointError(f"damaged, the shape or mesh of {format_value(name)} is not a list of numbers")
+        raise CheckpointError(
+            f"damaged, the shape or mesh of {format_untrusted_value(name)} is not a list of numbers"
+        )
     if prod(sizes) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise CheckpointError(f"damaged, the mesh of {format_value(name)} does not list each rank once")
+        raise CheckpointError(
+            f"damaged, the mesh of {format_untrusted_value(name)} does not list each rank once"
+        )
     if not isinstance(placements, list) or not all(isinstance(each, dict) for each in placements):
-        raise CheckpointError(f"damaged, {format_value(name)} has no placements")
+        raise CheckpointError(f"damaged, {format_untrusted_value(name)} has no placements")
     return _TensorLayout(converted_dtype, tuple(shape), tuple(sizes), tuple(ranks), placements)
 
 
-def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
+def _merge_rank_files(folder: CheckpointFolder, name: str, item: _SavedItem) -> dict[KeyPath, Any]:
     """Merge the files of all ranks.
 
     Returns:
@@ -295,76 +325,85 @@ def _merge_ranks(folder: Folder, name: str, item: _Item) -> dict[KeyPath, Any]:
         CheckpointError: If a file is missing or contradicts `metadata.pkl` or the other ranks.
     """
     files = {rank: file for rank, (file, kind) in item.files.items() if kind not in _OTHER_FORMATS}
-    check_ranks(folder.path, files, len(item.files), name)
-    _check_distinct(folder, files)
+    check_rank_files_complete(folder.path, files, len(item.files), name)
+    _check_distinct_files(folder, files)
     merged: dict[KeyPath, Any] = {}
     counts: dict[KeyPath, int] = {}
     for rank, file in sorted(files.items()):
         location = f"{folder.path / file}"
         values = (
-            _read_parts(folder, file, rank, item)
+            _iter_safetensors_parts(folder, file, rank, item)
             if item.files[rank].serialization == _SAFETENSORS
-            else _flatten(load(folder.file(file)), location)
+            else _iter_nested_values(load_rank_file(folder.get_file(file)), location)
         )
         for path, value in values:
-            _check_layout(path, value, item, rank, location)
+            _check_recorded_layout(path, value, item, rank, location)
             counts[path] = counts.get(path, 0) + 1
-            _add(merged, path, value, rank, f"{location}: {format_value('.'.join(map(str, path)))}")
+            _add_rank_value_to(
+                merged, path, value, rank, f"{location}: {format_untrusted_value('.'.join(map(str, path)))}"
+            )
     for path, groups in item.layouts.items():
         if counts.get(path, 0) != sum(len(ranks) for ranks, _ in groups):
             raise CheckpointError(
-                f"{folder.path}: {format_value('.'.join(map(str, path)))} is missing from the {name} file of "
-                f"a rank that {_METADATA} lists"
+                f"{folder.path}: {format_untrusted_value('.'.join(map(str, path)))} is missing from the "
+                f"{name} file of a rank that {_METADATA} lists"
             )
     return merged
 
 
-def _check_distinct(folder: Folder, files: Mapping[int, str]) -> None:
+def _check_distinct_files(folder: CheckpointFolder, files: Mapping[int, str]) -> None:
     files_by_identity: dict[object, str] = {}
     for file in files.values():
-        other = files_by_identity.setdefault(folder.file(file).identity(), file)
+        other = files_by_identity.setdefault(folder.get_file(file).get_file_identity(), file)
         if other != file or len(set(files.values())) != len(files):
-            raise CheckpointError(f"{folder.path / _METADATA}: lists one file twice, {format_value(file)}")
+            raise CheckpointError(
+                f"{folder.path / _METADATA}: lists one file twice, {format_untrusted_value(file)}"
+            )
 
 
-def _check_layout(path: KeyPath, value: Any, item: _Item, rank: int, location: str) -> None:
+def _check_recorded_layout(path: KeyPath, value: Any, item: _SavedItem, rank: int, location: str) -> None:
     """Check a value of a rank's file against `metadata.pkl`."""
     layout = _get_layout(item, path, rank)
-    if layout is None and isinstance(value, Sharded):
+    if layout is None and isinstance(value, ShardedRecord):
         raise CheckpointError(
-            f"{location}: holds {format_value('.'.join(map(str, path)))}, which {_METADATA} does not list"
+            f"{location}: holds {format_untrusted_value('.'.join(map(str, path)))}, which {_METADATA} does "
+            "not list"
         )
     if layout is None or (
-        isinstance(value, (Sharded, StoredTensor))
+        isinstance(value, (ShardedRecord, StoredTensor))
         and (value.dtype, value.shape) == (layout.dtype, layout.shape)
     ):
         return
     description = (
-        f"{value.dtype} {list(value.shape)}" if isinstance(value, (Sharded, StoredTensor)) else "not a tensor"
+        f"{value.dtype} {list(value.shape)}"
+        if isinstance(value, (ShardedRecord, StoredTensor))
+        else "not a tensor"
     )
     raise CheckpointError(
-        f"{location}: {format_value('.'.join(map(str, path)))} is {description}, but {_METADATA} has "
-        f"{layout.dtype} {list(layout.shape)}"
+        f"{location}: {format_untrusted_value('.'.join(map(str, path)))} is {description}, but {_METADATA} "
+        f"has {layout.dtype} {list(layout.shape)}"
     )
 
 
-def _get_layout(item: _Item, path: KeyPath, rank: int) -> _TensorLayout | None:
+def _get_layout(item: _SavedItem, path: KeyPath, rank: int) -> _TensorLayout | None:
     return next((layout for ranks, layout in item.layouts.get(path, ()) if rank in ranks), None)
 
 
-def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[tuple[KeyPath, Sharded]]:
+def _iter_safetensors_parts(
+    folder: CheckpointFolder, name: str, rank: int, item: _SavedItem
+) -> Iterator[tuple[KeyPath, ShardedRecord]]:
     """Read the parts in a rank's safetensors file, and yield their paths and positions."""
-    file = folder.file(name)
-    tensors, _ = read_file(file)
+    file = folder.get_file(name)
+    tensors, _ = read_safetensors_file(file)
     for path in item.layouts:
         layout = _get_layout(item, path, rank)
         if layout is None:
             continue
         part = tensors.pop(".".join(map(str, path)), None)
-        location = f"{file.path}: {format_value('.'.join(map(str, path)))}"
+        location = f"{file.path}: {format_untrusted_value('.'.join(map(str, path)))}"
         if part is None:
             raise CheckpointError(f"{location} is missing")
-        offsets, shape = locate_part(
+        offsets, shape = compute_rank_extent(
             layout.shape, layout.mesh_sizes, layout.mesh_ranks, layout.placements, rank, location
         )
         if part.dtype != layout.dtype or part.shape != shape:
@@ -372,85 +411,92 @@ def _read_parts(folder: Folder, name: str, rank: int, item: _Item) -> Iterator[t
                 f"{location} is {part.dtype} {list(part.shape)}, but {_METADATA} has {layout.dtype} "
                 f"{list(shape)}"
             )
-        yield path, Sharded(Placed.__name__, layout.dtype, layout.shape, Placed(offsets, part))
+        yield path, ShardedRecord(PlacedPart.__name__, layout.dtype, layout.shape, PlacedPart(offsets, part))
     if tensors:
         raise CheckpointError(
-            f"{file.path}: holds {format_value(next(iter(tensors)))}, which {_METADATA} does not list"
+            f"{file.path}: holds {format_untrusted_value(next(iter(tensors)))}, which {_METADATA} does not "
+            "list"
         )
 
 
-def _flatten(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
+def _iter_nested_values(content: Any, location: str) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the path and value of each entry in a nested state dict. Lists count as values."""
     if not isinstance(content, dict):
         raise CheckpointError(f"{location}: not a state dict but a {type(content).__name__}")
-    left = MAX_VALUES
+    remaining_values = MAX_VALUES
     pending: list[tuple[KeyPath, Any]] = [((), content)]
     while pending:
         path, value = pending.pop()
-        left -= 1
-        if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
+        remaining_values -= 1
+        if remaining_values < 0 or len(path) > MAX_CONTAINER_DEPTH:
             raise CheckpointError(f"{location}: nested too deeply or too large to be a state dict")
         if not isinstance(value, dict):
             yield path, value
             continue
         for key, inner in reversed(value.items()):
             if type(key) is not str and (type(key) is not int or abs(key) > MAX_KEY_IN_PATH):
-                raise CheckpointError(f"{location}: the key {format_value(key)} is not the name of a value")
+                raise CheckpointError(
+                    f"{location}: the key {format_untrusted_value(key)} is not the name of a value"
+                )
             pending.append(((*path, key), inner))
 
 
-def _add(merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str) -> None:
+def _add_rank_value_to(
+    merged: dict[KeyPath, Any], path: KeyPath, value: Any, rank: int, location: str
+) -> None:
     """Add a value of one rank to the values of the ranks before it."""
     previous = merged.get(path)
-    if isinstance(value, (Sharded, StoredTensor)):
+    if isinstance(value, (ShardedRecord, StoredTensor)):
         if path not in merged:
             previous = merged[path] = (
-                RankParts(value, location) if isinstance(value, Sharded) else RankCopies(location)
+                RankParts(value, location) if isinstance(value, ShardedRecord) else RankCopies(location)
             )
         if not isinstance(previous, (RankParts, RankCopies)):
             raise CheckpointError(f"{location} is a tensor only on some ranks")
-        previous.add(value, rank)
+        previous.add_rank(value, rank)
     elif path not in merged:
         merged[path] = value
     elif isinstance(previous, (RankParts, RankCopies)) or to_json_value(previous) != to_json_value(value):
         raise CheckpointError(f"{location} has other values on other ranks; the files are of two checkpoints")
 
 
-def _is_tensor(leaf: Any) -> bool:
+def _is_merged_tensor(leaf: Any) -> bool:
     return isinstance(leaf, (RankParts, RankCopies))
 
 
-def _get_view(leaf: RankParts | RankCopies) -> StoredTensor | None:
+def _get_first_part(leaf: RankParts | RankCopies) -> StoredTensor | None:
     """Return the view of the storage of the first rank that holds elements of a sharded tensor."""
-    return leaf.view if isinstance(leaf, RankParts) and isinstance(leaf.view, StoredTensor) else None
+    return (
+        leaf.first_part if isinstance(leaf, RankParts) and isinstance(leaf.first_part, StoredTensor) else None
+    )
 
 
-def _read_state(leaf: Any) -> Tensor | Scalar | None:
+def _to_optimizer_state(leaf: Any) -> Tensor | Scalar | None:
     if isinstance(leaf, (RankParts, RankCopies)):
         return leaf.to_tensor()
     return leaf if isinstance(leaf, (int, float)) else None
 
 
-def _read_value(leaf: Any) -> Any:
+def _to_plain_value(leaf: Any) -> Any:
     return leaf.to_tensor().tolist() if isinstance(leaf, (RankParts, RankCopies)) else leaf
 
 
-def _read_step(folder: Folder) -> dict[str, int]:
+def _read_step(folder: CheckpointFolder) -> dict[str, int]:
     """Read the step from the file of the item `step`, or from the name of the folder."""
-    name = next((name for name in files_in(folder.path) if _STEP.fullmatch(name)), None)
+    name = next((name for name in list_file_names(folder.path) if _STEP.fullmatch(name)), None)
     step = None
     if name is not None and name.endswith(".json"):
         try:
-            step = json.loads(read_small(folder.path / name))
+            step = json.loads(read_small_file(folder.path / name))
         except (OSError, ValueError, RecursionError):
             step = None
     elif name is not None:
-        step = load(folder.file(name))
+        step = load_rank_file(folder.get_file(name))
     return {"step": step} if type(step) is int else {}
 
 
 FORMAT = Format(
     "torch-checkpointing",
-    _find,
-    _open,
+    _find_checkpoint_folder,
+    _open_torch_checkpointing,
 )

@@ -76,7 +76,7 @@ _DEEPSEEK = {
     "mtp_norm": "shared_head.norm",
 }
 _GPT_OSS = {**_ATTENTION, **_NORMS, "moe.router.gate": "mlp.router"}
-_MODULES = {
+_NAMES_BY_MODEL_TYPE = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen3": _QWEN3,
@@ -116,16 +116,17 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
     """
     if _EMBEDDING not in checkpoint.tensors:
         return checkpoint
-    conversion = _Conversion(checkpoint, checkpoint.read_config() if config is None else config)
-    if conversion.modules is None:
+    conversion = _TorchtitanConversion(checkpoint, checkpoint.read_config() if config is None else config)
+    if conversion.module_names is None:
         return checkpoint
     tensors = {
         new_name: converted
         for name, tensor in checkpoint.tensors.items()
-        for new_name, converted in conversion.convert(name, tensor).items()
+        for new_name, converted in conversion.convert_tensor(name, tensor).items()
     }
     aliases = {
-        conversion.rename(alias): conversion.rename(owner) for alias, owner in checkpoint.aliases.items()
+        conversion.to_published_name(alias): conversion.to_published_name(owner)
+        for alias, owner in checkpoint.aliases.items()
     }
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
 
@@ -136,7 +137,7 @@ def rename_from_torchtitan(checkpoint: Checkpoint, config: Mapping[str, Any] | N
     return checkpoint.with_names("stored", tensors, aliases, load_optimizer)
 
 
-class _Conversion:
+class _TorchtitanConversion:
     """The conversion of one checkpoint's tensors.
 
     Args:
@@ -144,16 +145,19 @@ class _Conversion:
         config: The model's `config.json`.
 
     Attributes:
-        modules: Names of modules in a layer and their published names, or None if the model type is unknown.
+        module_names: Names of modules in a layer and their published names, or None if the model type is
+        unknown.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
         self._root = checkpoint.root
         self._config = config
         self._model_type = config.get("model_type")
-        self.modules = _MODULES.get(self._model_type) if isinstance(self._model_type, str) else None
+        self.module_names = (
+            _NAMES_BY_MODEL_TYPE.get(self._model_type) if isinstance(self._model_type, str) else None
+        )
 
-    def _read_count(self, key: str, default: int | None = None) -> int:
+    def _get_config_count(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_COUNT:
@@ -163,7 +167,7 @@ class _Conversion:
             )
         return value
 
-    def rename(self, name: str) -> str:
+    def to_published_name(self, name: str) -> str:
         """Return the published name of a tensor. Stacked experts and unknown tensors keep their names."""
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -171,33 +175,33 @@ class _Conversion:
         rest = match[3].replace("qkv_linear.", "")
         module, _, kind = rest.rpartition(".")
         new_name = _WHOLE_NAMES.get(rest)
-        if new_name is None and self.modules is not None and module in self.modules:
-            new_name = f"{self.modules[module]}.{kind}"
+        if new_name is None and self.module_names is not None and module in self.module_names:
+            new_name = f"{self.module_names[module]}.{kind}"
         if new_name is None and (expert := _GPT_OSS_EXPERT.fullmatch(rest)) is not None:
             parameter = "gate_up_proj" if expert[1] == "1" else "down_proj"
             new_name = f"mlp.experts.{parameter}{'_bias' if expert[2] == 'bias' else ''}"
-        return name if new_name is None else f"model.layers.{self._get_layer(match)}.{new_name}"
+        return name if new_name is None else f"model.layers.{self._get_layer_index(match)}.{new_name}"
 
-    def _get_layer(self, match: re.Match[str]) -> int:
+    def _get_layer_index(self, match: re.Match[str]) -> int:
         """Return the number of a layer. Layers for multi-token prediction follow the other layers."""
-        return int(match[2]) + (self._read_count("num_hidden_layers") if match[1] else 0)
+        return int(match[2]) + (self._get_config_count("num_hidden_layers") if match[1] else 0)
 
-    def list_names(self, name: str, shape: Shape) -> list[str]:
+    def list_published_names(self, name: str, shape: Shape) -> list[str]:
         """Return the published names of a tensor. There are several for stacked experts."""
         if _FREQUENCIES.fullmatch(name):
             return []
         match = _LAYER.fullmatch(name)
         expert = None if match is None else _EXPERT.fullmatch(match[3])
         if match is None or expert is None or len(shape) != 3:
-            return [self.rename(name)]
+            return [self.to_published_name(name)]
         if shape[0] > MAX_EXPERTS:
             raise CheckpointError(f"{to_printable(name)}: {shape[0]} experts, but at most {MAX_EXPERTS}")
-        prefix = f"model.layers.{self._get_layer(match)}.mlp.experts"
+        prefix = f"model.layers.{self._get_layer_index(match)}.mlp.experts"
         return [f"{prefix}.{i}.{_EXPERTS[expert[1]]}.weight" for i in range(shape[0])]
 
-    def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def convert_tensor(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the published tensors of one tensor, or of its optimizer state, keyed by name."""
-        new_names = self.list_names(name, tensor.shape)
+        new_names = self.list_published_names(name, tensor.shape)
         if not self.is_rearranged(name, tensor.shape):
             return dict.fromkeys(new_names, tensor)
         (new_name, *others) = new_names
@@ -205,14 +209,14 @@ class _Conversion:
             return {new_name: select_index(tensor, 0, i) for i, new_name in enumerate(new_names)}
         if len(tensor.shape) == 3:
             return {new_name: permute_dims(tensor, (0, 2, 1))}
-        heads = self._read_count("num_attention_heads")
+        heads = self._get_config_count("num_attention_heads")
         if ".k_proj." in new_name:
-            heads = self._read_count("num_key_value_heads", heads)
-        return {new_name: _permute_rows(tensor, heads)}
+            heads = self._get_config_count("num_key_value_heads", heads)
+        return {new_name: _permute_rotary_rows(tensor, heads)}
 
     def is_rearranged(self, name: str, shape: Shape) -> bool:
         """Return whether the values of a tensor are split or reordered, and not only renamed."""
-        new_names = self.list_names(name, shape)
+        new_names = self.list_published_names(name, shape)
         if len(new_names) != 1 or new_names == [name]:
             return len(new_names) > 1
         (new_name,) = new_names
@@ -225,16 +229,16 @@ class _Conversion:
 
 
 def _convert_optimizer(
-    optimizer: OptimizerState, conversion: _Conversion, shapes: Mapping[str, Shape]
+    optimizer: OptimizerState, conversion: _TorchtitanConversion, shapes: Mapping[str, Shape]
 ) -> OptimizerState:
     """Convert the optimizer state in the same way as the parameters."""
-    new_names = {name: conversion.list_names(name, shape) for name, shape in shapes.items()}
+    new_names = {name: conversion.list_published_names(name, shape) for name, shape in shapes.items()}
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for name, values in optimizer.state.items():
         for key, value in values.items():
             converted: Mapping[str, Tensor | Scalar]
             if isinstance(value, Tensor) and value.shape and value.shape == shapes.get(name):
-                converted = conversion.convert(name, value)
+                converted = conversion.convert_tensor(name, value)
             elif (
                 isinstance(value, Tensor)
                 and value.numel > 1
@@ -245,7 +249,7 @@ def _convert_optimizer(
                     "of the parameter, so it cannot be converted; leave out the optimizer"
                 )
             else:
-                converted = dict.fromkeys(new_names.get(name, [conversion.rename(name)]), value)
+                converted = dict.fromkeys(new_names.get(name, [conversion.to_published_name(name)]), value)
             for new_name, new_value in converted.items():
                 state.setdefault(new_name, {})[key] = new_value
 
@@ -256,7 +260,7 @@ def _convert_optimizer(
                 "params": [
                     new_name
                     for name in group.get("params", ())
-                    for new_name in new_names.get(name, [conversion.rename(name)])
+                    for new_name in new_names.get(name, [conversion.to_published_name(name)])
                 ],
             }
             for group in optimizer.param_groups
@@ -265,7 +269,7 @@ def _convert_optimizer(
     return OptimizerState(state, load_param_groups)
 
 
-def _permute_rows(tensor: Tensor, heads: int) -> Tensor:
+def _permute_rotary_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder the rows of each head: the first row of every pair, and then the second row of every pair."""
     rows, *rest = tensor.shape
     if rows % (2 * heads):

@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-Path = tuple[str | int, ...]
+StateDictPath = tuple[str | int, ...]
 V = TypeVar("V")
 
 # Attributes that module wrappers insert into every name below them.
@@ -22,27 +22,30 @@ _WRAPPERS = frozenset(
 )
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
-_MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
-_PARALLEL = "module."
-_FLAT = "_flat_param"
-_HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
+_STATE_NAMES = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
+_DDP_PREFIX = "module."
+_FLAT_PARAMETER = "_flat_param"
+_OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
+    "model.",
+    ("model.model.", "model.lm_head.", "model.transformer."),
+)
 
 
-def is_number(text: str) -> bool:
+def is_parameter_index(text: str) -> bool:
     """Whether text is the index of a parameter (`isdigit` alone accepts superscripts and any length)."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def strip_wrappers(name: str) -> str:
+def remove_wrapper_parts(name: str) -> str:
     """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def refuse_flat_parameters(names: Iterable[object], location: str) -> None:
+def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
     """CheckpointError for what FSDP1 saves under LOCAL_STATE_DICT."""
-    if any(str(name).rpartition(".")[2] == _FLAT for name in names):
+    if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
             f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
             "parameters' shapes; load it where it was saved, and save "
@@ -50,7 +53,7 @@ def refuse_flat_parameters(names: Iterable[object], location: str) -> None:
         )
 
 
-def strip_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
+def strip_common_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
     """The same values under plain names; a prefix on every name is removed too.
 
     That is `module.` (DDP), and `model.` where a transformers model is the attribute `model` of another one
@@ -59,19 +62,23 @@ def strip_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
     Raises:
         CheckpointError: two names become equal, or one is not a string or too long.
     """
-    refuse_flat_parameters(values, location)
+    check_no_flat_parameters(values, location)
     for name in values:
         if type(name) is not str:  # a pickle may hold any key
-            raise CheckpointError(f"{location}: the tensor name {format_value(name)} is not a string")
+            raise CheckpointError(
+                f"{location}: the tensor name {format_untrusted_value(name)} is not a string"
+            )
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(
-                f"{location}: a tensor name has {len(name):,} characters: {format_value(name)}"
+                f"{location}: a tensor name has {len(name):,} characters: {format_untrusted_value(name)}"
             )
-    names = [strip_wrappers(name) for name in values]
-    if all(name.startswith(_PARALLEL) for name in names):
-        names = [name.removeprefix(_PARALLEL) for name in names]
-    if any(name.startswith(_HELD) for name in names) and all(name.startswith(_HOLDER) for name in names):
-        names = [name.removeprefix(_HOLDER) for name in names]
+    names = [remove_wrapper_parts(name) for name in values]
+    if all(name.startswith(_DDP_PREFIX) for name in names):
+        names = [name.removeprefix(_DDP_PREFIX) for name in names]
+    if any(name.startswith(_INNER_MODEL_PREFIXES) for name in names) and all(
+        name.startswith(_OUTER_MODEL_PREFIX) for name in names
+    ):
+        names = [name.removeprefix(_OUTER_MODEL_PREFIX) for name in names]
     plain: dict[str, V] = {}
     for short, value in zip(names, values.values(), strict=True):
         if short in plain:
@@ -83,10 +90,15 @@ def strip_prefixes(values: Mapping[str, V], *, location: str) -> dict[str, V]:
 
 
 def find_plain_name(name: str, names: Container[str]) -> str:
-    """Return the name of a parameter of an optimizer, without a prefix that `strip_prefixes` removes."""
-    plain = strip_wrappers(name)
-    outer = plain.removeprefix(_PARALLEL)
-    spellings = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))
+    """Return the name of a parameter of an optimizer, without a prefix that `strip_common_prefixes` removes."""
+    plain = remove_wrapper_parts(name)
+    outer = plain.removeprefix(_DDP_PREFIX)
+    spellings = (
+        plain,
+        outer,
+        plain.removeprefix(_OUTER_MODEL_PREFIX),
+        outer.removeprefix(_OUTER_MODEL_PREFIX),
+    )
     return next((short for short in spellings if short in names), plain)
 
 
@@ -106,31 +118,33 @@ class _OptimizerPath(NamedTuple):
         rest: Path below the table.
     """
 
-    container: Path
+    container: StateDictPath
     table: str
-    rest: Path
+    rest: StateDictPath
 
 
 @dataclass
-class Roles:
+class KeyRoles:
     """The role of each key of a flattened state dict.
 
     Attributes:
         model: parameter or buffer name -> key.
-        state: parameter name (or index) -> state name -> key.
-        groups: path below `param_groups` -> key; `()` if the whole list is one item.
+        optimizer_state: parameter name (or index) -> state name -> key.
+        param_groups: path below `param_groups` -> key; `()` if the whole list is one item.
         other: the rest: schedulers, counters, data loaders.
         optimizers: the containers of the optimizers, whose state above is one's alone if there is one.
     """
 
     model: dict[str, str] = field(default_factory=dict)
-    state: dict[str, dict[str, str]] = field(default_factory=dict)
-    groups: dict[Path, str] = field(default_factory=dict)
+    optimizer_state: dict[str, dict[str, str]] = field(default_factory=dict)
+    param_groups: dict[StateDictPath, str] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
-    optimizers: set[Path] = field(default_factory=set)
+    optimizers: set[StateDictPath] = field(default_factory=set)
 
 
-def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, location: str) -> Roles:
+def classify_state_dict_keys(
+    paths: Mapping[str, StateDictPath], tensors: frozenset[str], *, location: str
+) -> KeyRoles:
     """Sort the keys of a flattened state dict into model, optimizer and the rest.
 
     Containers are recognized by content, not name: an optimizer has `state` and `param_groups`, the model is
@@ -144,9 +158,9 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, location
     Raises:
         CheckpointError: two keys become one name.
     """
-    roles = Roles()
+    roles = KeyRoles()
     optimizers = _find_optimizer_containers(paths)
-    remaining: dict[str, Path] = {}
+    remaining: dict[str, StateDictPath] = {}
     flat_state: list[tuple[str, str]] = []
     for key, path in paths.items():
         parts = _split_optimizer_path(path, optimizers)
@@ -156,9 +170,9 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, location
         container, table, rest = parts
         roles.optimizers.add(container)
         if table == "param_groups":
-            roles.groups[rest] = key
+            roles.param_groups[rest] = key
         elif len(rest) >= 2:
-            roles.state.setdefault(str(rest[0]), {})[".".join(map(str, rest[1:]))] = key
+            roles.optimizer_state.setdefault(str(rest[0]), {})[".".join(map(str, rest[1:]))] = key
         elif rest:
             flat_state.append((str(rest[0]), key))
     model = find_model_container([path for key, path in remaining.items() if key in tensors])
@@ -171,11 +185,11 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, location
     roles.model = model_keys
     for joined, key in flat_state:
         name, state = split_state_key(joined, model_keys)
-        roles.state.setdefault(name, {})[state] = key
+        roles.optimizer_state.setdefault(name, {})[state] = key
     return roles
 
 
-def split_flat_keys(keys: Iterable[str], *, location: str) -> dict[str, Path]:
+def infer_key_paths(keys: Iterable[str], *, location: str) -> dict[str, StateDictPath]:
     """Paths for keys saved without their nesting: split at the optimizers' tables, then at a common `model.`.
 
     Raises:
@@ -189,7 +203,7 @@ def split_flat_keys(keys: Iterable[str], *, location: str) -> dict[str, Path]:
     }
     if len(containers) > MAX_OPTIMIZERS:
         raise CheckpointError(f"{location}: damaged, its keys name {len(containers):,} optimizers")
-    paths: dict[str, Path] = {}
+    paths: dict[str, StateDictPath] = {}
     rest: list[str] = []
     for key in keys:
         for container in containers | (_OPTIMIZER_KEYS if not containers else frozenset()):
@@ -200,7 +214,7 @@ def split_flat_keys(keys: Iterable[str], *, location: str) -> dict[str, Path]:
                 and re.match(r"(state|param_groups)(\.|$)", inside)
             ):
                 table, _, tail = inside.partition(".")
-                head: Path = (container, table) if container else (table,)
+                head: StateDictPath = (container, table) if container else (table,)
                 group = re.fullmatch(r"(\d{1,9})\.(\w+)", tail) if table == "param_groups" else None
                 paths[key] = (*head, int(group[1]), group[2]) if group else (*head, tail) if tail else head
                 break
@@ -212,8 +226,8 @@ def split_flat_keys(keys: Iterable[str], *, location: str) -> dict[str, Path]:
     return paths
 
 
-def _find_optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
-    containers: set[Path] = set()
+def _find_optimizer_containers(paths: Mapping[str, StateDictPath]) -> set[StateDictPath]:
+    containers: set[StateDictPath] = set()
     for path in paths.values():
         for i, part in enumerate(path):
             if not isinstance(part, str):
@@ -225,14 +239,14 @@ def _find_optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
                     i > 0
                     and path[i - 1] in _OPTIMIZER_KEYS
                     and (part == "state" or part.startswith("state."))
-                    and str(path[-1]).rpartition(".")[2] in _MOMENTS
+                    and str(path[-1]).rpartition(".")[2] in _STATE_NAMES
                 )
             ):
                 containers.add(path[:i])
     return containers
 
 
-def _split_optimizer_path(path: Path, containers: set[Path]) -> _OptimizerPath | None:
+def _split_optimizer_path(path: StateDictPath, containers: set[StateDictPath]) -> _OptimizerPath | None:
     """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
     for i in range(len(path)):
         part = path[i]
@@ -245,9 +259,9 @@ def _split_optimizer_path(path: Path, containers: set[Path]) -> _OptimizerPath |
     return None
 
 
-def find_model_container(paths: Sequence[Path]) -> Path | None:
+def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None:
     """The container that holds the model; None if several might, and names then keep their containers."""
-    counts: dict[Path, int] = {}
+    counts: dict[StateDictPath, int] = {}
     for path in paths:
         counts[path[:-1]] = counts.get(path[:-1], 0) + 1
     if len(counts) <= 1:
@@ -267,7 +281,7 @@ def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """(parameter, state name) of a flattened `<parameter>.<state name>`; the longest known name wins."""
     if len(joined) > MAX_TENSOR_NAME:
         raise CheckpointError(
-            f"an optimizer state name has {len(joined):,} characters: {format_value(joined)}"
+            f"an optimizer state name has {len(joined):,} characters: {format_untrusted_value(joined)}"
         )
     cut = joined.rfind(".")
     while cut > 0:

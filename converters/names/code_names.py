@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from portable.converters.tensors.dtypes import QUANTIZED
+from portable.converters.tensors.dtypes import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -25,7 +25,7 @@ _CODES = re.compile(
 _SCALES = ("_scale", "_scale_inv", "_scale_2", "_scales", "_global_scale", "_zero_point", ".absmax", ".SCB")
 
 
-def is_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
+def is_quantized_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
     """Return whether a tensor holds the codes of a quantized weight.
 
     Args:
@@ -33,14 +33,14 @@ def is_code(name: str, tensor: Tensor, names: Container[str]) -> bool:
         tensor: The tensor.
         names: Names of all tensors of the checkpoint.
     """
-    if tensor.dtype not in QUANTIZED or not tensor.shape:
+    if tensor.dtype not in QUANTIZED_DTYPES or not tensor.shape:
         return False
     if tensor.dtype.startswith("F8"):
         return True
     return bool(_CODES.fullmatch(name)) or any(f"{name}{suffix}" in names for suffix in _SCALES)
 
 
-def find_quantized_modules(tensors: Mapping[str, Tensor]) -> set[str]:
+def find_quantized_names(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of all quantized weights, and of the modules that contain quantized weights."""
-    codes = [name for name, tensor in tensors.items() if is_code(name, tensor, tensors)]
+    codes = [name for name, tensor in tensors.items() if is_quantized_code(name, tensor, tensors)]
     return {*codes, *(name.rpartition(".")[0] for name in codes)}

@@ -6,10 +6,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.names.expected_tensors import SIZE_KEYS, find_expected_tensors, is_tied
+from portable.converters.names.expected_tensors import SIZE_KEYS, find_expected_tensors, may_tie_embeddings
 from portable.converters.names.name_rules import get_architecture
-from portable.converters.names.tied_weights import HEADS, find_split_ties, has_ending
-from portable.converters.tensors.dtypes import QUANTIZED
+from portable.converters.names.tied_weights import HEAD_NAMES, ends_with_name, find_untied_embeddings
+from portable.converters.tensors.dtypes import QUANTIZED_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ EXPERT_COUNT = re.compile(
 """Config keys with the number of experts in a layer."""
 
 
-def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def describe_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Find settings whose values have a type, a sign or a size that no model has.
 
     Args:
@@ -59,7 +59,7 @@ def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> li
     Returns:
         A description of each setting.
     """
-    is_known = find_class(config) is not None
+    is_known = find_tensors_of_class(config) is not None
     has_experts = any("experts." in name for name in names)
     text = config.get("text_config")
     invalid: dict[str, str] = {}
@@ -67,7 +67,7 @@ def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> li
         for key, value in part.items():
             if key == "head_dim" and value == 0 and part.get("qk_rope_head_dim") == 0:
                 continue  # With latent attention, head_dim is the size of the rotary part, which may be 0.
-            wanted = None if value is None else _describe_valid(key, value, is_known, has_experts)
+            wanted = None if value is None else _describe_valid_values(key, value, is_known, has_experts)
             if wanted is not None:
                 shown = json.dumps(value)
                 shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
@@ -75,7 +75,7 @@ def find_invalid_settings(config: Mapping[str, Any], names: Iterable[str]) -> li
     return list(invalid.values())
 
 
-def _describe_valid(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
+def _describe_valid_values(key: str, value: Any, is_known: bool, has_experts: bool) -> str | None:
     """Return a description of the values that a setting may have, or None if the value is valid."""
     if key in _TYPES:
         valid, description = _TYPES[key]
@@ -101,19 +101,21 @@ def _is_size(value: Any, least: int) -> bool:
     return type(value) is int and least <= value <= _MAX_SIZE
 
 
-def find_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+def has_stale_quantization(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
     """Return whether a config describes a quantization, but no tensor is quantized."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     if not tensors or not any(isinstance(part.get("quantization_config"), dict) for part in parts):
         return False
     return not any(
-        (tensor.dtype in QUANTIZED and tensor.shape) or tensor.dtype == "F8_E8M0" or _CODES.search(name)
+        (tensor.dtype in QUANTIZED_DTYPES and tensor.shape)
+        or tensor.dtype == "F8_E8M0"
+        or _CODES.search(name)
         for name, tensor in tensors.items()
     )
 
 
-def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> TiedPair | None:
+def find_contradicted_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> TiedPair | None:
     """Find output embeddings that differ from the input embeddings although the config ties them.
 
     Args:
@@ -123,16 +125,16 @@ def find_split_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     Returns:
         Names of the output and input embeddings, or None.
     """
-    expected = find_class(config)
+    expected = find_tensors_of_class(config)
     # Some classes have output embeddings that transformers never ties, regardless of the config.
-    if expected is None or not any(has_ending(name, HEADS) for name in expected.untied):
+    if expected is None or not any(ends_with_name(name, HEAD_NAMES) for name in expected.untied):
         return None
-    if config.get("tie_word_embeddings") is False or not is_tied(config, default=expected.tied):
+    if config.get("tie_word_embeddings") is False or not may_tie_embeddings(config, default=expected.tied):
         return None
-    return next(iter(find_split_ties(tensors)), None)
+    return next(iter(find_untied_embeddings(tensors)), None)
 
 
-def has_split_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+def has_contradicted_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
     """Return whether only the text part of a config ties output embeddings that the tensors do not tie.
 
     transformers 5 writes this for Qwen3-VL-MoE: it reads the setting of the complete model and writes the
@@ -140,10 +142,14 @@ def has_split_text_tie(tensors: Mapping[str, Tensor], config: Mapping[str, Any])
     """
     text = config.get("text_config")
     is_contradicted = isinstance(text, dict) and text.get("tie_word_embeddings") is True
-    return is_contradicted and config.get("tie_word_embeddings") is False and bool(find_split_ties(tensors))
+    return (
+        is_contradicted
+        and config.get("tie_word_embeddings") is False
+        and bool(find_untied_embeddings(tensors))
+    )
 
 
-def find_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
+def find_tensors_of_class(config: Mapping[str, Any]) -> ExpectedTensors | None:
     """Return the parameters of the class that a config names, or None if the class is unknown."""
     model_type, architecture = config.get("model_type"), get_architecture(config)
     if not isinstance(model_type, str) or architecture is None:

@@ -22,7 +22,7 @@ _MISSING = object()
 _UNSCALED = {"rope_type", "partial_rotary_factor"}
 
 
-def add_earlier_keys(config: dict[str, Any]) -> bool:
+def add_earlier_keys_to_config(config: dict[str, Any]) -> bool:
     """Add the earlier keys that a config and its nested configs lack.
 
     Args:
@@ -32,16 +32,16 @@ def add_earlier_keys(config: dict[str, Any]) -> bool:
         Whether keys have been added.
     """
     changed = False
-    for part in _iterate_parts(config):
-        added = {key: value for key, value in _list_earlier(part).items() if key not in part}
+    for part in _iter_nested_configs(config):
+        added = {key: value for key, value in _compute_earlier_keys(part).items() if key not in part}
         part.update(added)
         changed |= bool(added)
     return changed
 
 
 def remove_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without the earlier keys that repeat another value, as `add_earlier_keys` adds them."""
-    repeated = _list_earlier(config)
+    """Return a config without the earlier keys that repeat another value, as `add_earlier_keys_to_config` adds them."""
+    repeated = _compute_earlier_keys(config)
     return {
         key: remove_earlier_keys(value) if _has_model_type(value) else value
         for key, value in config.items()
@@ -57,19 +57,19 @@ def _has_model_type(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("model_type"), str)
 
 
-def _iterate_parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iter_nested_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a config and the nested configs that have a model type."""
     yield config
     for part in config.values():
         if _has_model_type(part):
-            yield from _iterate_parts(part)
+            yield from _iter_nested_configs(part)
 
 
-def _list_earlier(config: Mapping[str, Any]) -> dict[str, Any]:
+def _compute_earlier_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the earlier keys of a model type and their values, read from the keys of transformers 5."""
     model_type = config.get("model_type")
     paths = _read_table()["types"].get(model_type, {}) if isinstance(model_type, str) else {}
-    values = {key: _find(config, path) for key, path in paths.items()}
+    values = {key: _find_value(config, path) for key, path in paths.items()}
     earlier: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):  # Scaling of rotary embeddings, without the base frequency.
@@ -83,7 +83,7 @@ def _list_earlier(config: Mapping[str, Any]) -> dict[str, Any]:
     return earlier
 
 
-def _find(config: Mapping[str, Any], path: str) -> Any:
+def _find_value(config: Mapping[str, Any], path: str) -> Any:
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:

@@ -65,7 +65,7 @@ SIZES = (
 """Formulas: a letter of a config value, products of two, and multiples."""
 
 
-def compute_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+def compute_formula_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """Compute the value of each formula of `SIZES` that the config determines.
 
     Args:
@@ -102,14 +102,14 @@ def compute_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def list_numbers(config: Mapping[str, Any]) -> dict[str, int]:
+def collect_integer_settings(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the integers of a config and of its text config, keyed by config key."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     return {key: value for key, value in values.items() if type(value) is int}
 
 
-def is_tied(config: Mapping[str, Any], *, default: bool) -> bool:
+def may_tie_embeddings(config: Mapping[str, Any], *, default: bool) -> bool:
     """Return whether a model may share its output embeddings with its input embeddings.
 
     Args:
@@ -130,7 +130,7 @@ def replace_layer_number(name: str) -> str:
     return f"{match['stack']}.*.{match['rest']}" if match else name
 
 
-def split_layers(names: Iterable[str]) -> dict[str, dict[int, dict[str, str]]]:
+def group_names_by_layer(names: Iterable[str]) -> dict[str, dict[int, dict[str, str]]]:
     """Group names by layer.
 
     Args:

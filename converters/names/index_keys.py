@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_ORDER_WORK, MAX_STATES
-from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,16 +38,16 @@ class GroupPosition(NamedTuple):
     index_in_group: int
 
 
-def list_candidates(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
+def list_possible_parameters(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[NamedShape]:
     """(name, shape) of the possible parameters, in the model's order."""
     return [
         NamedShape(name, tensors[name].shape)
         for name in order
-        if tensors[name].dtype in CASTABLE and name.rpartition(".")[2] not in _BUFFERS
+        if tensors[name].dtype in CASTABLE_DTYPES and name.rpartition(".")[2] not in _BUFFERS
     ]
 
 
-def check_listed(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
+def flatten_group_keys(groups: Sequence[Sequence[K]], state: Collection[K], location: str) -> list[K]:
     """The keys of all groups; CheckpointError if one comes twice, or state belongs to a key in no group."""
     keys = [key for group in groups for key in group]
     if len(set(keys)) != len(keys):
@@ -73,7 +73,9 @@ def map_indices_to_names(
     Raises:
         OptimizerStateError: the shapes fit the parameters in no way, or in several.
     """
-    positions = fit_in_order(candidates, [[shapes.get(key) for key in group] for group in groups])
+    positions = match_groups_to_parameters(
+        candidates, [[shapes.get(key) for key in group] for group in groups]
+    )
     if isinstance(positions, int):
         why = (
             "fits the model's parameters in several ways"
@@ -84,8 +86,8 @@ def map_indices_to_names(
     return {groups[group][index]: name for name, (group, index) in positions.items()}
 
 
-def fit_in_order(
-    candidates: Sequence[tuple[str, Shape]], wanted: Sequence[Sequence[Shape | None]]
+def match_groups_to_parameters(
+    candidates: Sequence[tuple[str, Shape]], group_shapes: Sequence[Sequence[Shape | None]]
 ) -> dict[str, GroupPosition] | int:
     """The only way to assign the model's parameters, in order, to the groups' shapes.
 
@@ -94,47 +96,47 @@ def fit_in_order(
 
     Args:
         candidates: (name, shape) in the model's order; those in no group are frozen.
-        wanted: group -> the shape of each of its indices, None where its state has none.
+        group_shapes: group -> the shape of each of its indices, None where its state has none.
 
     Returns:
         Name -> (group, position in the group); or the number of ways if it is not 1, as 0 or 2 (several, or
         too many to count).
     """
-    frozen = len(candidates) - sum(map(len, wanted))
+    frozen = len(candidates) - sum(map(len, group_shapes))
     if frozen < 0:
         return 0
     work = 0
-    steps: list[dict[Shape, int]] = [{(0,) * len(wanted): 1}]
-    for seen, (_, shape) in enumerate(candidates):
+    steps: list[dict[Shape, int]] = [{(0,) * len(group_shapes): 1}]
+    for num_seen, (_, shape) in enumerate(candidates):
         reached: dict[Shape, int] = {}
         for state, ways in steps[-1].items():
-            if seen - sum(state) < frozen:
+            if num_seen - sum(state) < frozen:
                 reached[state] = reached.get(state, 0) + ways
-            for group, shapes in enumerate(wanted):
+            for group, shapes in enumerate(group_shapes):
                 if state[group] < len(shapes) and shapes[state[group]] in (None, shape):
                     after = (*state[:group], state[group] + 1, *state[group + 1 :])
                     reached[after] = reached.get(after, 0) + ways
-                    work += len(wanted)
-            work += len(wanted)
+                    work += len(group_shapes)
+            work += len(group_shapes)
             if work > MAX_ORDER_WORK:
                 return 2
         if len(reached) > MAX_STATES:
             return 2
         steps.append(reached)
-    state = tuple(map(len, wanted))
+    state = tuple(map(len, group_shapes))
     ways = steps[-1].get(state, 0)
     if ways != 1:
         return min(ways, 2)
-    places: dict[str, GroupPosition] = {}
-    for seen in range(len(candidates) - 1, -1, -1):
-        name, shape = candidates[seen]
-        before = steps[seen]
-        if state in before and seen - sum(state) < frozen:
+    positions: dict[str, GroupPosition] = {}
+    for num_seen in range(len(candidates) - 1, -1, -1):
+        name, shape = candidates[num_seen]
+        before = steps[num_seen]
+        if state in before and num_seen - sum(state) < frozen:
             continue
-        for group, shapes in enumerate(wanted):
+        for group, shapes in enumerate(group_shapes):
             last = (*state[:group], state[group] - 1, *state[group + 1 :])
             if state[group] and last in before and shapes[state[group] - 1] in (None, shape):
-                places[name] = GroupPosition(group, state[group] - 1)
+                positions[name] = GroupPosition(group, state[group] - 1)
                 state = last
                 break
-    return places
+    return positions

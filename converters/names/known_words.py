@@ -37,7 +37,7 @@ def find_unknown_names(names: Iterable[str], config: Mapping[str, Any]) -> list[
         The unknown names. Empty if transformers does not implement the model type.
     """
     words: set[str] = set()
-    for model_type in _iterate_types(config):
+    for model_type in _iter_model_types(config):
         words_of_type = _load_words().get(model_type)
         if words_of_type is None:
             return []
@@ -66,7 +66,7 @@ def find_foreign_name(names: Iterable[str], config: Mapping[str, Any]) -> str | 
     return unknown[0] if 2 * len(unknown) > len(names) else None
 
 
-def _iterate_types(config: Mapping[str, Any]) -> Iterator[str]:
+def _iter_model_types(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the model type of a config and of its nested configs."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_COUNT
-from portable.converters.names.tied_weights import EMBEDDINGS, HEADS, has_ending
+from portable.converters.names.tied_weights import EMBEDDING_NAMES, HEAD_NAMES, ends_with_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,22 +19,22 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def override_settings(settings: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+def override_config_settings(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Override settings of a model in place, also in the nested configs that contain them.
 
     Args:
-        settings: Content of a `config.json`.
+        config: Content of a `config.json`.
         overrides: New values. None removes a setting.
     """
     for key, value in overrides.items():
-        parts = [part for part in settings.values() if isinstance(part, dict) and key in part]
-        for part in [part for part in (settings, *parts) if key in part] or [settings]:
+        parts = [part for part in config.values() if isinstance(part, dict) and key in part]
+        for part in [part for part in (config, *parts) if key in part] or [config]:
             part[key] = value
             if value is None:
                 del part[key]
 
 
-def read_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int]:
+def parse_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int]:
     """The sizes of a Llama-shaped model: layers (L), width (E), heads (H), those of keys (K), the width of a
     head (D) and of the MLP (M), and the vocabulary (V).
 
@@ -61,7 +61,9 @@ def read_llama_sizes(config: Mapping[str, Any], location: str) -> dict[str, int]
     }
 
 
-def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_path: str) -> None:
+def check_config_fits_tensors(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_path: str
+) -> None:
     """Compare a config with the tensors, where both say the same thing in one way only.
 
     Args:
@@ -76,10 +78,12 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_
     embeddings = [
         (name, tensor.shape)
         for name, tensor in tensors.items()
-        if len(tensor.shape) == 2 and has_ending(name, EMBEDDINGS)
+        if len(tensor.shape) == 2 and ends_with_name(name, EMBEDDING_NAMES)
     ]
     heads = [
-        shape[0] for name, tensor in tensors.items() if has_ending(name, HEADS) and (shape := tensor.shape)
+        shape[0]
+        for name, tensor in tensors.items()
+        if ends_with_name(name, HEAD_NAMES) and (shape := tensor.shape)
     ]
     mismatches: list[tuple[str, set[int], set[int], str]] = []
     if len(embeddings) == 1:
@@ -96,8 +100,8 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], config_
         if match := _LAYER.fullmatch(name):
             stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
     depths = {key: sizes[key] for key in _DEPTHS if key in sizes}
-    again = any("recurren" in key for key in values)  # layers that are run several times
-    if len(stacks) == 1 and depths and not again:
+    runs_layers_repeatedly = any("recurren" in key for key in values)  # layers that are run several times
+    if len(stacks) == 1 and depths and not runs_layers_repeatedly:
         (count,) = stacks.values()
         extra = sizes.get("num_nextn_predict_layers", 0)  # stored behind the others
         allowed = {*depths.values(), *(depth + extra for depth in depths.values())}

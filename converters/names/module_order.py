@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.names.canonical import is_number
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.names.canonical import is_parameter_index
+from portable.converters.storage.safe_open import read_json_object_or_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _DECODER = (
     "model embed_tokens layers self_attn q_proj k_proj v_proj o_proj q_norm k_norm mlp gate_proj up_proj "
@@ -52,20 +52,20 @@ _ORDERS = {
 MODEL_TYPES = tuple(_ORDERS)
 
 
-def sort_by_module(names: Iterable[str], config: Place | None) -> list[str] | None:
+def sort_in_module_order(names: Iterable[str], config_path: AnyPath | None) -> list[str] | None:
     """`names` in the order of the model's modules, or None where that is unknown.
 
     Args:
-        config: a `config.json`, for its `model_type`.
+        config_path: a `config.json`, for its `model_type`.
     """
-    kind = read_small_table(config).get("model_type")
-    order = _ORDERS.get(kind) if isinstance(kind, str) else None
+    model_type = read_json_object_or_empty(config_path).get("model_type")
+    order = _ORDERS.get(model_type) if isinstance(model_type, str) else None
     if order is None:
         return None
     ranks = {part: rank for rank, part in enumerate(order.split())}
     keyed: list[tuple[list[int], str]] = []
     for name in names:
-        key = [int(part) if is_number(part) else ranks.get(part, -1) for part in name.split(".")]
+        key = [int(part) if is_parameter_index(part) else ranks.get(part, -1) for part in name.split(".")]
         if -1 in key:
             return None
         keyed.append((key, name))

@@ -33,11 +33,11 @@ Operation = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Direction:
+class RuleDirection:
     r"""One direction of a rule.
 
     Attributes:
-        find: Regular expression that contains a group `g<i>` for each source pattern.
+        pattern: Regular expression that contains a group `g<i>` for each source pattern.
         sources: Source patterns.
         targets: Target patterns, in which `\1` is replaced by the first group inside the match.
         operations: Operations to apply to the tensors, in order. Each operation consists of its name and its
@@ -45,7 +45,7 @@ class Direction:
         offset: Number to add to the layer number.
     """
 
-    find: str
+    pattern: str
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
@@ -57,7 +57,8 @@ class NameRule:
     """A rule of transformers in both directions.
 
     Attributes:
-        kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
+        kind: Kind of the rule: `apply_rename_rules` changes names, `apply_convert_rule` also rearranges
+        tensors, `prefix` adds or
             removes the first module, `group` applies either all of its renamings or none, `shift` changes a
             layer number, and `pairs` joins two layers.
         read: Direction from files to memory.
@@ -67,8 +68,8 @@ class NameRule:
     """
 
     kind: str
-    read: Direction
-    write: Direction
+    read: RuleDirection
+    write: RuleDirection
     scope: str | None = None
     base: str = ""
 
@@ -97,10 +98,10 @@ class NameRules:
     @property
     def depends_on_shapes(self) -> bool:
         """Whether the layout of a tensor in the files depends on the shapes of a base checkpoint."""
-        return any(map(_checks_shape, self.rules))
+        return any(map(_depends_on_expected_shape, self.rules))
 
 
-def _checks_shape(rule: NameRule) -> bool:
+def _depends_on_expected_shape(rule: NameRule) -> bool:
     """Return whether a rule transposes a tensor only if its shape differs from the expected shape."""
     return any(name == "transpose" and arguments[-1] for name, *arguments in rule.read.operations)
 
@@ -126,8 +127,8 @@ def serialize_rule(rule: NameRule) -> dict[str, Any]:
     return value if rule.scope is None else {**value, "scope": rule.scope, "base": rule.base}
 
 
-def _parse_direction(value: Mapping[str, Any]) -> Direction:
-    return Direction(
+def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
+    return RuleDirection(
         value["find"],
         tuple(value["sources"]),
         tuple(value["targets"]),
@@ -136,9 +137,9 @@ def _parse_direction(value: Mapping[str, Any]) -> Direction:
     )
 
 
-def _serialize_direction(direction: Direction) -> dict[str, Any]:
+def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
     value: dict[str, Any] = {
-        "find": direction.find,
+        "find": direction.pattern,
         "sources": list(direction.sources),
         "targets": list(direction.targets),
     }
@@ -215,8 +216,8 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
     if not isinstance(model_type, str):
         return None
     class_name = architecture or get_architecture(config)
-    about = table.classes.get(f"{model_type} {class_name}")
-    if about is None:
+    class_entry = table.classes.get(f"{model_type} {class_name}")
+    if class_entry is None:
         if class_name is not None:
             base = table.bases.get(class_name)
         else:
@@ -224,18 +225,18 @@ def get_default_rules(config: Mapping[str, Any], architecture: str | None = None
         if base is None:
             return None
         parts = [["", model_type, [], model_type]] if model_type in table.by_key else []
-        about = {"base": base, "parts": parts}
-    base = about["base"]
+        class_entry = {"base": base, "parts": parts}
+    base = class_entry["base"]
     rules: list[NameRule] = []
-    for path, key, config_keys, submodel_type in about["parts"]:
+    for path, key, config_keys, submodel_type in class_entry["parts"]:
         submodel = _Submodel(path, key, tuple(config_keys), submodel_type)
         scope = path.removeprefix(base).removeprefix(".")
-        for rule in table.get_rules(_resolve_key(submodel, config)):
+        for rule in table.get_rules(_resolve_rules_key(submodel, config)):
             rules.append(replace(rule, scope=scope, base=base) if path else rule)
     return NameRules(tuple(rules), base, config)
 
 
-def iterate_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
+def iter_possible_rules(config: Mapping[str, Any]) -> Iterator[NameRules]:
     """Yield the rules of each class with which transformers may load a model, without duplicates.
 
     The class that the config names comes first, followed by the other classes of its model type and the
@@ -265,7 +266,7 @@ def add_legacy_rules(rules: NameRules) -> NameRules:
     return replace(rules, rules=(*rules.rules, *get_legacy_rules()))
 
 
-def _resolve_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
+def _resolve_rules_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
     """Return the key of a submodel's rules, which depends on its model type in the config."""
     table = _load_table()
     value: Any = config
@@ -279,7 +280,7 @@ def _resolve_key(submodel: _Submodel, config: Mapping[str, Any]) -> str:
     return model if isinstance(model, str) and model in table.by_key else model_type
 
 
-def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRules:
+def parse_rules_record(value: Any, config: Mapping[str, Any], source: str) -> NameRules:
     """Parse the rules that a training run recorded in its checkpoint.
 
     Args:
@@ -310,7 +311,7 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
         ) from None
     # Accept only the rules of the table, because matching an arbitrary regular expression may never finish.
     if not all(accepted):
-        pattern = to_printable(rules[accepted.index(False)].read.find)[:60]
+        pattern = to_printable(rules[accepted.index(False)].read.pattern)[:60]
         raise CheckpointError(
             f"{source}: contains the rule {pattern!r}, which this version does not support; remove the file "
             "to write the default names of the model type"
@@ -318,23 +319,23 @@ def parse_record(value: Any, config: Mapping[str, Any], source: str) -> NameRule
     return NameRules(rules, base, config, recorded=True, file_shapes=file_shapes)
 
 
-def build_record(rules: NameRules) -> dict[str, Any]:
-    """Build the record that `parse_record` reads."""
+def build_rules_record(rules: NameRules) -> dict[str, Any]:
+    """Build the record that `parse_rules_record` reads."""
     record = {"version": 1, "base": rules.base, "rules": [serialize_rule(rule) for rule in rules.rules]}
     shapes = {name: list(shape) for name, shape in rules.file_shapes.items()}
     return {**record, "file_shapes": shapes} if shapes else record
 
 
 @cache
-def _compile(find: str) -> re.Pattern[str]:
+def _compile_pattern(find: str) -> re.Pattern[str]:
     return re.compile(find)
 
 
 class MatchedRule(NamedTuple):
-    """A `convert` rule that matches a name.
+    """A `apply_convert_rule` rule that matches a name.
 
     Attributes:
-        rule_index: Index of the rule in `Renaming.rules`.
+        rule_index: Index of the rule in `Renamer.rules`.
         source: Source pattern of the rule that matches the name.
     """
 
@@ -343,7 +344,7 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """A name after the first matching `convert` rule, and this rule, or None if no rule matches."""
+    """A name after the first matching `apply_convert_rule` rule, and this rule, or None if no rule matches."""
 
     name: str
     rule: MatchedRule | None
@@ -356,7 +357,7 @@ class _RenamedKey(NamedTuple):
     source: str | None
 
 
-class Renaming:
+class Renamer:
     """Applies rules to the names of a checkpoint, in one direction, and records which rules were used.
 
     Args:
@@ -367,16 +368,16 @@ class Renaming:
     def __init__(self, rules: Iterable[NameRule], *, write: bool) -> None:
         self.rules = list(rules)
         self.write = write
-        self.used: set[int] = set()
+        self.used_rule_indices: set[int] = set()
         self._active: set[int] = set()
 
-    def get_direction(self, index: int) -> Direction:
+    def get_direction(self, index: int) -> RuleDirection:
         """Return the direction of a rule that is applied."""
         rule = self.rules[index]
         return rule.write if self.write else rule.read
 
-    def convert(self, key: str) -> ConvertedName:
-        """Apply the first `convert` rule that matches a name.
+    def apply_convert_rule(self, key: str) -> ConvertedName:
+        """Apply the first `apply_convert_rule` rule that matches a name.
 
         Args:
             key: Name of a tensor.
@@ -392,7 +393,7 @@ class Renaming:
                     return ConvertedName(renamed, MatchedRule(index, source))
         return ConvertedName(key, None)
 
-    def rename(self, key: str) -> str:
+    def apply_rename_rules(self, key: str) -> str:
         """Apply all other rules to a name, one after the other."""
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
@@ -418,12 +419,12 @@ class Renaming:
                 return _RenamedKey(key, None)
         rest = key[len(prefix) :]
         if rule.kind == PAIRS:
-            renamed = rest if self.write else _join_layers(rest)
+            renamed = rest if self.write else _join_layer_pairs(rest)
             if renamed == rest:
                 return _RenamedKey(key, None)
-            self.used.add(index)
+            self.used_rule_indices.add(index)
             return _RenamedKey(prefix + renamed, direction.sources[0])
-        match = _compile(direction.find).search(rest)
+        match = _compile_pattern(direction.pattern).search(rest)
         if match is None:
             return _RenamedKey(key, None)
         group = next(name for name, value in match.groupdict().items() if value is not None)
@@ -435,7 +436,7 @@ class Renaming:
             elif index not in self._active:
                 return _RenamedKey(key, None)
             target = direction.targets[number]
-        self.used.add(index)
+        self.used_rule_indices.add(index)
         begin = match.re.groupindex[group]
         if rule.kind == SHIFT:
             target = target.replace(r"\1", str(int(match.group(begin + 1)) + direction.offset))
@@ -448,7 +449,7 @@ class Renaming:
 _LAYER_OF_TWO = re.compile(r"layers\.(\d{1,9})\.(mixer|attn_alpha|mlp_alpha)(?=\.|$)")
 
 
-def _join_layers(key: str) -> str:
+def _join_layer_pairs(key: str) -> str:
     """Rename an attention block and an MLP block, which some files number as two layers, to one layer."""
 
     def rename_layer(match: re.Match[str]) -> str:
@@ -494,22 +495,27 @@ def select_used_rules(
         The selected rules, including legacy rules.
     """
     candidates = add_legacy_rules(rules)
-    renaming = Renaming(candidates.rules, write=False)
+    renaming = Renamer(candidates.rules, write=False)
     file_shapes = {}
     for name in sort_naturally(names):
-        _, converter = renaming.convert(renaming.rename(name))
-        if shapes and name in shapes and converter and _checks_shape(candidates.rules[converter.rule_index]):
+        _, converter = renaming.apply_convert_rule(renaming.apply_rename_rules(name))
+        if (
+            shapes
+            and name in shapes
+            and converter
+            and _depends_on_expected_shape(candidates.rules[converter.rule_index])
+        ):
             file_shapes[name] = shapes[name]
-    used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used]
+    used = [rule for index, rule in enumerate(candidates.rules) if index in renaming.used_rule_indices]
     if any(map(_DENSE_RENAMED.search, names)):
         used = [
-            replace(rule, write=replace(rule.write, find=rule.write.find.replace(EXCEPT_DENSE, "")))
+            replace(rule, write=replace(rule.write, pattern=rule.write.pattern.replace(EXCEPT_DENSE, "")))
             for rule in used
         ]
     return replace(candidates, rules=tuple(used), recorded=True, file_shapes=file_shapes)
 
 
-def reverse_rules(rules: NameRules) -> Sequence[NameRule]:
+def list_write_rules(rules: NameRules) -> Sequence[NameRule]:
     """Return the rules for writing, in the order in which to apply them.
 
     Default `prefix` rules are omitted, because only some published files need them.

@@ -10,27 +10,27 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.errors import CheckpointError, prefix_errors
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
 from portable.converters.limits import MAX_EXPERTS
 from portable.converters.names.name_rules import (
-    Direction,
-    Renaming,
+    Renamer,
+    RuleDirection,
     add_legacy_rules,
-    reverse_rules,
+    list_write_rules,
     sort_naturally,
 )
 from portable.converters.tensors.arrangements import (
     Arrangement,
     arrange_source,
+    arrange_zeros,
+    chunk_arrangement,
     concat_arrangements,
-    create_zeros,
-    interleave_groups,
-    select,
-    select_slice,
-    split,
-    split_into_chunks,
-    stack,
-    swap_dims,
+    interleave_arrangement,
+    select_from_arrangement,
+    slice_arrangement,
+    split_arrangement,
+    stack_arrangements,
+    transpose_arrangement,
 )
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class _OperationContext:
         direction: Direction of the rule that is applied.
         name: Name of the result, with the first target pattern expanded.
         config: The model's `config.json`.
-        get_shape: Function that returns the shape of a parameter in memory, or in the files if
+        find_shape: Function that returns the shape of a parameter in memory, or in the files if
             `NameRules.file_shapes` contains it. Returns None if the shape is unknown.
     """
 
-    direction: Direction
+    direction: RuleDirection
     name: str
     config: Mapping[str, Any]
-    get_shape: Callable[[str], Shape | None]
+    find_shape: Callable[[str], Shape | None]
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -80,47 +80,49 @@ def arrange_for_files(shapes: Mapping[str, Shape], rules: NameRules) -> dict[str
     Raises:
         CheckpointError: If a tensor cannot be rearranged.
     """
-    renaming = Renaming(reverse_rules(rules), write=True)
+    renaming = Renamer(list_write_rules(rules), write=True)
     groups: dict[str, _TensorGroup] = {}
     for name in sort_naturally(shapes):
-        key, converter = renaming.convert(name)
+        key, converter = renaming.apply_convert_rule(name)
         if converter is None:
-            key = renaming.rename(name)
-        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+            key = renaming.apply_rename_rules(name)
+        groups.setdefault(key, _TensorGroup(converter)).add_tensor(name, converter, shapes[name])
     arrangements: dict[str, Arrangement] = {}
 
     def get_shape(name: str) -> Shape | None:
-        file_shape = rules.file_shapes.get(renaming.rename(name)) if rules.file_shapes else None
+        file_shape = rules.file_shapes.get(renaming.apply_rename_rules(name)) if rules.file_shapes else None
         return shapes.get(name) if file_shape is None else file_shape
 
     for key, group in groups.items():
         if group.converter is None:
-            arrangements[key] = group.get_single()
+            arrangements[key] = group.get_single_tensor()
             continue
         direction = renaming.get_direction(group.converter.rule_index)
         context = _OperationContext(direction, key, rules.config, get_shape)
-        converted = group.convert(context)
-        arrangements |= {renaming.rename(name): values for name, values in converted.items()}
+        converted = group.apply_operations(context)
+        arrangements |= {renaming.apply_rename_rules(name): values for name, values in converted.items()}
     return arrangements
 
 
 def arrange_for_memory(
     shapes: Mapping[str, Shape],
     rules: NameRules,
-    live: Mapping[str, Shape] | None = None,
+    memory_shapes: Mapping[str, Shape] | None = None,
     errors: dict[str, str] | None = None,
-    adapted: Mapping[str, Shape] | None = None,
+    adapted_shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, Arrangement]:
     """Arrange the tensors of published files as transformers loads them into memory.
 
     Args:
         shapes: Shape of each tensor, keyed by the published name.
         rules: Rules of the model.
-        live: Shapes of the model's tensors in memory, if they are known. They determine whether names begin
+        memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine whether
+        names begin
             with the base model's module.
         errors: Dict that receives an error message for each tensor that cannot be rearranged.
-        adapted: Shapes of the parameters that an adapter changes, keyed by the name in memory. They are used
-            if `live` is None.
+        adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory. They
+        are used
+            if `memory_shapes` is None.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.
@@ -129,29 +131,29 @@ def arrange_for_memory(
         CheckpointError: If a tensor cannot be rearranged, and `errors` is None.
     """
     all_rules = add_legacy_rules(rules) if not rules.recorded else rules
-    renaming = Renaming(all_rules.rules, write=False)
+    renaming = Renamer(all_rules.rules, write=False)
     groups: dict[str, _TensorGroup] = {}
     for name in sort_naturally(shapes):
-        key, converter = renaming.convert(renaming.rename(name))
-        if live is not None:
-            key = _match_base_prefix(key, rules.base, live)
-            if key not in live and name in live:
+        key, converter = renaming.apply_convert_rule(renaming.apply_rename_rules(name))
+        if memory_shapes is not None:
+            key = _match_base_prefix(key, rules.base, memory_shapes)
+            if key not in memory_shapes and name in memory_shapes:
                 key, converter = name, None
-        groups.setdefault(key, _TensorGroup(converter)).add(name, converter, shapes[name])
+        groups.setdefault(key, _TensorGroup(converter)).add_tensor(name, converter, shapes[name])
     arrangements: dict[str, Arrangement] = {}
 
     def get_shape(name: str) -> Shape | None:
-        if live is not None:
-            return live.get(name)
-        return (adapted or {}).get(name, (adapted or {}).get(f"{rules.base}.{name}"))
+        if memory_shapes is not None:
+            return memory_shapes.get(name)
+        return (adapted_shapes or {}).get(name, (adapted_shapes or {}).get(f"{rules.base}.{name}"))
 
     for key, group in groups.items():
         try:
             if group.converter is None:
-                arrangements[key] = group.get_single()
+                arrangements[key] = group.get_single_tensor()
                 continue
             direction = renaming.get_direction(group.converter.rule_index)
-            arrangements |= group.convert(_OperationContext(direction, key, rules.config, get_shape))
+            arrangements |= group.apply_operations(_OperationContext(direction, key, rules.config, get_shape))
         except CheckpointError as error:
             if errors is None:
                 raise
@@ -159,37 +161,39 @@ def arrange_for_memory(
     return arrangements
 
 
-def find_unclaimed_names(names: Collection[str], rules: NameRules, live: Collection[str]) -> list[str]:
+def find_unclaimed_names(
+    names: Collection[str], rules: NameRules, memory_names: Collection[str]
+) -> list[str]:
     """Find published tensors that do not correspond to a tensor of the model in memory.
 
     Args:
         names: Names of all tensors in the files.
         rules: Rules of the model.
-        live: Names of the model's tensors in memory, including tied tensors.
+        memory_names: Names of the model's tensors in memory, including tied tensors.
 
     Returns:
         The published names, in natural order.
     """
     all_rules = add_legacy_rules(rules) if not rules.recorded else rules
-    renaming = Renaming(all_rules.rules, write=False)
+    renaming = Renamer(all_rules.rules, write=False)
     unclaimed = []
     for name in sort_naturally(names):
-        key, _ = renaming.convert(renaming.rename(name))
-        if _match_base_prefix(key, rules.base, live) not in live and name not in live:
+        key, _ = renaming.apply_convert_rule(renaming.apply_rename_rules(name))
+        if _match_base_prefix(key, rules.base, memory_names) not in memory_names and name not in memory_names:
             unclaimed.append(name)
     return unclaimed
 
 
-def _match_base_prefix(key: str, base: str, live: Collection[str]) -> str:
+def _match_base_prefix(key: str, base: str, memory_names: Collection[str]) -> str:
     """Add or remove the base model's module at the beginning of a name if this gives a name of the model."""
     if not base:
         return key
-    if key.startswith(base) and key[len(base) + 1 :] in live:
+    if key.startswith(base) and key[len(base) + 1 :] in memory_names:
         return key[len(base) + 1 :]
-    return f"{base}.{key}" if f"{base}.{key}" in live else key
+    return f"{base}.{key}" if f"{base}.{key}" in memory_names else key
 
 
-def are_live(names: Collection[str], rules: NameRules) -> bool:
+def are_memory_names(names: Collection[str], rules: NameRules) -> bool:
     """Return whether tensors have names that transformers uses in memory and not in published files.
 
     A name in memory changes if it is converted to a published name, and converting the result back restores
@@ -203,16 +207,16 @@ def are_live(names: Collection[str], rules: NameRules) -> bool:
     Returns:
         True if there are more names in memory than published names.
     """
-    write_renaming = Renaming(reverse_rules(rules), write=True)
-    read_renaming = Renaming(add_legacy_rules(rules).rules, write=False)
+    write_renaming = Renamer(list_write_rules(rules), write=True)
+    read_renaming = Renamer(add_legacy_rules(rules).rules, write=False)
 
     def write(name: str) -> tuple[str, bool]:
-        changed, converter = write_renaming.convert(name)
-        changed = write_renaming.rename(changed.replace("*.", "0."))
+        changed, converter = write_renaming.apply_convert_rule(name)
+        changed = write_renaming.apply_rename_rules(changed.replace("*.", "0."))
         return changed, converter is not None or changed != name
 
     def read(name: str) -> tuple[str, bool]:
-        changed, converter = read_renaming.convert(read_renaming.rename(name))
+        changed, converter = read_renaming.apply_convert_rule(read_renaming.apply_rename_rules(name))
         return changed, converter is not None or changed != name
 
     def is_restored(
@@ -246,12 +250,12 @@ class _TensorGroup:
         self.converter = converter
         self.arrays: Arrays = {}
 
-    def add(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
+    def add_tensor(self, name: str, converter: MatchedRule | None, shape: Shape) -> None:
         """Add a tensor under the source pattern that its name matches."""
         pattern = "" if converter is None else converter.source
         self.arrays.setdefault(pattern, []).append(arrange_source(name, shape))
 
-    def get_single(self) -> Arrangement:
+    def get_single_tensor(self) -> Arrangement:
         """Return the only tensor of the group.
 
         Raises:
@@ -263,7 +267,7 @@ class _TensorGroup:
             raise CheckpointError(f"{first!r} and {second!r} would get the same name; {_KEEP_NAMES}")
         return arrays[0]
 
-    def convert(self, context: _OperationContext) -> dict[str, Arrangement]:
+    def apply_operations(self, context: _OperationContext) -> dict[str, Arrangement]:
         """Apply the operations of the rule.
 
         Returns:
@@ -273,7 +277,7 @@ class _TensorGroup:
             CheckpointError: If the tensors cannot be rearranged.
         """
         arrays = dict(self.arrays)
-        with prefix_errors(context.name):
+        with prefix_checkpoint_errors(context.name):
             for operation in context.direction.operations:
                 function = _OPERATIONS.get(operation[0])
                 if function is None:
@@ -290,17 +294,17 @@ class _TensorGroup:
         return {prefix + key + suffix: values[0] for key, values in arrays.items()}
 
 
-def _get_single(arrays: Arrays) -> Arrangement:
+def _get_single_arrangement(arrays: Arrays) -> Arrangement:
     if len(arrays) != 1 or any(len(values) != 1 for values in arrays.values()):
         raise CheckpointError("consists of several tensors, but the rule expects one")
     return next(iter(arrays.values()))[0]
 
 
-def _stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _stack_parts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     if len(arrays) == 1:
-        return {context.direction.targets[0]: [stack(next(iter(arrays.values())), dim)]}
-    return {pattern: [stack(values, dim)] for pattern, values in arrays.items()}
+        return {context.direction.targets[0]: [stack_arrangements(next(iter(arrays.values())), dim)]}
+    return {pattern: [stack_arrangements(values, dim)] for pattern, values in arrays.items()}
 
 
 def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
@@ -314,7 +318,7 @@ def _split_stack(arrays: Arrays, operation: Operation, context: _OperationContex
                 f"{_KEEP_NAMES}"
             )
         for i in range(values.shape[dim]):
-            experts[name.replace("*", str(i))] = [select(values, dim, i)]
+            experts[name.replace("*", str(i))] = [select_from_arrangement(values, dim, i)]
     return experts
 
 
@@ -328,7 +332,7 @@ def _concat_parts(arrays: Arrays, operation: Operation, context: _OperationConte
 
 def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, attribute = operation[1:]
-    values = _get_single(arrays)
+    values = _get_single_arrangement(arrays)
     targets = list(context.direction.targets)
     if attribute is not None:
         count = context.text_config.get(attribute)
@@ -340,30 +344,30 @@ def _split_chunks(arrays: Arrays, operation: Operation, context: _OperationConte
         targets = [targets[0].replace("*", str(i)) for i in range(count)]
     return {
         name: [part]
-        for name, part in zip(targets, split_into_chunks(values, dim, len(targets)), strict=False)
+        for name, part in zip(targets, chunk_arrangement(values, dim, len(targets)), strict=False)
     }
 
 
-def _split(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
+def _split_by_shapes(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     (dim,) = operation[1:]
     targets = context.direction.targets
-    values = _get_single(arrays)
-    shapes = [context.get_shape(context.name.replace(targets[0], target)) for target in targets]
+    values = _get_single_arrangement(arrays)
+    shapes = [context.find_shape(context.name.replace(targets[0], target)) for target in targets]
     if shapes.count(None) > 1:
         raise CheckpointError(
             f"cannot be split, because the sizes of its parts depend on the model; {_KEEP_NAMES}"
         )
     rest = values.shape[dim] - sum(shape[dim] for shape in shapes if shape is not None)
-    parts = split(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
+    parts = split_arrangement(values, dim, [rest if shape is None else shape[dim] for shape in shapes])
     return {name: [part] for name, part in zip(targets, parts, strict=True)}
 
 
 def _transpose_weights(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     first, second, check = operation[1:]
-    values = _get_single(arrays)
+    values = _get_single_arrangement(arrays)
     pattern = next(iter(arrays)) if len(context.direction.targets) > 1 else context.direction.targets[0]
     if check:
-        shape = context.get_shape(context.name)
+        shape = context.find_shape(context.name)
         if shape is None:
             raise CheckpointError(
                 f"cannot be converted, because its layout depends on the model; {_KEEP_NAMES}"
@@ -374,14 +378,14 @@ def _transpose_weights(arrays: Arrays, operation: Operation, context: _Operation
             values.shape[second],
         ):
             return {pattern: [values]}
-    return {pattern: [swap_dims(values, first, second)]}
+    return {pattern: [transpose_arrangement(values, first, second)]}
 
 
 def _interleave_rows(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     dim, inverse = operation[1:]
-    values = _get_single(arrays)
+    values = _get_single_arrangement(arrays)
     groups = 2 if inverse else values.shape[dim] // 2
-    return {context.direction.targets[0]: [interleave_groups(values, dim, groups)]}
+    return {context.direction.targets[0]: [interleave_arrangement(values, dim, groups)]}
 
 
 def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
@@ -399,7 +403,7 @@ def _permute_rope(arrays: Arrays, operation: Operation, context: _OperationConte
             groups = 2 if inverse else size // 2
             values = concat_arrangements(
                 [
-                    interleave_groups(select_slice(values, 0, head * size, size), 0, groups)
+                    interleave_arrangement(slice_arrangement(values, 0, head * size, size), 0, groups)
                     for head in range(heads)
                 ],
                 0,
@@ -417,7 +421,7 @@ def _fuse_experts(arrays: Arrays, operation: Operation, context: _OperationConte
         experts = arrays[pattern]
         size = -(-len(experts) // len(targets))
         for i, target in enumerate(targets):
-            stacks[target].append(stack(experts[i * size : (i + 1) * size], stack_dim))
+            stacks[target].append(stack_arrangements(experts[i * size : (i + 1) * size], stack_dim))
     return {target: [concat_arrangements(parts, cat_dim)] for target, parts in stacks.items()}
 
 
@@ -426,12 +430,14 @@ def _unfuse_experts(arrays: Arrays, operation: Operation, context: _OperationCon
     stack_dim, cat_dim = operation[1:]
     targets = context.direction.targets
     parts = [
-        split_into_chunks(arrays[pattern][0], cat_dim, len(targets)) for pattern in context.direction.sources
+        chunk_arrangement(arrays[pattern][0], cat_dim, len(targets)) for pattern in context.direction.sources
     ]
     separated: Arrays = {}
     for i, target in enumerate(targets):
         experts = [
-            select(part[i], stack_dim, expert) for part in parts for expert in range(part[i].shape[stack_dim])
+            select_from_arrangement(part[i], stack_dim, expert)
+            for part in parts
+            for expert in range(part[i].shape[stack_dim])
         ]
         separated |= {target.replace("*", str(n)): [expert] for n, expert in enumerate(experts)}
     return separated
@@ -442,54 +448,56 @@ def _merge_queries(arrays: Arrays, operation: Operation, context: _OperationCont
     (inverse,) = operation[1:]
     first, second = (*context.direction.targets, *context.direction.sources)[:2]
     if inverse:
-        values = _get_single(arrays)
+        values = _get_single_arrangement(arrays)
 
         def gather_rows(order: tuple[int, int]) -> Arrangement:
-            layers = [select(values, 0, i) for i in range(values.shape[0])]
-            return concat_arrangements([select_slice(layer, 0, n, 1) for layer in layers for n in order], 0)
+            layers = [select_from_arrangement(values, 0, i) for i in range(values.shape[0])]
+            return concat_arrangements(
+                [slice_arrangement(layer, 0, n, 1) for layer in layers for n in order], 0
+            )
 
         return {first: [gather_rows((0, 3))], second: [gather_rows((1, 2))]}
     queries, others = (arrays[pattern][0] for pattern in context.direction.sources)
     layers = [
         concat_arrangements(
             [
-                select_slice(queries, 0, 2 * i, 1),
-                select_slice(others, 0, 2 * i, 2),
-                select_slice(queries, 0, 2 * i + 1, 1),
+                slice_arrangement(queries, 0, 2 * i, 1),
+                slice_arrangement(others, 0, 2 * i, 2),
+                slice_arrangement(queries, 0, 2 * i + 1, 1),
             ],
             0,
         )
         for i in range(queries.shape[0] // 2)
     ]
-    return {context.direction.targets[0]: [stack(layers, 0)]}
+    return {context.direction.targets[0]: [stack_arrangements(layers, 0)]}
 
 
 def _remove_padding(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Remove the padding rows of the output head, or restore them as zeros."""
     (inverse,) = operation[1:]
-    values = _get_single(arrays)
+    values = _get_single_arrangement(arrays)
     key = "vocab_size" if inverse else "unpadded_vocab_size"
     rows = context.text_config.get(key)
     if type(rows) is not int or rows < 0:
         raise CheckpointError(f"config.json has no valid {key}; add {key} to config.json")
     if inverse and rows > values.shape[0]:
-        values = concat_arrangements([values, create_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
+        values = concat_arrangements([values, arrange_zeros((rows - values.shape[0], *values.shape[1:]))], 0)
     elif not inverse:
-        values = select_slice(values, 0, 0, min(rows, values.shape[0]))
+        values = slice_arrangement(values, 0, 0, min(rows, values.shape[0]))
     return {context.direction.targets[0]: [values]}
 
 
 def _pass_float_experts(arrays: Arrays, operation: Operation, context: _OperationContext) -> Arrays:
     """Return experts unchanged, raising an error if they are quantized and therefore have scales."""
-    return {context.direction.targets[0]: [_get_single(arrays)]}
+    return {context.direction.targets[0]: [_get_single_arrangement(arrays)]}
 
 
 _OPERATIONS: dict[str, Callable[[Arrays, Operation, _OperationContext], Arrays]] = {
-    "stack": _stack,
+    "stack": _stack_parts,
     "unstack": _split_stack,
     "cat": _concat_parts,
     "chunk": _split_chunks,
-    "split": _split,
+    "split": _split_by_shapes,
     "transpose": _transpose_weights,
     "interleave": _interleave_rows,
     "rope": _permute_rope,

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.limits import MAX_JSON_TENSOR
-from portable.converters.names.code_names import is_code
+from portable.converters.names.code_names import is_quantized_code
 from portable.converters.options import DTYPES, is_unset
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors import dequantization
 from portable.converters.tensors.dequantization import BlockShape, NestedQuantization
 
@@ -28,19 +28,21 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint
     from portable.converters.tensors.tensor import Tensor
 
-KEY = "quantization_config"
+CONFIG_KEY = "quantization_config"
 """In config.json."""
 # Files that say the same again for other programs.
-_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_REDUNDANT_CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Of activations and of the cache of keys and values, which a model of floats does not have.
-ACTIVATIONS = re.compile(
+ACTIVATION_TENSORS = re.compile(
     r"(.+[._])?(input|output|activation|prob_output|[kvq])_(scale|zero_point|global_scale|scale_ub)|.+\.g_idx"
 )
-_OF_WEIGHTS = re.compile(
+_SCALE_TENSORS = re.compile(
     r".+(_scale(_inv|_2)?|_zero_point|_global_scale|_scales|_shape|\.(scales|qzeros|absmax|SCB|quant_map))"
 )
 _DEFAULTS = Path(__file__).parent / "default_settings.json"
-_HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
+_IGNORED_KEYS = frozenset(
+    {"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"}
+)
 
 
 def _split_words(text: str) -> frozenset[str]:
@@ -58,40 +60,47 @@ class _QuantizedWeights:
     """The tensors of a checkpoint while weights are made of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str) -> None:
-        self.left = dict(tensors)
-        self.made: dict[str, Tensor] = {}
+        self.remaining = dict(tensors)
+        self.dequantized: dict[str, Tensor] = {}
         self.dtype = dtype
 
-    def find_by_suffix(self, *ends: str) -> Iterator[_NameAndStem]:
+    def iter_by_suffix(self, *suffixes: str) -> Iterator[_NameAndStem]:
         """The tensors whose names end so, and what stands before."""
-        for name in list(self.left):
-            for end in ends:
-                if name.endswith(end) and name in self.left:
+        for name in list(self.remaining):
+            for end in suffixes:
+                if name.endswith(end) and name in self.remaining:
                     yield _NameAndStem(name, name.removesuffix(end))
 
     def pop_tensor(self, name: str) -> Tensor | None:
-        return self.left.pop(name, None)
+        return self.remaining.pop(name, None)
 
-    def require_tensor(self, name: str, of: str) -> Tensor:
-        tensor = self.left.pop(name, None)
+    def pop_required_tensor(self, name: str, required_by: str) -> Tensor:
+        tensor = self.remaining.pop(name, None)
         if tensor is None:
-            raise CheckpointError(f"{to_printable(of)}: quantized, and {to_printable(name)} is not there")
+            raise CheckpointError(
+                f"{to_printable(required_by)}: quantized, and {to_printable(name)} is not there"
+            )
         return tensor
 
-    def dequantize_scaled_bytes(self, *ends: str, block: BlockShape | None = None) -> None:
+    def dequantize_scaled_bytes(self, *scale_suffixes: str, block: BlockShape | None = None) -> None:
         """Make the weights of 8-bit codes that have a scale of one of these names."""
-        for name, tensor in list(self.left.items()):
+        for name, tensor in list(self.remaining.items()):
             if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
                 continue
             scale = next(
-                (candidate for end in ends if (candidate := self.pop_tensor(name + end)) is not None), None
+                (
+                    candidate
+                    for end in scale_suffixes
+                    if (candidate := self.pop_tensor(name + end)) is not None
+                ),
+                None,
             )
             if scale is None:
                 continue
             zero = self.pop_tensor(f"{name}_zero_point")
-            weight = self.left.pop(name)
-            self.made[name] = dequantization.dequantize_bytes(
-                name, self.dtype, weight, scale, block=block, zero=zero
+            weight = self.remaining.pop(name)
+            self.dequantized[name] = dequantization.dequantize_bytes(
+                name, self.dtype, weight, scale, block=block, zero_point=zero
             )
 
 
@@ -107,36 +116,42 @@ def dequantize_checkpoint(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Ch
     """
     settings = read_quantization_config(checkpoint)
     if settings is None:
-        raise CheckpointError(f"{checkpoint.root}: its config.json has no {KEY}, so nothing is to dequantize")
-    method = _get_method(settings)
+        raise CheckpointError(
+            f"{checkpoint.root}: its config.json has no {CONFIG_KEY}, so nothing is to dequantize"
+        )
+    method = _get_quant_method(settings)
     if method not in METHODS:
         raise CheckpointError(
-            f"{checkpoint.root}: {KEY}: quant_method {to_printable(repr(method))} is not one of "
+            f"{checkpoint.root}: {CONFIG_KEY}: quant_method {to_printable(repr(method))} is not one of "
             f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
         )
     dequantize, supported_keys = METHODS[method]
-    location = f"{checkpoint.root}: {KEY} of {method}"
+    location = f"{checkpoint.root}: {CONFIG_KEY} of {method}"
     defaults = _read_defaults()[method]
     used = {key for key, value in settings.items() if not is_unset(value) and value != defaults.get(key)}
-    if unknown := sorted(used - supported_keys - _HARMLESS):
+    if unknown := sorted(used - supported_keys - _IGNORED_KEYS):
         raise CheckpointError(
             f"{location}: {to_printable(unknown[0])} is not known, and may change the weights"
         )
     weights = _QuantizedWeights(checkpoint.tensors, str(DTYPES[dtype]))
     dequantize(weights, settings, location)
-    unquantized = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
+    unquantized = {
+        name: tensor for name, tensor in weights.remaining.items() if not ACTIVATION_TENSORS.fullmatch(name)
+    }
     for name, tensor in unquantized.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
-        if (codes and is_code(name, tensor, checkpoint.tensors)) or _OF_WEIGHTS.fullmatch(name):
+        if (codes and is_quantized_code(name, tensor, checkpoint.tensors)) or _SCALE_TENSORS.fullmatch(name):
             raise CheckpointError(f"{location}: {to_printable(name)} belongs to no weight that is known")
-    order = [*checkpoint.tensors, *weights.made]
+    order = [*checkpoint.tensors, *weights.dequantized]
     tensors = {
-        name: (weights.made | unquantized)[name]
+        name: (weights.dequantized | unquantized)[name]
         for name in order
-        if name in weights.made or name in unquantized
+        if name in weights.dequantized or name in unquantized
     }
-    files = {name: path for name, path in checkpoint.companions.items() if name not in _FILES}
-    return checkpoint.with_tensors(tensors, {KEY: None, "compression_config": None}, files)
+    files = {
+        name: path for name, path in checkpoint.companions.items() if name not in _REDUNDANT_CONFIG_FILES
+    }
+    return checkpoint.with_tensors(tensors, {CONFIG_KEY: None, "compression_config": None}, files)
 
 
 @cache
@@ -148,20 +163,22 @@ def _read_defaults() -> dict[str, dict[str, Any]]:
 
 def read_quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     """What config.json, or ModelOpt's own file, says of quantized weights; None for nothing."""
-    if KEY in checkpoint.config:
+    if CONFIG_KEY in checkpoint.config:
         return None
-    settings = get_quantization_config(read_small_table(checkpoint.companions.get("config.json")))
+    settings = find_quantization_config(read_json_object_or_empty(checkpoint.companions.get("config.json")))
     if settings is None and "hf_quant_config.json" in checkpoint.companions:
-        of_modelopt = read_small_table(checkpoint.companions["hf_quant_config.json"]).get("quantization")
-        if isinstance(of_modelopt, dict):
-            settings = {"quant_method": "modelopt", **of_modelopt}
+        modelopt_settings = read_json_object_or_empty(checkpoint.companions["hf_quant_config.json"]).get(
+            "quantization"
+        )
+        if isinstance(modelopt_settings, dict):
+            settings = {"quant_method": "modelopt", **modelopt_settings}
     return settings
 
 
-def get_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization that a config.json describes."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
-        for key in (KEY, "compression_config"):
+        for key in (CONFIG_KEY, "compression_config"):
             if isinstance(part.get(key), dict) and part[key]:
                 settings: Mapping[str, Any] = part[key]
                 return settings
@@ -170,13 +187,13 @@ def get_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 def can_dequantize(settings: Mapping[str, Any]) -> bool:
     """Whether weights of this `quantization_config` can be opened as floats."""
-    return _get_method(settings) in METHODS
+    return _get_quant_method(settings) in METHODS
 
 
-def _get_method(settings: Mapping[str, Any]) -> str:
+def _get_quant_method(settings: Mapping[str, Any]) -> str:
     """The `quant_method`, a name or transformers' enumeration; bitsandbytes need not say it."""
-    of_bits = settings.get("load_in_8bit") or settings.get("load_in_4bit")
-    method = settings.get("quant_method") or ("bitsandbytes" if of_bits else "")
+    has_bitsandbytes_setting = settings.get("load_in_8bit") or settings.get("load_in_4bit")
+    method = settings.get("quant_method") or ("bitsandbytes" if has_bitsandbytes_setting else "")
     return str(getattr(method, "value", method))
 
 
@@ -200,7 +217,7 @@ def _check_setting(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ..
         raise CheckpointError(f"{location}: {key} {to_printable(repr(settings[key]))} is not one of {values}")
 
 
-_COMPRESSED = (
+_COMPRESSED_FORMATS = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
@@ -218,17 +235,17 @@ _COMPRESSED = (
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
     block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
-    for name, stem in weights.find_by_suffix("_scale_inv"):  # of FP4 codes beside: two in a byte
-        if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":
-            scale, packed = weights.left.pop(name), weights.left.pop(stem)
-            weights.made[stem] = dequantization.dequantize_fp4(stem, weights.dtype, packed, scale)
+    for name, stem in weights.iter_by_suffix("_scale_inv"):  # of FP4 codes beside: two in a byte
+        if (packed := weights.remaining.get(stem)) is not None and packed.dtype == "I8":
+            scale, packed = weights.remaining.pop(name), weights.remaining.pop(stem)
+            weights.dequantized[stem] = dequantization.dequantize_fp4(stem, weights.dtype, packed, scale)
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    for name, stem in weights.find_by_suffix("_blocks"):
-        scales = weights.require_tensor(f"{stem}_scales", name)
-        weights.made[stem] = dequantization.dequantize_gpt_oss(
-            stem, weights.dtype, weights.left.pop(name), scales
+    for name, stem in weights.iter_by_suffix("_blocks"):
+        scales = weights.pop_required_tensor(f"{stem}_scales", name)
+        weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
+            stem, weights.dtype, weights.remaining.pop(name), scales
         )
 
 
@@ -245,7 +262,7 @@ def _dequantize_compressed_tensors(
     for group in groups.values() if isinstance(groups, dict) else ():
         group = group if isinstance(group, dict) else {}
         if group.get("format") is not None:
-            _check_setting(group, "format", _COMPRESSED, location)
+            _check_setting(group, "format", _COMPRESSED_FORMATS, location)
         described = group.get("weights")
         for key, value in described.items() if isinstance(described, dict) else ():
             if key == "num_bits" and isinstance(value, int):
@@ -253,38 +270,47 @@ def _dequantize_compressed_tensors(
             if key == "block_structure" and value is not None:
                 block = parse_block_shape({"weight_block_size": value}, location)
     _check_setting(settings, "quantization_status", ("compressed", "frozen"), location)
-    for name, stem in weights.find_by_suffix(".weight_packed"):
+    for name, stem in weights.iter_by_suffix(".weight_packed"):
         _dequantize_packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
     weights.dequantize_scaled_bytes("_scale", block=block)
 
 
-def _dequantize_packed(weights: _QuantizedWeights, name: str, weight: str, bits: set[int]) -> None:
-    packed = weights.left.pop(name)
-    scale = weights.require_tensor(f"{weight}_scale", name)
+def _dequantize_packed(
+    weights: _QuantizedWeights, name: str, weight_name: str, possible_bits: set[int]
+) -> None:
+    packed = weights.remaining.pop(name)
+    scale = weights.pop_required_tensor(f"{weight_name}_scale", name)
     if packed.dtype == "U8":
-        global_scale = weights.pop_tensor(f"{weight}_global_scale")
-        weights.made[weight] = dequantization.dequantize_fp4(
-            weight, weights.dtype, packed, scale, divide=global_scale
+        global_scale = weights.pop_tensor(f"{weight_name}_global_scale")
+        weights.dequantized[weight_name] = dequantization.dequantize_fp4(
+            weight_name, weights.dtype, packed, scale, global_scale_divisor=global_scale
         )
         return
-    shape_tensor = weights.require_tensor(f"{weight}_shape", name)
+    shape_tensor = weights.pop_required_tensor(f"{weight_name}_shape", name)
     if shape_tensor.dtype not in ("I64", "I32") or shape_tensor.shape != (2,):
         raise CheckpointError(f"{to_printable(shape_tensor.name)}: does not hold two sizes")
     rows, columns = (int(size) for size in shape_tensor.read())
     width = packed.shape[-1] if packed.shape else 0
     # The number of bits is not written beside the weight; its shape tells it, or leaves one of the settings'.
-    fitting = [n for n in range(1, 9) if n in bits and -(-columns * n // 32) == width]
+    fitting = [n for n in range(1, 9) if n in possible_bits and -(-columns * n // 32) == width]
     if len(fitting) != 1 or rows < 1 or columns < 1:
         raise CheckpointError(
             f"{to_printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
-            f"of {' or '.join(sorted(to_printable(str(n)) for n in bits))} bits"
+            f"of {' or '.join(sorted(to_printable(str(n)) for n in possible_bits))} bits"
         )
-    zero = weights.pop_tensor(f"{weight}_zero_point")
-    groups = weights.pop_tensor(f"{weight}_g_idx")
+    zero = weights.pop_tensor(f"{weight_name}_zero_point")
+    groups = weights.pop_tensor(f"{weight_name}_g_idx")
     if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
         groups = None
-    weights.made[weight] = dequantization.dequantize_packed_rows(
-        weight, weights.dtype, packed, scale, (rows, columns), fitting[0], zero=zero, groups=groups
+    weights.dequantized[weight_name] = dequantization.dequantize_packed_rows(
+        weight_name,
+        weights.dtype,
+        packed,
+        scale,
+        (rows, columns),
+        fitting[0],
+        zero_point=zero,
+        column_groups=groups,
     )
 
 
@@ -293,16 +319,20 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "bits", (2, 3, 4, 8), location)
-    form = settings.get("checkpoint_format", settings.get("format", "gptq"))
-    for name, stem in weights.find_by_suffix(".qweight"):
+    storage_format = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    for name, stem in weights.iter_by_suffix(".qweight"):
         rest = ("qzeros", "scales", "g_idx")
         parts = {
-            "qweight": weights.left.pop(name),
-            **{k: weights.require_tensor(f"{stem}.{k}", name) for k in rest},
+            "qweight": weights.remaining.pop(name),
+            **{k: weights.pop_required_tensor(f"{stem}.{k}", name) for k in rest},
         }
         weight = f"{stem}.weight"
-        weights.made[weight] = dequantization.dequantize_gptq(
-            weight, weights.dtype, parts, settings.get("bits"), first_zero=int(form == "gptq")
+        weights.dequantized[weight] = dequantization.dequantize_gptq(
+            weight,
+            weights.dtype,
+            parts,
+            settings.get("bits"),
+            zero_point_offset=int(storage_format == "gptq"),
         )
 
 
@@ -310,35 +340,37 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
-    for name, stem in weights.find_by_suffix(".qweight"):
-        parts = {"qweight": weights.left.pop(name)}
-        parts |= {key: weights.require_tensor(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
-        weights.made[f"{stem}.weight"] = dequantization.dequantize_awq(f"{stem}.weight", weights.dtype, parts)
+    for name, stem in weights.iter_by_suffix(".qweight"):
+        parts = {"qweight": weights.remaining.pop(name)}
+        parts |= {key: weights.pop_required_tensor(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
+        weights.dequantized[f"{stem}.weight"] = dequantization.dequantize_awq(
+            f"{stem}.weight", weights.dtype, parts
+        )
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
-    for name, weight in weights.find_by_suffix(
+    for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
-        state = _read_quant_state(weights.left.pop(name))
+        state = _read_quant_state(weights.remaining.pop(name))
         keys, nested = ["absmax", "quant_map"], None
         if "nested_blocksize" in state:
             keys += ["nested_absmax", "nested_quant_map"]
             nested = NestedQuantization(int(state["nested_blocksize"]), float(state["nested_offset"]))
-        parts = {key: weights.require_tensor(f"{weight}.{key}", name) for key in keys}
-        packed = weights.require_tensor(weight, name)
+        parts = {key: weights.pop_required_tensor(f"{weight}.{key}", name) for key in keys}
+        packed = weights.pop_required_tensor(weight, name)
         shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
-        weights.made[weight] = dequantization.dequantize_bnb_4bit(
+        weights.dequantized[weight] = dequantization.dequantize_bnb_4bit(
             weight, weights.dtype, packed, parts, shape, block, nested
         )
-    for name, stem in weights.find_by_suffix(".SCB"):
+    for name, stem in weights.iter_by_suffix(".SCB"):
         weight = f"{stem}.weight"
         form = weights.pop_tensor(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(f"{to_printable(form.name)}: a layout of 8 bits for one kind of GPU")
-        codes = weights.require_tensor(weight, name)
-        weights.made[weight] = dequantization.dequantize_bnb_8bit(
-            weight, weights.dtype, codes, weights.left.pop(name)
+        codes = weights.pop_required_tensor(weight, name)
+        weights.dequantized[weight] = dequantization.dequantize_bnb_8bit(
+            weight, weights.dtype, codes, weights.remaining.pop(name)
         )
 
 
@@ -359,12 +391,15 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
-    for name, stem in weights.find_by_suffix(".weight_scale_2"):
+    for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"
-        packed, scale = weights.require_tensor(weight, name), weights.require_tensor(f"{weight}_scale", name)
-        whole = weights.left.pop(name)
-        weights.made[weight] = dequantization.dequantize_fp4(
-            weight, weights.dtype, packed, scale, multiply=whole
+        packed, scale = (
+            weights.pop_required_tensor(weight, name),
+            weights.pop_required_tensor(f"{weight}_scale", name),
+        )
+        global_scale = weights.remaining.pop(name)
+        weights.dequantized[weight] = dequantization.dequantize_fp4(
+            weight, weights.dtype, packed, scale, global_scale=global_scale
         )
     weights.dequantize_scaled_bytes("_scale")
 
@@ -373,7 +408,7 @@ class _Method(NamedTuple):
     """How the weights of a `quant_method` are dequantized.
 
     Attributes:
-        dequantize: Function that moves the tensors of each weight from `left` to `made`.
+        dequantize: Function that moves the tensors of each weight from `remaining` to `dequantized`.
         supported_keys: Keys of `quantization_config` that the function reads, or that change no weight.
     """
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError, to_printable
 from portable.converters.quantization.dequantize import (
-    ACTIVATIONS,
-    KEY,
+    ACTIVATION_TENSORS,
+    CONFIG_KEY,
     parse_block_shape,
     read_quantization_config,
 )
-from portable.converters.storage.safe_open import read_small_table
-from portable.converters.tensors.casting import cast_dtype, parse_dtype
+from portable.converters.storage.safe_open import read_json_object_or_empty
+from portable.converters.tensors.casting import parse_target_dtype, select_written_dtype
 from portable.converters.tensors.dequantization import BlockShape
-from portable.converters.tensors.dtypes import CASTABLE
-from portable.converters.tensors.edited_rows import Affine, apply_edits
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
+from portable.converters.tensors.edited_rows import AffineEdit, apply_edits
 from portable.converters.tensors.quantization import (
     QuantizationScheme,
     quantize_to_bytes,
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 # The names of linear layers in transformers. Routers of experts, embeddings and GPT-2's transposed layers
 # (`c_*`) are none.
-_LINEAR = re.compile(
+_LINEAR_WEIGHT = re.compile(
     r"(?:.+\.)?\d+\.(?:.+\.)?"
     r"(?!c_)(?:(?:\w+_)?proj(?:_\w+)?|fc\d?|fc_(?:in|out)|lin\d|dense\w*|query(?:_key_value)?|key|value"
     r"|[qkvo]|w[io123](?:_\d)?|Wqkv|W[io]|o_proj)\.weight"
 )
 
 
-class _Form(NamedTuple):
+class _QuantizationFormat(NamedTuple):
     """One value of `--quantize`."""
 
     scheme: QuantizationScheme
-    make: Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]
-    settings: Callable[[list[str]], dict[str, Any]]
+    quantize_weight: Callable[[Tensor, QuantizationScheme], dict[str, Tensor]]
+    build_config: Callable[[list[str]], dict[str, Any]]
     """`quantization_config`, given the modules that stay floats."""
 
 
@@ -70,7 +70,7 @@ def _build_fp8_config(excluded_modules: list[str]) -> dict[str, Any]:
     }
 
 
-def _make_compressed_tensors_config(
+def _make_compressed_tensors_config_builder(
     form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
 ) -> Callable[[list[str]], dict[str, Any]]:
     """compressed-tensors' settings of its own presets: W8A8, W4A16, FP8_DYNAMIC, MXFP4A16."""
@@ -86,45 +86,45 @@ def _make_compressed_tensors_config(
     if form.startswith("mxfp4"):
         weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     activations = {"num_bits": bits, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True}
-    described: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": form}
-    described["input_activations"] = activations if tokens else None
+    group_config: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": form}
+    group_config["input_activations"] = activations if tokens else None
     return lambda kept: {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": described},
+        "config_groups": {"group_0": group_config},
         "ignore": kept,
     }
 
 
-_FORMS = {
-    "fp8-block": _Form(
+_FORMATS = {
+    "fp8-block": _QuantizationFormat(
         QuantizationScheme("F8_E4M3", 128, 128, "inverse", "F32"),
         _make_byte_quantizer("_scale_inv"),
         _build_fp8_config,
     ),
-    "fp8": _Form(
+    "fp8": _QuantizationFormat(
         QuantizationScheme("F8_E4M3", 1, 0, "range"),
         _make_byte_quantizer("_scale"),
-        _make_compressed_tensors_config("float-quantized", 8, "float", "channel", tokens=True),
+        _make_compressed_tensors_config_builder("float-quantized", 8, "float", "channel", tokens=True),
     ),
-    "mxfp4": _Form(
+    "mxfp4": _QuantizationFormat(
         QuantizationScheme("FP4", 1, 32, "near", "U8"),
         quantize_to_fp4,
-        _make_compressed_tensors_config("mxfp4-pack-quantized", 4, "float", "group", group=32),
+        _make_compressed_tensors_config_builder("mxfp4-pack-quantized", 4, "float", "group", group=32),
     ),
-    "int8": _Form(
+    "int8": _QuantizationFormat(
         QuantizationScheme("I8", 1, 0, "range"),
         _make_byte_quantizer("_scale"),
-        _make_compressed_tensors_config("int-quantized", 8, "int", "channel", tokens=True),
+        _make_compressed_tensors_config_builder("int-quantized", 8, "int", "channel", tokens=True),
     ),
-    "int4": _Form(
+    "int4": _QuantizationFormat(
         QuantizationScheme("INT4", 1, 128, "range"),
         quantize_to_packed_rows,
-        _make_compressed_tensors_config("pack-quantized", 4, "int", "group", group=128),
+        _make_compressed_tensors_config_builder("pack-quantized", 4, "int", "group", group=128),
     ),
 }
-"""By the names of `portable.converters.options.FORMS`."""
+"""By the names of `portable.converters.options.QUANTIZATION_FORMS`."""
 
 
 def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
@@ -140,21 +140,21 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
     Raises:
         CheckpointError: it is quantized already, has no config.json, or no linear layer is known by its name.
     """
-    chosen = _FORMS[form]
-    floats = _cast_tensors(checkpoint, dtype)
-    if not read_small_table(checkpoint.companions.get("config.json")):
+    quantization_format = _FORMATS[form]
+    floats = _cast_unquantized_tensors(checkpoint, dtype)
+    if not read_json_object_or_empty(checkpoint.companions.get("config.json")):
         raise CheckpointError(
             f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
         )
     tensors: dict[str, Tensor] = {}
     too_small: Tensor | None = None
     excluded_modules, changed = {"lm_head"}, False  # also where it is tied, and in no file
-    height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
+    height, width = quantization_format.scheme.block_height or 1, quantization_format.scheme.block_width or 1
     for name, tensor in floats.items():
-        whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
-        if len(tensor.shape) == 2 and tensor.dtype in CASTABLE and _LINEAR.fullmatch(name):
-            if whole:
-                tensors |= chosen.make(tensor, chosen.scheme)
+        is_divisible = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
+        if len(tensor.shape) == 2 and tensor.dtype in CASTABLE_DTYPES and _LINEAR_WEIGHT.fullmatch(name):
+            if is_divisible:
+                tensors |= quantization_format.quantize_weight(tensor, quantization_format.scheme)
                 changed = True
                 continue
             too_small = too_small or tensor
@@ -178,7 +178,9 @@ def quantize_checkpoint(checkpoint: Checkpoint, form: str, *, dtype: str = "keep
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
         )
     return checkpoint.with_tensors(
-        tensors, {KEY: chosen.settings(sorted(excluded_modules))}, checkpoint.companions
+        tensors,
+        {CONFIG_KEY: quantization_format.build_config(sorted(excluded_modules))},
+        checkpoint.companions,
     )
 
 
@@ -198,22 +200,24 @@ def quantize_like_base(
     """
     settings = read_writable_config(base)
     method = str(settings["quant_method"])
-    floats = _cast_tensors(checkpoint, dtype)
+    floats = _cast_unquantized_tensors(checkpoint, dtype)
     tensors: dict[str, Tensor] = {}
-    there = dict(base.tensors)
+    unmatched = dict(base.tensors)
     for name, tensor in floats.items():
-        codes = _quantize_like_weight(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
+        codes = _quantize_weight_like_base(
+            name, tensor, unmatched, settings, f"{base.root}: {CONFIG_KEY} of {method}"
+        )
         for key, value in codes.items():
-            model = there.pop(key, None)
-            if model is None or tuple(model.shape) != tuple(value.shape):
-                shape = "is not there" if model is None else f"has shape {list(model.shape)}"
+            base_tensor = unmatched.pop(key, None)
+            if base_tensor is None or tuple(base_tensor.shape) != tuple(value.shape):
+                shape = "is not there" if base_tensor is None else f"has shape {list(base_tensor.shape)}"
                 raise CheckpointError(f"{base.root}: {to_printable(key)} {shape}, not {list(value.shape)}")
-            tensors[key] = model if name in untouched else value
-    for name, tensor in there.items():
-        if not ACTIVATIONS.fullmatch(name):
+            tensors[key] = base_tensor if name in untouched else value
+    for name, tensor in unmatched.items():
+        if not ACTIVATION_TENSORS.fullmatch(name):
             raise CheckpointError(f"{checkpoint.root}: has no {to_printable(name)}, which {base.root} has")
         tensors[name] = tensor
-    return checkpoint.with_tensors(tensors, {KEY: dict(settings)}, checkpoint.companions)
+    return checkpoint.with_tensors(tensors, {CONFIG_KEY: dict(settings)}, checkpoint.companions)
 
 
 def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
@@ -224,17 +228,17 @@ def read_writable_config(base: Checkpoint) -> Mapping[str, Any]:
     """
     settings = read_quantization_config(base)
     if settings is None:
-        raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {KEY}")
+        raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {CONFIG_KEY}")
     method = settings.get("quant_method")
     if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
         raise CheckpointError(
-            f"{base.root}: {KEY}: {to_printable(str(method))} needs calibration data; "
+            f"{base.root}: {CONFIG_KEY}: {to_printable(str(method))} needs calibration data; "
             "quantize with its own program"
         )
     return settings
 
 
-def _quantize_like_weight(
+def _quantize_weight_like_base(
     name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], location: str
 ) -> dict[str, Tensor]:
     """The tensors that `base` has for one weight."""
@@ -244,20 +248,20 @@ def _quantize_like_weight(
             f"{location}: {to_printable(other)} comes from calibration data; use its own program"
         )
     if (packed := base.get(f"{name}_packed")) is not None:
-        of_groups = base.get(f"{name}_scale", packed)
-        width = weight.shape[-1] // max(1, of_groups.shape[-1] if of_groups.shape else 1)
+        group_scale = base.get(f"{name}_scale", packed)
+        width = weight.shape[-1] // max(1, group_scale.shape[-1] if group_scale.shape else 1)
         if packed.dtype == "U8":
             return quantize_to_fp4(weight, QuantizationScheme("FP4", 1, width, "near", "U8"))
         bits = 32 * packed.shape[-1] // max(1, weight.shape[-1])
         tensors = quantize_to_packed_rows(
-            weight, QuantizationScheme(f"INT{bits}", 1, width, "range", of_groups.dtype)
+            weight, QuantizationScheme(f"INT{bits}", 1, width, "range", group_scale.dtype)
         )
         return {key: value for key, value in tensors.items() if key in base or not key.endswith("_shape")}
     if f"{name}_blocks" in base:
         return quantize_to_gpt_oss(weight, QuantizationScheme("FP4", 1, 32, "floor", "U8"))
     codes = base.get(name)
-    if codes is None or codes.dtype in CASTABLE:
-        return {name: weight if codes is None else _cast(weight, codes.dtype)}
+    if codes is None or codes.dtype in CASTABLE_DTYPES:
+        return {name: weight if codes is None else _cast_tensor(weight, codes.dtype)}
     for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
         if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
             rows, columns = weight.shape[-2:]
@@ -272,14 +276,14 @@ def _quantize_like_weight(
     raise CheckpointError(f"{location}: {to_printable(name)} is {codes.dtype}, and its scale is not there")
 
 
-def _cast_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+def _cast_unquantized_tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors, cast."""
     if read_quantization_config(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
-    target = parse_dtype(dtype)
-    return {name: _cast(tensor, target) for name, tensor in checkpoint.tensors.items()}
+    target = parse_target_dtype(dtype)
+    return {name: _cast_tensor(tensor, target) for name, tensor in checkpoint.tensors.items()}
 
 
-def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    written = cast_dtype(tensor, dtype)
-    return tensor if written == tensor.dtype else apply_edits(tensor, written, 1, [Affine()])
+def _cast_tensor(tensor: Tensor, dtype: str | None) -> Tensor:
+    written = select_written_dtype(tensor, dtype)
+    return tensor if written == tensor.dtype else apply_edits(tensor, written, 1, [AffineEdit()])

@@ -21,16 +21,16 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
 
-COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
+COMPLETE_MARKER, INCOMPLETE_MARKER = "_COMPLETE", "_INCOMPLETE"
 
 
-def begin(folder: RemotePath, **facts: Any) -> str:
+def mark_folder_incomplete(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written and no longer complete. One process of a run calls this.
 
     Existing objects stay; call `places.remove_folder` first to delete them.
@@ -39,32 +39,38 @@ def begin(folder: RemotePath, **facts: Any) -> str:
         facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
 
     Returns:
-        A token for `complete`, which detects a second writer of the same folder by it.
+        A token for `mark_folder_complete`, which detects a second writer of the same folder by it.
     """
     token = os.urandom(8).hex()
-    content = {**facts, "writer": token, "host": socket.gethostname(), "pid": os.getpid(), "begun": _now()}
-    (folder / INCOMPLETE).write_bytes(json.dumps(content).encode())
-    (folder / COMPLETE).unlink(missing_ok=True)
+    content = {
+        **facts,
+        "writer": token,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "begun": _format_utc_time(),
+    }
+    (folder / INCOMPLETE_MARKER).write_bytes(json.dumps(content).encode())
+    (folder / COMPLETE_MARKER).unlink(missing_ok=True)
     return token
 
 
-def complete(folder: RemotePath, token: str, **facts: Any) -> None:
+def mark_folder_complete(folder: RemotePath, token: str, **facts: Any) -> None:
     """Mark the folder as complete, after all hosts have written every object in it.
 
     Args:
-        token: what `begin` returned.
+        token: what `mark_folder_incomplete` returned.
         facts: stored in `_COMPLETE` as JSON.
 
     Raises:
         RemoteError: another process has begun the same folder since.
     """
-    if read_small_table(folder / INCOMPLETE).get("writer") != token:
+    if read_json_object_or_empty(folder / INCOMPLETE_MARKER).get("writer") != token:
         raise RemoteError(
             f"{folder}: another process began to write this folder; give each run an output of its own"
         )
-    (folder / COMPLETE).write_bytes(json.dumps({**facts, "completed": _now()}).encode())
-    (folder / INCOMPLETE).unlink(missing_ok=True)
+    (folder / COMPLETE_MARKER).write_bytes(json.dumps({**facts, "completed": _format_utc_time()}).encode())
+    (folder / INCOMPLETE_MARKER).unlink(missing_ok=True)
 
 
-def _now() -> str:
+def _format_utc_time() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from portable.converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
+from portable.converters.storage.store_errors import AccessDeniedError, RemoteError, format_store_error
 
-LOOKED_FOR = {
+SEARCHED_CREDENTIALS = {
     "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of this container or machine",
     "gs": "looked for GOOGLE_APPLICATION_CREDENTIALS, gcloud auth application-default login, a role of this "
     "machine",
@@ -26,51 +26,51 @@ LOOKED_FOR = {
     "hf": "looked for HF_TOKEN, hf auth login",
 }
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
-_MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
+_METADATA_HOSTS = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
 
-def _env(*names: str) -> str:
+def _get_first_env(*names: str) -> str:
     """The first of these environment variables that is set."""
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
-def _on(name: str) -> bool:
+def _is_env_enabled(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
-def _s3(bucket: str) -> dict[str, Any]:
+def _build_s3_options(bucket: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    endpoint = _env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    region = _env("AWS_REGION", "AWS_DEFAULT_REGION")
-    keys = _env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY")
-    role = not _env("AWS_PROFILE") and _env(
+    endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    region = _get_first_env("AWS_REGION", "AWS_DEFAULT_REGION")
+    keys = _get_first_env("AWS_ACCESS_KEY_ID") and _get_first_env("AWS_SECRET_ACCESS_KEY")
+    role = not _get_first_env("AWS_PROFILE") and _get_first_env(
         "AWS_WEB_IDENTITY_TOKEN_FILE",
         "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
         "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     )
-    if keys or role or _on("AWS_SKIP_SIGNATURE"):
+    if keys or role or _is_env_enabled("AWS_SKIP_SIGNATURE"):
         pass  # read by obstore
-    elif _env("AWS_PROFILE") or _installed("boto3"):
-        session = _made("boto3", "Session", "s3")
-        provider = _made("obstore.auth.boto3", "Boto3CredentialProvider", "s3", session)
+    elif _get_first_env("AWS_PROFILE") or _is_installed("boto3"):
+        session = _create_from_vendor_package("boto3", "Session", "s3")
+        provider = _create_from_vendor_package("obstore.auth.boto3", "Boto3CredentialProvider", "s3", session)
         options["credential_provider"] = provider
         client = session.client("s3")
         region = region or session.region_name or ""
         if not endpoint and "amazonaws.com" not in client.meta.endpoint_url:
             endpoint = options["endpoint"] = client.meta.endpoint_url
-    elif _on("AWS_EC2_METADATA_DISABLED") or not _reachable("s3"):
-        raise _missing("s3")
+    elif _is_env_enabled("AWS_EC2_METADATA_DISABLED") or not _is_metadata_host_reachable("s3"):
+        raise _build_missing_credentials_error("s3")
     if not region and not endpoint:
-        region = _region(bucket)
+        region = _fetch_bucket_region(bucket)
     if region:
         options["region"] = region
-    if certificates := _env("AWS_CA_BUNDLE"):
+    if certificates := _get_first_env("AWS_CA_BUNDLE"):
         options["client_options"] = {"root_certificate": Path(certificates).read_bytes()}
     return options
 
 
 @cache
-def _region(bucket: str) -> str:
+def _fetch_bucket_region(bucket: str) -> str:
     """The region of a bucket of Amazon's, which tells it to everybody."""
     import urllib.error  # not at the top: takes time to import
     import urllib.request
@@ -86,54 +86,71 @@ def _region(bucket: str) -> str:
     return str(headers.get("x-amz-bucket-region") or "")
 
 
-def _gs(bucket: str) -> dict[str, Any]:
-    if emulator := _env("STORAGE_EMULATOR_HOST"):
+def _build_gcs_options(bucket: str) -> dict[str, Any]:
+    if emulator := _get_first_env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
         return {"base_url": base.rstrip("/"), "skip_signature": True}
-    given = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
-    if _on("GOOGLE_SKIP_SIGNATURE") or _env(*given, "GOOGLE_BEARER_TOKEN"):
+    key_variables = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+    if _is_env_enabled("GOOGLE_SKIP_SIGNATURE") or _get_first_env(*key_variables, "GOOGLE_BEARER_TOKEN"):
         return {}
-    folder = Path(_env("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
-    named = _env("GOOGLE_APPLICATION_CREDENTIALS")
-    file = Path(named).expanduser() if named else folder / "application_default_credentials.json"
-    if named or file.is_file():
+    folder = Path(_get_first_env("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    configured_path = _get_first_env("GOOGLE_APPLICATION_CREDENTIALS")
+    file = (
+        Path(configured_path).expanduser()
+        if configured_path
+        else folder / "application_default_credentials.json"
+    )
+    if configured_path or file.is_file():
         try:
             kind = json.loads(file.read_bytes())["type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise AccessDeniedError(f"{file}: holds no Google credentials ({type(error).__name__})") from None
         if kind in ("authorized_user", "service_account"):
             return {"application_credentials": str(file)}
-        return {"credential_provider": _made("obstore.auth.google", "GoogleCredentialProvider", "gs")}
-    if not _reachable("gs"):
-        raise _missing("gs")
+        return {
+            "credential_provider": _create_from_vendor_package(
+                "obstore.auth.google", "GoogleCredentialProvider", "gs"
+            )
+        }
+    if not _is_metadata_host_reachable("gs"):
+        raise _build_missing_credentials_error("gs")
     return {}
 
 
-def _az(bucket: str) -> dict[str, Any]:
-    pairs = [part.partition("=") for part in _env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
-    given = {name: value for name, _, value in pairs}
-    account = given.get("AccountName") or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+def _build_azure_options(bucket: str) -> dict[str, Any]:
+    pairs = [part.partition("=") for part in _get_first_env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
+    connection_fields = {name: value for name, _, value in pairs}
+    account = connection_fields.get("AccountName") or _get_first_env(
+        "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"
+    )
     in_url = "@" in bucket  # abfss://container@account.dfs...
     names = {
         "account_name": "" if in_url else account,
-        "endpoint": given.get("BlobEndpoint", ""),
-        "account_key": given.get("AccountKey") or _env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
-        "sas_key": given.get("SharedAccessSignature") or _env("AZURE_STORAGE_SAS_TOKEN"),
+        "endpoint": connection_fields.get("BlobEndpoint", ""),
+        "account_key": connection_fields.get("AccountKey")
+        or _get_first_env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
+        "sas_key": connection_fields.get("SharedAccessSignature")
+        or _get_first_env("AZURE_STORAGE_SAS_TOKEN"),
     }
     options: dict[str, Any] = {name: value for name, value in names.items() if value}
-    if _on("AZURE_STORAGE_USE_EMULATOR"):
+    if _is_env_enabled("AZURE_STORAGE_USE_EMULATOR"):
         return {}
     if not (account or in_url):
         raise RemoteError("names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
-    native = _env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
-    login = _env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
-    if not ({"account_key", "sas_key"} & options.keys() or native or login or _on("AZURE_SKIP_SIGNATURE")):
-        provider = _made("obstore.auth.azure", "AzureCredentialProvider", "az")
+    native = _get_first_env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
+    login = _get_first_env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
+    if not (
+        {"account_key", "sas_key"} & options.keys()
+        or native
+        or login
+        or _is_env_enabled("AZURE_SKIP_SIGNATURE")
+    ):
+        provider = _create_from_vendor_package("obstore.auth.azure", "AzureCredentialProvider", "az")
         options["credential_provider"] = provider
     return options
 
 
-def _hf(repository: str) -> dict[str, Any]:
+def _build_hub_options(repository: str) -> dict[str, Any]:
     """The files of a repository on the hub at one revision."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
@@ -144,20 +161,25 @@ def _hf(repository: str) -> dict[str, Any]:
     return {"url": url, "client_options": {"default_headers": headers}}
 
 
-OPTIONS = {"s3": _s3, "gs": _gs, "az": _az, "hf": _hf}
+OPTION_BUILDERS = {
+    "s3": _build_s3_options,
+    "gs": _build_gcs_options,
+    "az": _build_azure_options,
+    "hf": _build_hub_options,
+}
 """What makes the arguments for the store of a bucket, beside those that obstore reads itself.
 
 Each raises RemoteError, without a URL, where there are no credentials, or no package that reads them.
 """
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     from importlib.util import find_spec
 
     return find_spec(package) is not None
 
 
-def _made(module: str, name: str, protocol: str, *args: Any) -> Any:
+def _create_from_vendor_package(module: str, name: str, protocol: str, *args: Any) -> Any:
     """A provider of credentials; errors of the vendor's package say what was looked for."""
     from importlib import import_module
 
@@ -169,18 +191,18 @@ def _made(module: str, name: str, protocol: str, *args: Any) -> Any:
             f"pip install 'portable-trainer[{_EXTRAS[protocol]}]'"
         ) from None
     except Exception as error:  # each package has its own
-        raise _missing(protocol, reason_of(error)) from None
+        raise _build_missing_credentials_error(protocol, format_store_error(error)) from None
 
 
-def _missing(protocol: str, reason: str = "") -> AccessDeniedError:
+def _build_missing_credentials_error(protocol: str, reason: str = "") -> AccessDeniedError:
     because = f": {reason}" if reason else ""
-    return AccessDeniedError(f"no credentials found ({LOOKED_FOR[protocol]}){because}")
+    return AccessDeniedError(f"no credentials found ({SEARCHED_CREDENTIALS[protocol]}){because}")
 
 
-def _reachable(protocol: str) -> bool:
+def _is_metadata_host_reachable(protocol: str) -> bool:
     """Whether this machine can be asked for its role; obstore would try for minutes."""
     try:
-        socket.create_connection((_MACHINES[protocol], 80), timeout=1).close()
+        socket.create_connection((_METADATA_HOSTS[protocol], 80), timeout=1).close()
     except OSError:
         return False
     return True

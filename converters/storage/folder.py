@@ -8,18 +8,18 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.byte_sources import Descriptor, SourceFile
-from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.safe_open import real_path, stays_inside
+from portable.converters.storage.byte_sources import CheckpointFile, FileDescriptor
+from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.safe_open import is_safe_relative_path, resolve_local_path_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 
-def _max_open_files() -> int:
+def _compute_max_open_files() -> int:
     """A quarter of this process's limit: the rest belongs to the caller."""
     try:
         import resource
@@ -29,49 +29,49 @@ def _max_open_files() -> int:
     return 4096 if allowed == resource.RLIM_INFINITY else max(16, min(4096, allowed // 4))
 
 
-_MAX_OPEN_FILES = _max_open_files()
+_MAX_OPEN_FILES = _compute_max_open_files()
 
 
-class Folder:
+class CheckpointFolder:
     """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
 
     Links must stay inside it too (`portable.converters.storage.safe_open`). The folder itself may be a link,
     because the user named it.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
-        # Files hold this and not their `Folder`, which would be a reference cycle: dropping a checkpoint
-        # closes its files at once.
-        self._opened = lru_cache(_MAX_OPEN_FILES)(Descriptor)
-        self._files: dict[str, SourceFile] = {}
+        # Files hold this and not their `CheckpointFolder`, which would be a reference cycle: dropping a
+        # checkpoint closes its files at once.
+        self._open_cached = lru_cache(_MAX_OPEN_FILES)(FileDescriptor)
+        self._files: dict[str, CheckpointFile] = {}
 
-    def file(self, name: str) -> SourceFile:
+    def get_file(self, name: str) -> CheckpointFile:
         """The file `name`, a relative path; CheckpointError if it leaves the folder or is no regular file."""
-        known = self._files.get(name)
-        if known is None:
-            known = self._files[name] = self._open(name)
-        return known
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = self._create_file(name)
+        return file
 
-    def _open(self, name: str) -> SourceFile:
-        if not stays_inside(name):
+    def _create_file(self, name: str) -> CheckpointFile:
+        if not is_safe_relative_path(name):
             raise CheckpointError(
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
             )
-        if in_store(self.path):
+        if is_in_store(self.path):
             from portable.converters.storage.range_reader import RemoteFile
 
             remote = self.path / name
             try:
-                return RemoteFile(name, remote, remote.file_size())
+                return RemoteFile(name, remote, remote.get_file_size())
             except OSError as error:
                 raise CheckpointError(f"{remote}: {error.strerror or error}") from None
         path = self.path / name
-        real = real_path(path, self.path)
-        return _LocalFile(name, path, real, _size(path), self._opened)
+        resolved_path = resolve_local_path_inside(path, self.path)
+        return _LocalFile(name, path, resolved_path, _get_regular_file_size(path), self._open_cached)
 
 
-def _size(path: Path) -> int:
+def _get_regular_file_size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
@@ -81,30 +81,35 @@ def _size(path: Path) -> int:
     return status.st_size
 
 
-class _LocalFile(SourceFile):
+class _LocalFile(CheckpointFile):
     """A file on a disk, where the kernel reads ahead."""
 
     path: Path
 
     def __init__(
-        self, name: str, path: Path, real: str, nbytes: int, opened: Callable[[str], Descriptor]
+        self,
+        name: str,
+        path: Path,
+        resolved_path: str,
+        nbytes: int,
+        open_cached: Callable[[str], FileDescriptor],
     ) -> None:
         super().__init__(name, path, nbytes)
-        self._real = real
-        self._opened = opened
+        self._resolved_path = resolved_path
+        self._open_cached = open_cached
 
-    def identity(self) -> object:
-        status = os.stat(self._real)  # noqa: PTH116
+    def get_file_identity(self) -> object:
+        status = os.stat(self._resolved_path)  # noqa: PTH116
         return status.st_dev, status.st_ino
 
-    def descriptor(self) -> Descriptor:
+    def open_descriptor(self) -> FileDescriptor:
         try:
-            return self._opened(self._real)
+            return self._open_cached(self._resolved_path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
 
-    def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
-        descriptor = self.descriptor()
+    def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
+        descriptor = self.open_descriptor()
         done = 0
         while done < len(buffer):
             try:

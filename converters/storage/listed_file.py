@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Object(NamedTuple):
+class ListedFile(NamedTuple):
     """A file or an object as it is listed.
 
     Attributes:
-        size: in bytes.
+        size_bytes: in bytes.
         version: changes with the content: a file's time, the store's ETag or version; empty where the path
             names a version.
     """
 
-    size: int
+    size_bytes: int
     version: str

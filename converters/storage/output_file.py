@@ -9,15 +9,15 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.safe_open import open_new, open_regular
+from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.safe_open import open_new_file, open_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from portable.converters.storage.byte_sources import FileSpan
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # Linux allocates larger folios for larger writes: writes of 1 MiB took five times the CPU time of these.
 WRITE_BYTES = 256 << 10
@@ -35,53 +35,53 @@ class OutputFile:
     """A new file, written in pieces by any thread, and fsynced after the last piece.
 
     Args:
-        lengths: of its pieces.
+        piece_lengths: of its pieces.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
 
-    def __init__(self, path: Path, lengths: Sequence[int] = (0,)) -> None:
+    def __init__(self, path: Path, piece_lengths: Sequence[int] = (0,)) -> None:
         self._fd = -1  # set first: __del__ runs even when open fails
-        self._fd = open_new(path)
-        self._left = len(lengths)
-        self._starts = [0, *accumulate(lengths)]
+        self._fd = open_new_file(path)
+        self._num_unfinished = len(piece_lengths)
+        self._piece_offsets = [0, *accumulate(piece_lengths)]
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def get_piece(self, number: int) -> Piece:
-        """Piece `number`, of the lengths given."""
-        return Piece(self, self._fd, self._starts[number])
+    def get_piece(self, index: int) -> OutputPiece:
+        """Piece `index`, of the lengths given."""
+        return OutputPiece(self, self._fd, self._piece_offsets[index])
 
-    def finish(self) -> None:
+    def finish_piece(self) -> None:
         """End one piece; after the last, fsync and close the file."""
         with self._lock:
-            self._left -= 1
-            last = not self._left
+            self._num_unfinished -= 1
+            last = not self._num_unfinished
         if last:
             os.fsync(self._fd)
             os.close(self._fd)
             self._fd = -1
 
 
-class Piece:
+class OutputPiece:
     """A run of bytes of an `OutputFile`, written from its start to its end by one thread."""
 
-    def __init__(self, file: OutputFile, fd: int, at: int) -> None:
+    def __init__(self, file: OutputFile, fd: int, offset: int) -> None:
         self.file = file  # keeps the descriptor open
         self._fd = fd
-        self._at = self._flushed = at
+        self._offset = self._flushed_offset = offset
 
     def write(self, data: memoryview | bytes) -> None:
         """Append `data`."""
-        left = memoryview(data)
-        while left:
-            count = os.pwrite(self._fd, left[:WRITE_BYTES], self._at)
-            left = left[count:]
-            self._advance(count)
+        remaining = memoryview(data)
+        while remaining:
+            count = os.pwrite(self._fd, remaining[:WRITE_BYTES], self._offset)
+            remaining = remaining[count:]
+            self._advance_offset(count)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
         """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot.
@@ -91,55 +91,55 @@ class Piece:
         """
         if not hasattr(os, "copy_file_range"):
             return False
-        descriptor = span.file.descriptor()
+        descriptor = span.file.open_descriptor()
         if descriptor is None:
             return False
-        start, done = self._at, 0
+        start, done = self._offset, 0
         edge = -span.offset % BLOCK_BYTES if (span.offset - start) % BLOCK_BYTES == 0 else 0
         while done < span.nbytes:
             want = min(span.nbytes - done, edge if done < edge else _KERNEL_COPY)
             try:
                 count = os.copy_file_range(
-                    descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._at
+                    descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._offset
                 )
             except OSError:
                 count = 0  # across file systems, or an old kernel
             if count == 0:
                 # The caller writes all bytes itself, over those copied so far.
-                self._at, self._flushed = start, min(start, self._flushed)
+                self._offset, self._flushed_offset = start, min(start, self._flushed_offset)
                 progress(-done)
                 return False
             done += count
-            self._advance(count)
+            self._advance_offset(count)
             progress(count)
         return True
 
     def finish(self, progress: Callable[[int], object] = int) -> None:
         """Flush, and end this piece."""
         self._flush()
-        self.file.finish()
+        self.file.finish_piece()
 
-    def _advance(self, count: int) -> None:
-        self._at += count
-        if self._at - self._flushed >= FLUSH_BYTES:
+    def _advance_offset(self, count: int) -> None:
+        self._offset += count
+        if self._offset - self._flushed_offset >= FLUSH_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        count = self._at - self._flushed
+        count = self._offset - self._flushed_offset
         if count and hasattr(os, "posix_fadvise"):  # not on macOS; a count of 0 would mean the whole file
             # For dirty pages this starts writeback without waiting for it.
-            os.posix_fadvise(self._fd, self._flushed, count, os.POSIX_FADV_DONTNEED)
-        self._flushed = self._at
+            os.posix_fadvise(self._fd, self._flushed_offset, count, os.POSIX_FADV_DONTNEED)
+        self._flushed_offset = self._offset
 
 
-def shares_blocks(path: Path, folder: Path) -> bool:
+def can_share_blocks(path: Path, folder: Path) -> bool:
     """Whether a new file in `folder` may share a block of the file `path` (XFS, btrfs), by a trial."""
     try:
         import fcntl
     except ImportError:  # not on Windows
         return False
     try:
-        source = open_regular(path)
+        source = open_regular_file(path)
     except OSError:
         return False
     try:
@@ -152,9 +152,9 @@ def shares_blocks(path: Path, folder: Path) -> bool:
         os.close(source)
 
 
-def write_file(path: Place, data: bytes) -> None:
+def write_new_file(path: AnyPath, data: bytes) -> None:
     """Write and fsync a small new file; OSError if it exists or writing fails."""
-    if in_store(path):
+    if is_in_store(path):
         path.write_bytes(data)
         return
     piece = OutputFile(path).get_piece(0)

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.byte_sources import SourceFile
-from portable.converters.storage.object_store import check_process, in_thread
+from portable.converters.storage.byte_sources import CheckpointFile
+from portable.converters.storage.object_store import check_not_forked, run_in_thread
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -29,7 +29,7 @@ CACHE_BYTES = 160 << 20
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _CachedRun:
     """Bytes [start, stop) of an object, fetched or being fetched."""
 
     file: RemoteFile
@@ -39,86 +39,88 @@ class _Run:
 
 
 _lock = threading.Lock()  # of all runs
-_cached: dict[_Run, None] = {}
+_cached_runs: dict[_CachedRun, None] = {}
 """The runs of all files of this process, least recently used first."""
 
 
-def _use(run: _Run) -> None:
+def _mark_used_and_evict(run: _CachedRun) -> None:
     """Make a run the one that was used last, and make room for it."""
-    _cached.pop(run, None)
-    _cached[run] = None
-    nbytes = sum(cached.stop - cached.start for cached in _cached)
-    for cached in list(_cached):
+    _cached_runs.pop(run, None)
+    _cached_runs[run] = None
+    nbytes = sum(cached.stop - cached.start for cached in _cached_runs)
+    for cached in list(_cached_runs):
         if nbytes > CACHE_BYTES and cached is not run and cached.data.done():
             nbytes -= cached.stop - cached.start
-            _drop(cached)
+            _remove_from_cache(cached)
 
 
-def _drop(run: _Run) -> None:
-    if run in _cached:
-        del _cached[run]
+def _remove_from_cache(run: _CachedRun) -> None:
+    if run in _cached_runs:
+        del _cached_runs[run]
         run.file.runs.remove(run)
 
 
-class RemoteFile(SourceFile):
+class RemoteFile(CheckpointFile):
     """An object of a checkpoint, read through the cache."""
 
     path: RemotePath
 
     def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
         super().__init__(name, path, nbytes)
-        self.runs: list[_Run] = []
+        self.runs: list[_CachedRun] = []
         self._ends: set[int] = set()  # of runs at which no other has begun yet
 
-    def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
-        check_process(self.path)
+    def read_into(self, buffer: memoryview, at: int, certain_end: int = 0, possible_end: int = 0) -> None:
+        check_not_forked(self.path)
         done = 0
-        least = DATA_BYTES if end else HEADER_BYTES
-        wanted = max(wanted, at + len(buffer))
-        end = max(end, wanted)
-        if wanted > self.nbytes:
+        min_bytes = DATA_BYTES if possible_end else HEADER_BYTES
+        certain_end = max(certain_end, at + len(buffer))
+        possible_end = max(possible_end, certain_end)
+        if certain_end > self.nbytes:
             raise CheckpointError(f"{self.path}: the file ends early, at byte {self.nbytes}")
         while done < len(buffer):
             position = at + done
             with _lock:
-                run = self._run(position, wanted, end, least)
-                _use(run)
-                if run.stop < end and (position > run.start or wanted > run.stop):
-                    self._run(run.stop, wanted, end, least)
-            data = self._data(run)
+                run = self._get_or_fetch_run(position, certain_end, possible_end, min_bytes)
+                _mark_used_and_evict(run)
+                if run.stop < possible_end and (position > run.start or certain_end > run.stop):
+                    self._get_or_fetch_run(run.stop, certain_end, possible_end, min_bytes)
+            data = self._wait_for_data(run)
             offset = position - run.start
             count = min(len(buffer) - done, run.stop - position)
             buffer[done : done + count] = data[offset : offset + count]
             done += count
-            if offset + count == run.stop - run.start > least:
+            if offset + count == run.stop - run.start > min_bytes:
                 with _lock:
-                    _drop(run)
+                    _remove_from_cache(run)
 
-    def _run(self, start: int, wanted: int, end: int, least: int) -> _Run:
+    def _get_or_fetch_run(
+        self, start: int, certain_end: int, possible_end: int, min_bytes: int
+    ) -> _CachedRun:
         """The run that covers the byte `start`; a new one begins there."""
-        known = next((run for run in self.runs if run.start <= start < run.stop), None)
-        if known is not None:
-            return known
-        length = RUN_BYTES if start in self._ends else min(RUN_BYTES, max(wanted - start, least))
+        cached_run = next((run for run in self.runs if run.start <= start < run.stop), None)
+        if cached_run is not None:
+            return cached_run
+        length = RUN_BYTES if start in self._ends else min(RUN_BYTES, max(certain_end - start, min_bytes))
         limits = [
-            max(end, start + least),
+            max(possible_end, start + min_bytes),
             self.nbytes,
             *(run.start for run in self.runs if run.start > start),
         ]
         stop = min(start + length, *limits)
-        run = _Run(self, start, stop, in_thread(partial(self.path.read_range, start, stop)))
+        run = _CachedRun(self, start, stop, run_in_thread(partial(self.path.read_range, start, stop)))
         self.runs.append(run)
         self._ends.discard(start)
         self._ends.add(stop)
-        _use(run)
+        _mark_used_and_evict(run)
         return run
 
-    def _data(self, run: _Run) -> bytes:
+    def _wait_for_data(self, run: _CachedRun) -> bytes:
         try:
             data = run.data.result()
         except BaseException as error:
             with _lock:
-                _drop(run)
+                _remove_from_cache(run)
             if isinstance(error, FileNotFoundError):
                 raise CheckpointError(f"{self.path}: was deleted while it was read") from None
             raise

@@ -17,9 +17,11 @@ _NO_CREDENTIALS = re.compile(
 )
 _UPLOAD = re.compile(r"[?&]uploadId=")
 _REDIRECTED = re.compile(r"redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
-_PASSING = {"408", "429", "500", "502", "503", "504"}
-_CUT = re.compile(r"HTTP error|connection|timed out|error decoding response body|incomplete", re.IGNORECASE)
-_AFTER = re.compile(r"after (\d+) retries")
+_TRANSIENT_STATUSES = {"408", "429", "500", "502", "503", "504"}
+_CONNECTION_FAILURE = re.compile(
+    r"HTTP error|connection|timed out|error decoding response body|incomplete", re.IGNORECASE
+)
+_RETRY_COUNT = re.compile(r"after (\d+) retries")
 
 
 class RemoteError(CheckpointError):
@@ -32,7 +34,7 @@ class AccessDeniedError(RemoteError):
     """The store denies access with these credentials, whether or not the object exists."""
 
 
-class RetriesUsedUpError(RemoteError):
+class RetriesExhaustedError(RemoteError):
     """A failure that may pass, and that lasted as long as requests are repeated."""
 
 
@@ -44,11 +46,11 @@ class LostUploadError(RemoteError):
     """An upload in parts that the store no longer knows: aborted, or completed with its answer lost."""
 
 
-class UnconditionalError(RemoteError):
+class NoConditionalWritesError(RemoteError):
     """The store has no conditional writes."""
 
 
-def find_repository(url: str) -> str | None:
+def parse_hub_page_url(url: str) -> str | None:
     """Return the name of the repository if a URL is its web page on the Hugging Face Hub, else None."""
     page = re.fullmatch(
         r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?"
@@ -58,52 +60,58 @@ def find_repository(url: str) -> str | None:
     return None if page is None else page[1]
 
 
-def translated(where: str, what: str, error: BaseException, looked_for: str) -> Exception:
+def translate_store_error(
+    location: str, operation: str, error: BaseException, searched_credentials: str
+) -> Exception:
     """The exception to raise instead of one of obstore, with a message of one line.
 
     Args:
-        where: the URL.
-        what: the operation as a verb, such as "read".
-        looked_for: where credentials were looked for.
+        location: the URL.
+        operation: the operation as a verb, such as "read".
+        searched_credentials: where credentials were looked for.
     """
-    url, text, kind = redact_credentials(where), str(error), type(error).__name__
-    reason = reason_of(error)
-    found = _STATUS.search(text)
-    status = (found[1] or found[2]) if found else ""
+    url, text, kind = redact_credentials(location), str(error), type(error).__name__
+    reason = format_store_error(error)
+    status_match = _STATUS.search(text)
+    status = (status_match[1] or status_match[2]) if status_match else ""
     if _NO_BUCKET.search(text):
         return RemoteError(f"{url}: there is no such bucket")
     if kind == "InvalidPathError":
         return RemoteError(f"{url}: {reason}; rename that object or delete it")
     if kind in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
-        return ConflictError(f"{url}: cannot {what}: another process was first")
+        return ConflictError(f"{url}: cannot {operation}: another process was first")
     if kind == "NotImplementedError" or status == "501":
-        return UnconditionalError(f"{url}: cannot {what}: {reason}")
+        return NoConditionalWritesError(f"{url}: cannot {operation}: {reason}")
     if _EXPIRED.search(text):
-        return AccessDeniedError(f"{url}: the credentials have expired; renew them ({looked_for})")
+        return AccessDeniedError(f"{url}: the credentials have expired; renew them ({searched_credentials})")
     if kind == "UnauthenticatedError" or _NO_CREDENTIALS.search(text):
-        return AccessDeniedError(f"{url}: no credentials found ({looked_for}): {reason}")
+        return AccessDeniedError(f"{url}: no credentials found ({searched_credentials}): {reason}")
     if kind == "PermissionDeniedError" or status in ("401", "403"):
-        return AccessDeniedError(f"{url}: access denied, these credentials may not {what} here ({reason})")
+        return AccessDeniedError(
+            f"{url}: access denied, these credentials may not {operation} here ({reason})"
+        )
     if _REDIRECTED.search(text):
         return RemoteError(f"{url}: the bucket is in another region; set AWS_REGION to it ({reason})")
     if status == "404" and _UPLOAD.search(text):
         return LostUploadError(f"{url}: the store no longer knows this upload")
     if isinstance(error, FileNotFoundError) or status == "404":
         return FileNotFoundError(2, "no such object", url)
-    if status in _PASSING or (not status and _CUT.search(text)):
-        retries = _AFTER.search(text)
+    if status in _TRANSIENT_STATUSES or (not status and _CONNECTION_FAILURE.search(text)):
+        retries = _RETRY_COUNT.search(text)
         count = int(retries[1]) + 1 if retries else 1
-        return RetriesUsedUpError(f"{url}: cannot {what}, {count} attempts failed; the last: {reason}")
-    return RemoteError(f"{url}: cannot {what}: {reason}")
+        return RetriesExhaustedError(
+            f"{url}: cannot {operation}, {count} attempts failed; the last: {reason}"
+        )
+    return RemoteError(f"{url}: cannot {operation}: {reason}")
 
 
-def reason_of(error: BaseException) -> str:
+def format_store_error(error: BaseException) -> str:
     """The message of an error of obstore in one short line: the store's own words, if it gave any."""
     text = " ".join(str(error).partition("Debug source:")[0].split())
-    head, said, tail = text.partition("Server returned non-2xx status code: ")
-    if said:
+    head, separator, tail = text.partition("Server returned non-2xx status code: ")
+    if separator:
         code, message = _CODE.search(tail), re.search(r"<Message>([^<]*)", tail)
-        text = " ".join([tail.partition(":")[0], *(found[1] for found in (code, message) if found)])
+        text = " ".join([tail.partition(":")[0], *(match[1] for match in (code, message) if match)])
     else:
         text = head.rpartition(" - ")[2]
     return to_printable(redact_credentials(text[:300])) or type(error).__name__

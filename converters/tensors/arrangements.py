@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View
 
@@ -30,19 +30,19 @@ class Tile:
     """A region of a source tensor and its position in the result.
 
     Attributes:
-        at: Index of the tile's first element in the result, per dimension.
+        starts: Index of the tile's first element in the result, per dimension.
         sizes: Number of elements along each dimension of the result.
         source: Name of the source tensor, or `ZEROS`.
-        lows: Index of the tile's first element in the source, per dimension.
-        dims: Source dimension for each dimension of the result, or -1 if there is none.
+        source_starts: Index of the tile's first element in the source, per dimension.
+        source_dims: Source dimension for each dimension of the result, or -1 if there is none.
         steps: Distance between consecutive elements in the source, for each dimension of the result.
     """
 
-    at: Shape
+    starts: Shape
     sizes: Shape
     source: str
-    lows: Shape
-    dims: Shape
+    source_starts: Shape
+    source_dims: Shape
     steps: Shape
 
 
@@ -71,7 +71,7 @@ class Arrangement:
             return None
         tile = self.tiles[0]
         is_complete = tile.sizes == self.shape == get_shape(tile.source)
-        in_order = tile.dims == (*range(len(self.shape)),) and set(tile.steps) <= {1}
+        in_order = tile.source_dims == (*range(len(self.shape)),) and set(tile.steps) <= {1}
         return tile.source if is_complete and in_order else None
 
     def list_sources(self) -> list[str]:
@@ -95,20 +95,22 @@ def arrange_source(name: str, shape: Sequence[int]) -> Arrangement:
     return Arrangement(shape, (tile,))
 
 
-def create_zeros(shape: Sequence[int]) -> Arrangement:
+def arrange_zeros(shape: Sequence[int]) -> Arrangement:
     """Create an arrangement that is filled with zeros."""
     shape = tuple(shape)
     ndim = len(shape)
     return Arrangement(shape, (Tile((0,) * ndim, shape, ZEROS, (), (-1,) * ndim, (1,) * ndim),))
 
 
-def select_slice(values: Arrangement, dim: int, low: int, count: int, step: int = 1) -> Arrangement:
+def slice_arrangement(
+    arrangement: Arrangement, dim: int, start: int, count: int, step: int = 1
+) -> Arrangement:
     """Slice an arrangement along one dimension.
 
     Args:
-        values: Arrangement to slice.
+        arrangement: Arrangement to slice.
         dim: Dimension to slice.
-        low: Index of the first element.
+        start: Index of the first element.
         count: Number of elements.
         step: Distance between two elements.
 
@@ -118,55 +120,61 @@ def select_slice(values: Arrangement, dim: int, low: int, count: int, step: int 
     Raises:
         CheckpointError: If the slice exceeds the shape.
     """
-    dim %= len(values.shape)
-    if low < 0 or count < 0 or (count and low + (count - 1) * step >= values.shape[dim]):
+    dim %= len(arrangement.shape)
+    if start < 0 or count < 0 or (count and start + (count - 1) * step >= arrangement.shape[dim]):
         raise CheckpointError(
-            f"cannot slice elements {low} to {low + (count - 1) * step} of dimension {dim} of shape "
-            f"{list(values.shape)}"
+            f"cannot slice elements {start} to {start + (count - 1) * step} of dimension {dim} of shape "
+            f"{list(arrangement.shape)}"
         )
     tiles = []
-    for tile in values.tiles:
-        begin, size = tile.at[dim], tile.sizes[dim]
-        first = max(0, -((low - begin) // step))
-        last = min(count - 1, (begin + size - 1 - low) // step)
+    for tile in arrangement.tiles:
+        begin, size = tile.starts[dim], tile.sizes[dim]
+        first = max(0, -((start - begin) // step))
+        last = min(count - 1, (begin + size - 1 - start) // step)
         if first > last:
             continue
-        lows, steps = list(tile.lows), list(tile.steps)
-        if tile.dims[dim] >= 0:
-            lows[tile.dims[dim]] += (low + first * step - begin) * steps[dim]
+        lows, steps = list(tile.source_starts), list(tile.steps)
+        if tile.source_dims[dim] >= 0:
+            lows[tile.source_dims[dim]] += (start + first * step - begin) * steps[dim]
             steps[dim] *= step
         tiles.append(
             replace(
                 tile,
-                at=_replace_size(tile.at, dim, first),
-                sizes=_replace_size(tile.sizes, dim, last - first + 1),
-                lows=tuple(lows),
+                starts=_replace_at_dim(tile.starts, dim, first),
+                sizes=_replace_at_dim(tile.sizes, dim, last - first + 1),
+                source_starts=tuple(lows),
                 steps=tuple(steps),
             )
         )
-    return Arrangement(_replace_size(values.shape, dim, count), tuple(tiles))
+    return Arrangement(_replace_at_dim(arrangement.shape, dim, count), tuple(tiles))
 
 
-def select(values: Arrangement, dim: int, index: int) -> Arrangement:
+def select_from_arrangement(arrangement: Arrangement, dim: int, index: int) -> Arrangement:
     """Select one element along `dim` and remove this dimension, as `torch.select` does."""
-    dim %= len(values.shape)
-    element = select_slice(values, dim, index, 1)
+    dim %= len(arrangement.shape)
+    element = slice_arrangement(arrangement, dim, index, 1)
 
     def drop(sizes: Shape) -> Shape:
         return sizes[:dim] + sizes[dim + 1 :]
 
     tiles = (
-        replace(tile, at=drop(tile.at), sizes=drop(tile.sizes), dims=drop(tile.dims), steps=drop(tile.steps))
+        replace(
+            tile,
+            starts=drop(tile.starts),
+            sizes=drop(tile.sizes),
+            source_dims=drop(tile.source_dims),
+            steps=drop(tile.steps),
+        )
         for tile in element.tiles
     )
     return Arrangement(drop(element.shape), tuple(tiles))
 
 
-def split_into_chunks(values: Arrangement, dim: int, count: int) -> list[Arrangement]:
+def chunk_arrangement(arrangement: Arrangement, dim: int, count: int) -> list[Arrangement]:
     """Split an arrangement into chunks along `dim`, as `torch.chunk` does.
 
     Args:
-        values: Arrangement to split.
+        arrangement: Arrangement to split.
         dim: Dimension to split.
         count: Number of chunks.
 
@@ -174,18 +182,18 @@ def split_into_chunks(values: Arrangement, dim: int, count: int) -> list[Arrange
         Chunks of equal size, except that the last chunk may be smaller. There may be fewer than `count`
         chunks if the dimension is small.
     """
-    dim %= len(values.shape)
-    length = values.shape[dim]
+    dim %= len(arrangement.shape)
+    length = arrangement.shape[dim]
     size = -(-length // count)
     starts = range(0, length, size) if size else ()
-    return [select_slice(values, dim, low, min(size, length - low)) for low in starts]
+    return [slice_arrangement(arrangement, dim, low, min(size, length - low)) for low in starts]
 
 
-def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangement]:
+def split_arrangement(arrangement: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangement]:
     """Split an arrangement along `dim` into parts of the given sizes, as `torch.split` does.
 
     Args:
-        values: Arrangement to split.
+        arrangement: Arrangement to split.
         dim: Dimension to split.
         sizes: Size of each part along `dim`.
 
@@ -197,10 +205,10 @@ def split(values: Arrangement, dim: int, sizes: Sequence[int]) -> list[Arrangeme
     """
     parts, low = [], 0
     for size in sizes:
-        parts.append(select_slice(values, dim, low, size))
+        parts.append(slice_arrangement(arrangement, dim, low, size))
         low += size
-    if low != values.shape[dim]:
-        raise CheckpointError(f"cannot split shape {list(values.shape)} into parts of {list(sizes)}")
+    if low != arrangement.shape[dim]:
+        raise CheckpointError(f"cannot split shape {list(arrangement.shape)} into parts of {list(sizes)}")
     return parts
 
 
@@ -222,17 +230,20 @@ def concat_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     tiles: list[Tile] = []
     length = 0
     for part in parts:
-        if _replace_size(part.shape, dim, 0) != _replace_size(first.shape, dim, 0):
+        if _replace_at_dim(part.shape, dim, 0) != _replace_at_dim(first.shape, dim, 0):
             raise CheckpointError(
                 f"cannot concatenate shapes {list(first.shape)} and {list(part.shape)} along dimension {dim}"
             )
-        tiles += (replace(tile, at=_replace_size(tile.at, dim, tile.at[dim] + length)) for tile in part.tiles)
+        tiles += (
+            replace(tile, starts=_replace_at_dim(tile.starts, dim, tile.starts[dim] + length))
+            for tile in part.tiles
+        )
         length += part.shape[dim]
     _check_tile_count(len(tiles))
-    return Arrangement(_replace_size(first.shape, dim, length), tuple(tiles))
+    return Arrangement(_replace_at_dim(first.shape, dim, length), tuple(tiles))
 
 
-def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
+def stack_arrangements(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     """Stack arrangements of the same shape along a new dimension `dim`."""
     dim %= len(parts[0].shape) + 1
 
@@ -246,9 +257,9 @@ def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
                 tuple(
                     replace(
                         tile,
-                        at=insert(tile.at, 0),
+                        starts=insert(tile.starts, 0),
                         sizes=insert(tile.sizes, 1),
-                        dims=insert(tile.dims, -1),
+                        source_dims=insert(tile.source_dims, -1),
                         steps=insert(tile.steps, 1),
                     )
                     for tile in part.tiles
@@ -260,9 +271,9 @@ def stack(parts: Sequence[Arrangement], dim: int) -> Arrangement:
     )
 
 
-def swap_dims(values: Arrangement, first: int, second: int) -> Arrangement:
+def transpose_arrangement(arrangement: Arrangement, first: int, second: int) -> Arrangement:
     """Swap two dimensions."""
-    order = list(range(len(values.shape)))
+    order = list(range(len(arrangement.shape)))
     order[first], order[second] = order[second], order[first]
 
     def permute(sizes: Shape) -> Shape:
@@ -271,24 +282,24 @@ def swap_dims(values: Arrangement, first: int, second: int) -> Arrangement:
     tiles = (
         replace(
             tile,
-            at=permute(tile.at),
+            starts=permute(tile.starts),
             sizes=permute(tile.sizes),
-            dims=permute(tile.dims),
+            source_dims=permute(tile.source_dims),
             steps=permute(tile.steps),
         )
-        for tile in values.tiles
+        for tile in arrangement.tiles
     )
-    return Arrangement(permute(values.shape), tuple(tiles))
+    return Arrangement(permute(arrangement.shape), tuple(tiles))
 
 
-def interleave_groups(values: Arrangement, dim: int, groups: int) -> Arrangement:
+def interleave_arrangement(arrangement: Arrangement, dim: int, groups: int) -> Arrangement:
     """Interleave groups of consecutive elements along `dim`.
 
     This is equivalent to reshaping the dimension to a matrix with `groups` rows, transposing the matrix, and
     flattening it again. For example, two groups interleave the first half with the second half.
 
     Args:
-        values: Arrangement to reorder.
+        arrangement: Arrangement to reorder.
         dim: Dimension along which to interleave.
         groups: Number of groups.
 
@@ -298,22 +309,24 @@ def interleave_groups(values: Arrangement, dim: int, groups: int) -> Arrangement
     Raises:
         CheckpointError: If the dimension is not divisible by `groups`, or if there are too many tiles.
     """
-    length = values.shape[dim]
+    length = arrangement.shape[dim]
     if groups < 1 or length % groups:
         raise CheckpointError(f"cannot divide {length} elements into {groups} groups of equal size")
     size = length // groups
     if 1 in (size, groups):
-        return values
+        return arrangement
     _check_tile_count(size)
-    return concat_arrangements([select_slice(values, dim, i, groups, size) for i in range(size)], dim)
+    return concat_arrangements(
+        [slice_arrangement(arrangement, dim, i, groups, size) for i in range(size)], dim
+    )
 
 
-def build_arranged_tensor(name: str, values: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
+def build_arranged_tensor(name: str, arrangement: Arrangement, tensors: Mapping[str, Tensor]) -> Tensor:
     """Build the tensor that an arrangement describes, without reading any data.
 
     Args:
         name: Name of the new tensor, used in error messages.
-        values: Arrangement of the new tensor.
+        arrangement: Arrangement of the new tensor.
         tensors: Source tensors, keyed by name.
 
     Returns:
@@ -322,46 +335,50 @@ def build_arranged_tensor(name: str, values: Arrangement, tensors: Mapping[str, 
     Raises:
         CheckpointError: If the source tensors have different dtypes.
     """
-    identical = values.find_identical_source(lambda source: tensors[source].shape)
+    identical = arrangement.find_identical_source(lambda source: tensors[source].shape)
     if identical is not None:
         return tensors[identical]
-    dtypes = {tensors[source].dtype for source in values.list_sources()}
+    dtypes = {tensors[source].dtype for source in arrangement.list_sources()}
     if len(dtypes) != 1:
         names = " and ".join(sorted(dtypes))
         raise CheckpointError(f"{name}: consists of tensors of several dtypes ({names}); convert them to one")
     dtype = dtypes.pop()
     boxes: list[Box] = []
-    for tile in values.tiles:
+    for tile in arrangement.tiles:
         if tile.source == ZEROS:
-            zero = View(Memory(bytes(get_itemsize(dtype))), 0, (0,) * len(tile.sizes))
-            boxes.append(Box(tile.at, tile.sizes, zero))
+            zero = View(InMemorySource(bytes(get_itemsize(dtype))), 0, (0,) * len(tile.sizes))
+            boxes.append(Box(tile.starts, tile.sizes, zero))
         else:
-            boxes += _find_boxes(tile, tensors[tile.source])
-    return Tensor(name, dtype, values.shape, boxes)
+            boxes += _intersect_boxes(tile, tensors[tile.source])
+    return Tensor(name, dtype, arrangement.shape, boxes)
 
 
-def _find_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
+def _intersect_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
     """Return the intersections of a tile with the boxes of its source tensor."""
     extents = [1] * len(tensor.shape)
-    for dim, size, step in zip(tile.dims, tile.sizes, tile.steps, strict=True):
+    for dim, size, step in zip(tile.source_dims, tile.sizes, tile.steps, strict=True):
         if dim >= 0:
             extents[dim] = (size - 1) * step + 1
     boxes = []
-    for box in tensor.find_overlapping_boxes(tile.lows, tuple(extents)):
+    for box in tensor.find_overlapping_boxes(tile.source_starts, tuple(extents)):
         is_outside = any(
             not offset <= low < offset + size
-            for dim, (low, offset, size) in enumerate(zip(tile.lows, box.offsets, box.sizes, strict=True))
-            if dim not in tile.dims
+            for dim, (low, offset, size) in enumerate(
+                zip(tile.source_starts, box.offsets, box.sizes, strict=True)
+            )
+            if dim not in tile.source_dims
         )
         if is_outside:
             continue
-        offsets, sizes, begin = [], [], list(tile.lows)
-        for start, count, dim, step in zip(tile.at, tile.sizes, tile.dims, tile.steps, strict=True):
+        offsets, sizes, begin = [], [], list(tile.source_starts)
+        for start, count, dim, step in zip(
+            tile.starts, tile.sizes, tile.source_dims, tile.steps, strict=True
+        ):
             first, last = 0, count - 1
             if dim >= 0:
                 offset, size = box.offsets[dim], box.sizes[dim]
-                first = max(0, -((tile.lows[dim] - offset) // step))
-                last = min(last, (offset + size - 1 - tile.lows[dim]) // step)
+                first = max(0, -((tile.source_starts[dim] - offset) // step))
+                last = min(last, (offset + size - 1 - tile.source_starts[dim]) // step)
                 begin[dim] += first * step
             offsets.append(start + first)
             sizes.append(last - first + 1)
@@ -369,25 +386,30 @@ def _find_boxes(tile: Tile, tensor: Tensor) -> list[Box]:
             continue
         index = tuple(low - offset for low, offset in zip(begin, box.offsets, strict=True))
         available = box.available_view
-        view = _make_view(available, index, tile) if available else _make_deferred_view(box, index, tile)
+        view = (
+            _build_tile_view(available, index, tile)
+            if available
+            else _build_deferred_tile_view(box, index, tile)
+        )
         boxes.append(Box(tuple(offsets), tuple(sizes), view))
     return boxes
 
 
-def _make_deferred_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
-    return lambda: _make_view(box.view, index, tile)
+def _build_deferred_tile_view(box: Box, index: Shape, tile: Tile) -> Callable[[], View]:
+    return lambda: _build_tile_view(box.view, index, tile)
 
 
-def _make_view(view: View, index: Shape, tile: Tile) -> View:
+def _build_tile_view(view: View, index: Shape, tile: Tile) -> View:
     """Return the view of a tile whose first element has the given index in a box."""
     begin = view.offset + sum(i * stride for i, stride in zip(index, view.strides, strict=True))
     strides = tuple(
-        view.strides[dim] * step if dim >= 0 else 0 for dim, step in zip(tile.dims, tile.steps, strict=True)
+        view.strides[dim] * step if dim >= 0 else 0
+        for dim, step in zip(tile.source_dims, tile.steps, strict=True)
     )
     return View(view.source, begin, strides)
 
 
-def _replace_size(sizes: Shape, dim: int, value: int) -> Shape:
+def _replace_at_dim(sizes: Shape, dim: int, value: int) -> Shape:
     return (*sizes[:dim], value, *sizes[dim + 1 :])
 
 

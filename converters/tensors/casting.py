@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from portable.converters.errors import CheckpointError, CommandError
 from portable.converters.lazy_numpy import np
 from portable.converters.options import DTYPES
-from portable.converters.tensors.dtypes import CASTABLE, SUPPORTED, to_numpy_dtype
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES, SUPPORTED_DTYPES, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Tensor
 
 # Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512 << 10
 
 
-def parse_dtype(name: str, *, ggml: bool = False) -> str | None:
+def parse_target_dtype(name: str, *, allow_ggml: bool = False) -> str | None:
     """The target dtype of `--dtype`, None for keep.
 
     Raises:
-        CheckpointError: an unknown name; or one of ggml's blocks, unless `ggml`.
+        CheckpointError: an unknown name; or one of ggml's blocks, unless `allow_ggml`.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if DTYPES[name] not in (None, *SUPPORTED) and not ggml:
+    if DTYPES[name] not in (None, *SUPPORTED_DTYPES) and not allow_ggml:
         raise CommandError(f"--dtype {name}: only --to gguf writes it")
     return DTYPES[name]
 
 
-def cast_dtype(tensor: Tensor, target: str | None) -> str:
+def select_written_dtype(tensor: Tensor, target: str | None) -> str:
     """The dtype to write `tensor` in: integers, booleans, 8-bit floats and 0-d tensors are never cast."""
-    if target is None or tensor.dtype not in CASTABLE or not tensor.shape:
+    if target is None or tensor.dtype not in CASTABLE_DTYPES or not tensor.shape:
         return tensor.dtype
     return target
 
@@ -45,24 +45,24 @@ class CastLosses:
     """Elements that casts made infinite or 0, counted by several threads.
 
     Attributes:
-        infinite, zero: how many.
-        first: the tensor of one of them.
+        num_infinite, num_zero: how many.
+        first_tensor_name: the tensor of one of them.
     """
 
     def __init__(self) -> None:
-        self.infinite = self.zero = 0
-        self.first = ""
+        self.num_infinite = self.num_zero = 0
+        self.first_tensor_name = ""
         self._lock = threading.Lock()
 
-    def count(self, name: str, before: Array, after: Array) -> None:
+    def add_losses(self, name: str, before: Array, after: Array) -> None:
         """Compare a block with its cast."""
         counts_after, counts_before = _count_infinite_and_nonzero(after), _count_infinite_and_nonzero(before)
         infinite = counts_after.infinite - counts_before.infinite
         zero = counts_before.nonzero - counts_after.nonzero
         if infinite or zero:
             with self._lock:
-                self.infinite, self.zero = self.infinite + infinite, self.zero + zero
-                self.first = self.first or name
+                self.num_infinite, self.num_zero = self.num_infinite + infinite, self.num_zero + zero
+                self.first_tensor_name = self.first_tensor_name or name
 
 
 class _ElementCounts(NamedTuple):
@@ -82,22 +82,22 @@ def _count_infinite_and_nonzero(block: Array) -> _ElementCounts:
     return _ElementCounts(int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits)))
 
 
-def cast_blocks(
+def iter_cast_blocks(
     tensor: Tensor,
     dtype: str,
-    touched: Touched,
-    nbytes: int = BLOCK_BYTES,
+    unverified_spans: UnverifiedSpans,
+    block_bytes: int = BLOCK_BYTES,
     *,
     losses: CastLosses | None = None,
 ) -> Iterator[Array]:
     """The flattened elements as `dtype`, in blocks, each valid until the next; `losses` counts."""
-    for block in tensor.iter_blocks(nbytes, touched):
+    for block in tensor.iter_blocks(block_bytes, unverified_spans):
         if tensor.dtype == dtype:
             yield block
             continue
         converted = round_to_dtype(block, dtype)
         if losses is not None:
-            losses.count(tensor.name, block, converted)
+            losses.add_losses(tensor.name, block, converted)
         yield converted
 
 
@@ -107,11 +107,11 @@ def round_to_dtype(block: Array, dtype: str) -> Array:
         return block
     with np.errstate(all="ignore"):  # out of range becomes infinity
         if block.dtype == np.float64 and dtype == "BF16":
-            block = _to_odd_float32(block)
+            block = _round_to_odd_float32(block)
         return block.astype(to_numpy_dtype(dtype))
 
 
-def _to_odd_float32(block: Array) -> Array:
+def _round_to_odd_float32(block: Array) -> Array:
     """float64 as float32, rounded to odd, so that rounding again to bfloat16 is correct.
 
     ml_dtypes casts float64 to bfloat16 through float32 and rounds twice: 1 + 2**-8 + 2**-40 becomes a tie in

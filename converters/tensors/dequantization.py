@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.tensors.computed_rows import (
-    ComputedRows,
+    ComputedRowSource,
     build_computed_tensor,
+    check_tensor,
     read_region,
     read_rows,
-    require_tensor,
 )
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 from portable.converters.tensors.tensor import Tensor
@@ -25,7 +25,7 @@ from portable.converters.tensors.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
 _TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
@@ -43,9 +43,9 @@ _WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 # -- scales --------------------------------------------------------------------------------------------------
 
 
-def _as_scale(tensor: Tensor, values: Array) -> Array:
+def _to_finite_scale(tensor: Tensor, values: Array) -> Array:
     """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
-    require_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
+    check_tensor(tensor.dtype in _SCALES, tensor, "holds no scales")
     if values.dtype == np.uint8:
         values = values.view(to_numpy_dtype("F8_E8M0"))
     scale = values.astype(np.float32)
@@ -54,15 +54,15 @@ def _as_scale(tensor: Tensor, values: Array) -> Array:
     return scale
 
 
-def _multiply_by_scale(values: Array, scale: Array, width: int, scale_tensor: Tensor) -> Array:
-    """`values` times `scale`, a column of which belongs to `width` columns; in place if possible."""
+def _multiply_by_scale(values: Array, scale: Array, block_width: int, scale_tensor: Tensor) -> Array:
+    """`values` times `scale`, a column of which belongs to `block_width` columns; in place if possible."""
     count, columns = values.shape
-    if not scale.all() and np.any(values[np.repeat(scale == 0, width, axis=1)[:, :columns]]):
+    if not scale.all() and np.any(values[np.repeat(scale == 0, block_width, axis=1)[:, :columns]]):
         raise CheckpointError(f"{scale_tensor.name}: the scale of values other than 0 is 0")
-    if columns == scale.shape[1] * width:
-        values.reshape(count, scale.shape[1], width)[...] *= scale[:, :, None]
+    if columns == scale.shape[1] * block_width:
+        values.reshape(count, scale.shape[1], block_width)[...] *= scale[:, :, None]
         return values
-    values *= np.repeat(scale, width, axis=1)[:, :columns]
+    values *= np.repeat(scale, block_width, axis=1)[:, :columns]
     return values
 
 
@@ -93,45 +93,61 @@ class _ScaleGrid:
         self._shape = grid
         fits = grid[:-2] == tuple(lead) and len(grid) == len(shape)
         if fits and grid[-2:] == (1, 1):
-            self.height, self.width = rows, columns
+            self.block_height, self.block_width = rows, columns
         elif fits and block is not None and grid[-2:] != (rows, 1):
-            self.height, self.width = block
+            self.block_height, self.block_width = block
             fits = grid[-2:] == (-(-rows // block.rows), -(-columns // block.columns))
         else:
             fits = fits and not (rows % max(1, grid[-2]) or columns % max(1, grid[-1])) and 0 not in grid
-            self.height, self.width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
-        require_tensor(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+            self.block_height, self.block_width = (rows // grid[-2], columns // grid[-1]) if fits else (1, 1)
+        check_tensor(fits, scale, f"does not belong to a weight of shape {list(shape)}")
 
-    def read_scale_rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def read_scale_rows(
+        self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
         """One row for each of these rows of the weight, as it is stored."""
-        low, high = first // self.height, (first + count - 1) // self.height + 1
+        low, high = first_row // self.block_height, (first_row + num_rows - 1) // self.block_height + 1
         if len(self.tensor.shape) < len(self._shape):  # of one element, or of one for each row or matrix
-            scale = read_region(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
-            rows: Array = scale.reshape(self._shape)[matrix][low:high]
+            scale = read_region(
+                self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, unverified_spans
+            )
+            rows: Array = scale.reshape(self._shape)[matrix_index][low:high]
         else:
-            rows = read_rows(self.tensor, matrix, low, high - low, touched)
-        if self.height == 1:
+            rows = read_rows(self.tensor, matrix_index, low, high - low, unverified_spans)
+        if self.block_height == 1:
             return rows
-        picked: Array = rows[np.arange(first, first + count) // self.height - low]
+        picked: Array = rows[np.arange(first_row, first_row + num_rows) // self.block_height - low]
         return picked
 
-    def look_up(
-        self, table: Array, codes: Array, out: Array, matrix: Shape, first: int, touched: Touched
+    def dequantize_by_table(
+        self,
+        table: Array,
+        codes: Array,
+        out: Array,
+        matrix_index: Shape,
+        first_row: int,
+        unverified_spans: UnverifiedSpans,
     ) -> None:
         """Bytes into floats: the 256 products of each block are made once, and its codes look them up."""
         count = len(codes)
-        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, count, touched))
+        scale = _to_finite_scale(
+            self.tensor, self.read_scale_rows(matrix_index, first_row, count, unverified_spans)
+        )
         if not scale.all():
-            out[...] = _multiply_by_scale(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
+            out[...] = _multiply_by_scale(
+                table.take(codes, mode="wrap"), scale, self.block_width, self.tensor
+            )
             return
         columns = codes.shape[1]
-        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.width)[:columns]  # where each begins
+        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[
+            :columns
+        ]  # where each begins
         tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))  # narrow: numpy adds these faster
         places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)
         narrow = np.empty_like(places, tables.dtype)
         low = 0
         while low < count:
-            high = min(count, ((first + low) // self.height + 1) * self.height - first)
+            high = min(count, ((first_row + low) // self.block_height + 1) * self.block_height - first_row)
             products = (table * scale[low, :, None]).astype(out.dtype).reshape(-1)
             while low < high:
                 some = slice(low, min(high, low + len(places)))
@@ -142,20 +158,29 @@ class _ScaleGrid:
                 products.take(place, out=out[some], mode="clip")
                 low = some.stop
 
-    def apply(
-        self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
+    def multiply_rows(
+        self,
+        values: Array,
+        matrix_index: Shape,
+        first_row: int,
+        unverified_spans: UnverifiedSpans,
+        extra_factor: np.float32 | None = None,
     ) -> Array:
-        """`values`, which are rows from `first` on, multiplied."""
-        scale = _as_scale(self.tensor, self.read_scale_rows(matrix, first, len(values), touched))
-        return _multiply_by_scale(values, scale if times is None else scale * times, self.width, self.tensor)
+        """`values`, which are rows from `first_row` on, multiplied."""
+        scale = _to_finite_scale(
+            self.tensor, self.read_scale_rows(matrix_index, first_row, len(values), unverified_spans)
+        )
+        return _multiply_by_scale(
+            values, scale if extra_factor is None else scale * extra_factor, self.block_width, self.tensor
+        )
 
 
 # -- codes of one byte or less, row by row -------------------------------------------------------------------
 
 
-def _build_code_table(tensor: Tensor) -> Array:
+def _build_byte_value_table(tensor: Tensor) -> Array:
     """The float32 value of each byte."""
-    require_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
+    check_tensor(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
     return np.arange(256, dtype=np.uint8).view(to_numpy_dtype(tensor.dtype)).astype(np.float32)
 
 
@@ -166,31 +191,37 @@ def dequantize_bytes(
     scale: Tensor,
     *,
     block: BlockShape | None = None,
-    zero: Tensor | None = None,
+    zero_point: Tensor | None = None,
 ) -> Tensor:
     """FP8 or INT8 codes times a scale of the tensor, of each row or of each block.
 
     Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
     """
-    table, shape = _build_code_table(weight), weight.shape
-    require_tensor(len(shape) >= 2, weight, "is no matrix")
+    table, shape = _build_byte_value_table(weight), weight.shape
+    check_tensor(len(shape) >= 2, weight, "is no matrix")
     grid = _ScaleGrid(scale, shape, block)
-    zeros = None if zero is None else _ScaleGrid(zero, shape, block)
+    zeros = None if zero_point is None else _ScaleGrid(zero_point, shape, block)
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        values = table.take(read_rows(weight, matrix, first, count, touched).view(np.uint8), mode="wrap")
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        values = table.take(
+            read_rows(weight, matrix_index, first_row, num_rows, unverified_spans).view(np.uint8), mode="wrap"
+        )
         if zeros is not None:
-            below = zeros.read_scale_rows(matrix, first, count, touched).astype(np.float32)
-            values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
-        return grid.apply(values, matrix, first, touched)
+            below = zeros.read_scale_rows(matrix_index, first_row, num_rows, unverified_spans).astype(
+                np.float32
+            )
+            values -= np.repeat(below, zeros.block_width, axis=1)[:, : shape[-1]]
+        return grid.multiply_rows(values, matrix_index, first_row, unverified_spans)
 
-    def look_up(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
-        codes = read_rows(weight, matrix, first, len(out), touched).view(np.uint8)
-        grid.look_up(table, codes, out, matrix, first, touched)
+    def fill_rows(out: Array, matrix_index: Shape, first_row: int, unverified_spans: UnverifiedSpans) -> None:
+        codes = read_rows(weight, matrix_index, first_row, len(out), unverified_spans).view(np.uint8)
+        grid.dequantize_by_table(table, codes, out, matrix_index, first_row, unverified_spans)
 
-    if zeros is not None or grid.height * grid.width < _WORTH_A_TABLE:
+    if zeros is not None or grid.block_height * grid.block_width < _WORTH_A_TABLE:
         return build_computed_tensor(name, dtype, shape, dequantize_rows)
-    return Tensor.from_source(name, dtype, shape, ComputedRows(shape, dtype, look_up, 1, _WITH_TABLES))
+    return Tensor.from_source(name, dtype, shape, ComputedRowSource(shape, dtype, fill_rows, 1, _WITH_TABLES))
 
 
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
@@ -202,40 +233,42 @@ def dequantize_fp4(
     packed: Tensor,
     scale: Tensor,
     *,
-    multiply: Tensor | None = None,
-    divide: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    global_scale_divisor: Tensor | None = None,
 ) -> Tensor:
     """E2M1 codes, two in a byte with the first in its low half, times a scale for each 16 or 32 of a row.
 
     Args:
-        multiply, divide: NVFP4's scale of the whole tensor, which scales the scales.
+        global_scale, global_scale_divisor: NVFP4's scale of the whole tensor, which scales the scales.
 
     Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    require_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    check_tensor(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
     grid = _ScaleGrid(scale, shape)
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        codes = read_rows(packed, matrix, first, count, touched).view(np.uint8)
-        values = _PAIRS.take(codes, axis=0, mode="wrap").reshape(count, shape[-1])
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        codes = read_rows(packed, matrix_index, first_row, num_rows, unverified_spans).view(np.uint8)
+        values = _PAIRS.take(codes, axis=0, mode="wrap").reshape(num_rows, shape[-1])
         factor = None
-        if multiply is not None:
-            factor = _read_scalar(multiply, touched)
-        elif divide is not None:
-            scales = _as_scale(scale, grid.read_scale_rows(matrix, first, count, touched)) / _read_scalar(
-                divide, touched
-            )
-            return _multiply_by_scale(values, scales, grid.width, scale)
-        return grid.apply(values, matrix, first, touched, factor)
+        if global_scale is not None:
+            factor = _read_scalar(global_scale, unverified_spans)
+        elif global_scale_divisor is not None:
+            scales = _to_finite_scale(
+                scale, grid.read_scale_rows(matrix_index, first_row, num_rows, unverified_spans)
+            ) / _read_scalar(global_scale_divisor, unverified_spans)
+            return _multiply_by_scale(values, scales, grid.block_width, scale)
+        return grid.multiply_rows(values, matrix_index, first_row, unverified_spans, factor)
 
     return build_computed_tensor(name, dtype, shape, dequantize_rows)
 
 
-def _read_scalar(tensor: Tensor, touched: Touched) -> np.float32:
-    require_tensor(tensor.numel == 1, tensor, "is not one number")
-    value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
-    return np.float32(_as_scale(tensor, value.reshape(-1))[0])
+def _read_scalar(tensor: Tensor, unverified_spans: UnverifiedSpans) -> np.float32:
+    check_tensor(tensor.numel == 1, tensor, "is not one number")
+    value = read_region(tensor, (0,) * len(tensor.shape), tensor.shape, unverified_spans)
+    return np.float32(_to_finite_scale(tensor, value.reshape(-1))[0])
 
 
 def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
@@ -249,28 +282,37 @@ def dequantize_gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) ->
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
-    require_tensor(fits, blocks, "holds no blocks of MXFP4")
+    check_tensor(fits, blocks, "holds no blocks of MXFP4")
     fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
-    require_tensor(fits, scales, f"does not belong to {blocks.name}")
+    check_tensor(fits, scales, f"does not belong to {blocks.name}")
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        low, high = first // 32, -(-(first + count) // 32)
-        ones = tuple(1 for _ in matrix)
-        codes = read_region(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
-        scale = read_region(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
-        exponents = _as_scale(scales, scale.reshape(columns, high - low))
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        low, high = first_row // 32, -(-(first_row + num_rows) // 32)
+        ones = tuple(1 for _ in matrix_index)
+        codes = read_region(
+            blocks, (*matrix_index, 0, low, 0), (*ones, columns, high - low, 16), unverified_spans
+        )
+        scale = read_region(scales, (*matrix_index, 0, low), (*ones, columns, high - low), unverified_spans)
+        exponents = _to_finite_scale(scales, scale.reshape(columns, high - low))
         values = _PAIRS.take(codes.reshape(columns, -1), axis=0, mode="wrap").reshape(columns, -1)
         return _multiply_by_scale(values, exponents, 32, scales).T
 
     return build_computed_tensor(
-        name, dtype, (*lead, 32 * groups, columns), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+        name,
+        dtype,
+        (*lead, 32 * groups, columns),
+        dequantize_rows,
+        row_alignment=32,
+        block_elements=_TRANSPOSED_BLOCK,
     )
 
 
 # -- codes in words of 32 bits -------------------------------------------------------------------------------
 
 
-def unpack_words(words: Array, bits: int) -> Array:
+def unpack_codes(words: Array, bits: int) -> Array:
     """The codes of `bits` bits in words along the first dimension, the lowest bits first.
 
     Args:
@@ -303,54 +345,60 @@ def dequantize_packed_rows(
     shape: Shape,
     bits: int,
     *,
-    zero: Tensor | None = None,
-    groups: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    column_groups: Tensor | None = None,
 ) -> Tensor:
     """compressed-tensors' `pack-quantized`: rows of signed codes in words, groups of a row with a scale each.
 
     Args:
         shape: (rows, columns) of the weight.
-        zero: the zero points, packed along the rows.
-        groups: the group of each column, if they are not runs of equal length.
+        zero_point: the zero points, packed along the rows.
+        column_groups: the group of each column, if they are not runs of equal length.
 
     Source: compressed-tensors `unpack_from_int32`, `dequantize`.
     """
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
     fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
-    require_tensor(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
-    grid = _ScaleGrid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
+    check_tensor(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    grid = _ScaleGrid(scale, shape if column_groups is None else (count_rows, scale.shape[-1]))
     wide = grid._shape[-1]
-    if zero is not None:
-        fits = zero.dtype == "I32" and tuple(zero.shape) == (-(-count_rows * bits // 32), wide)
-        require_tensor(fits, zero, f"does not belong to {scale.name}")
-    if groups is not None:
-        require_tensor(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
+    if zero_point is not None:
+        fits = zero_point.dtype == "I32" and tuple(zero_point.shape) == (-(-count_rows * bits // 32), wide)
+        check_tensor(fits, zero_point, f"does not belong to {scale.name}")
+    if column_groups is not None:
+        check_tensor(
+            tuple(column_groups.shape) == (columns,), column_groups, f"does not belong to {packed.name}"
+        )
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        words = read_rows(packed, (), first, count, touched)
-        codes = unpack_words(np.ascontiguousarray(words.T), bits)[:columns].T
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        words = read_rows(packed, (), first_row, num_rows, unverified_spans)
+        codes = unpack_codes(np.ascontiguousarray(words.T), bits)[:columns].T
         values = codes.astype(np.float32) - offset
-        scales = _as_scale(scale, grid.read_scale_rows((), first, count, touched))
+        scales = _to_finite_scale(scale, grid.read_scale_rows((), first_row, num_rows, unverified_spans))
         below = None
-        if zero is not None:
-            low, high = first // 32 * bits, -(-(first + count) * bits // 32)
-            zeros = unpack_words(read_region(zero, (low, 0), (high - low, wide), touched), bits)
-            below = zeros[first % 32 :][:count].astype(np.float32) - offset
-        if groups is not None:
-            index = _group_index(groups, wide, touched)
+        if zero_point is not None:
+            low, high = first_row // 32 * bits, -(-(first_row + num_rows) * bits // 32)
+            zeros = unpack_codes(
+                read_region(zero_point, (low, 0), (high - low, wide), unverified_spans), bits
+            )
+            below = zeros[first_row % 32 :][:num_rows].astype(np.float32) - offset
+        if column_groups is not None:
+            index = _read_column_groups(column_groups, wide, unverified_spans)
             values -= 0 if below is None else below[:, index]
             return _multiply_by_scale(values, scales[:, index], 1, scale)
         if below is not None:
-            values -= np.repeat(below, grid.width, axis=1)[:, :columns]
-        return _multiply_by_scale(values, scales, grid.width, scale)
+            values -= np.repeat(below, grid.block_width, axis=1)[:, :columns]
+        return _multiply_by_scale(values, scales, grid.block_width, scale)
 
     return build_computed_tensor(name, dtype, shape, dequantize_rows)
 
 
-def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
-    index = read_region(groups, (0,), groups.shape, touched)
-    require_tensor(
+def _read_column_groups(groups: Tensor, count: int, unverified_spans: UnverifiedSpans) -> Array:
+    index = read_region(groups, (0,), groups.shape, unverified_spans)
+    check_tensor(
         bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups"
     )
     return index
@@ -359,83 +407,97 @@ def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
 def dequantize_gptq(
     name: str,
     dtype: str,
-    parts: Mapping[str, Tensor],
-    stated: int | None = None,
+    tensors: Mapping[str, Tensor],
+    configured_bits: int | None = None,
     *,
-    first_zero: int,
+    zero_point_offset: int,
 ) -> Tensor:
     """GPTQ's codes in words along the input, zero points in words along the output; 2, 3, 4 or 8 bits.
 
     Args:
-        stated: the bits that the settings name; the shapes must agree.
-        parts: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
+        configured_bits: the bits that the settings name; the shapes must agree.
+        tensors: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
             (groups, outputs), `g_idx` (inputs,).
-        first_zero: what is added to a stored zero point: 1 in the first format, 0 in the second.
+        zero_point_offset: what is added to a stored zero point: 1 in the first format, 0 in the second.
 
     Source: AutoGPTQ and GPTQModel, `TorchQuantLinear`.
     """
-    weight, zeros, scales, index = (parts[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
+    weight, zeros, scales, index = (tensors[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
     inputs = index.numel
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     bits = weight.shape[0] * 32 // inputs if len(weight.shape) == 2 and inputs else 0
-    allowed = (2, 3, 4, 8) if stated is None else (stated,)
+    allowed = (2, 3, 4, 8) if configured_bits is None else (configured_bits,)
     fits = bits in allowed and weight.dtype == "I32"
     fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
-    of = " or ".join(str(count) for count in allowed)
-    require_tensor(fits, weight, f"does not hold {inputs} x {outputs} codes of {of} bits")
+    allowed_text = " or ".join(str(count) for count in allowed)
+    check_tensor(fits, weight, f"does not hold {inputs} x {outputs} codes of {allowed_text} bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
-    require_tensor(fits, zeros, f"does not belong to {weight.name}")
+    check_tensor(fits, zeros, f"does not belong to {weight.name}")
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        group = _group_index(index, groups, touched)
-        words = read_region(weight, (0, first), (weight.shape[0], count), touched)
-        low, high = first * bits // 32, -(-(first + count) * bits // 32)
-        packed_zeros = read_region(zeros, (0, low), (groups, high - low), touched)
-        below = unpack_words(np.ascontiguousarray(packed_zeros.T), bits)[:count].T
-        below = (below + np.uint8(first_zero)) & np.uint8((1 << bits) - 1)
-        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
-        values = unpack_words(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        group = _read_column_groups(index, groups, unverified_spans)
+        words = read_region(weight, (0, first_row), (weight.shape[0], num_rows), unverified_spans)
+        low, high = first_row * bits // 32, -(-(first_row + num_rows) * bits // 32)
+        packed_zeros = read_region(zeros, (0, low), (groups, high - low), unverified_spans)
+        below = unpack_codes(np.ascontiguousarray(packed_zeros.T), bits)[:num_rows].T
+        below = (below + np.uint8(zero_point_offset)) & np.uint8((1 << bits) - 1)
+        scale = _to_finite_scale(
+            scales, read_region(scales, (0, first_row), (groups, num_rows), unverified_spans)
+        )
+        values = unpack_codes(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
         return _multiply_by_scale(values, scale[group], 1, scales).T
 
     return build_computed_tensor(
-        name, dtype, (outputs, inputs), dequantize_rows, align=32, elements=_TRANSPOSED_BLOCK
+        name, dtype, (outputs, inputs), dequantize_rows, row_alignment=32, block_elements=_TRANSPOSED_BLOCK
     )
 
 
-def dequantize_awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
+def dequantize_awq(name: str, dtype: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """AWQ's codes of 4 bits in words along the output, in the order of its kernel for matrix products.
 
     Args:
-        parts: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
+        tensors: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
 
     Source: AutoAWQ `awq/utils/packing_utils.py`.
     """
-    weight, zeros, scales = (parts[key] for key in ("qweight", "qzeros", "scales"))
+    weight, zeros, scales = (tensors[key] for key in ("qweight", "qzeros", "scales"))
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     inputs = weight.shape[0] if weight.shape else 0
     fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
-    require_tensor(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    check_tensor(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
-    require_tensor(fits, zeros, f"does not belong to {weight.name}")
+    check_tensor(fits, zeros, f"does not belong to {weight.name}")
 
-    def read_codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
-        words = read_region(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
+    def read_codes(tensor: Tensor, first: int, count: int, unverified_spans: UnverifiedSpans) -> Array:
+        words = read_region(tensor, (0, first // 8), (tensor.shape[0], count // 8), unverified_spans).view(
+            np.uint32
+        )
         codes = np.empty((*words.shape, 8), np.uint8)
         for i, column in enumerate(_AWQ_ORDER):
             codes[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
         return codes.reshape(len(words), count)
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        scale = _as_scale(scales, read_region(scales, (0, first), (groups, count), touched))
-        values = read_codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
-        values -= read_codes(zeros, first, count, touched).astype(np.float32)[:, None]
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        scale = _to_finite_scale(
+            scales, read_region(scales, (0, first_row), (groups, num_rows), unverified_spans)
+        )
+        values = (
+            read_codes(weight, first_row, num_rows, unverified_spans)
+            .astype(np.float32)
+            .reshape(groups, -1, num_rows)
+        )
+        values -= read_codes(zeros, first_row, num_rows, unverified_spans).astype(np.float32)[:, None]
         if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
             raise CheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
         values *= scale[:, None]
-        return values.reshape(inputs, count).T
+        return values.reshape(inputs, num_rows).T
 
     return build_computed_tensor(
-        name, dtype, (outputs, inputs), dequantize_rows, align=8, elements=_TRANSPOSED_BLOCK
+        name, dtype, (outputs, inputs), dequantize_rows, row_alignment=8, block_elements=_TRANSPOSED_BLOCK
     )
 
 
@@ -458,7 +520,7 @@ def dequantize_bnb_4bit(
     name: str,
     dtype: str,
     packed: Tensor,
-    parts: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     shape: Shape,
     block_size: int,
     nested: NestedQuantization | None,
@@ -469,7 +531,7 @@ def dequantize_bnb_4bit(
     `bnb_4bit_quant_storage` gives the bytes of the codes the dtype of the other weights.
 
     Args:
-        parts: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
+        tensors: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
         shape: of the weight.
         block_size: elements with a common maximum.
         nested: the block and the offset of maxima that are quantized themselves.
@@ -478,45 +540,49 @@ def dequantize_bnb_4bit(
     """
     total = prod(shape)
     width = get_itemsize(packed.dtype)
-    require_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
+    check_tensor(packed.numel * width == -(-total // 2), packed, f"does not hold {list(shape)}")
     count_max = -(-total // block_size)
-    require_tensor(
-        parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}"
+    check_tensor(
+        tensors["absmax"].shape == (count_max,), tensors["absmax"], f"does not belong to {packed.name}"
     )
-    require_tensor(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
+    check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is no table of 16 values")
 
-    def read_flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
+    def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
         # Stored as (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
-        return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
+        return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), unverified_spans).reshape(
+            -1
+        )
 
-    def read_codes(low: int, high: int, touched: Touched) -> Array:
+    def read_codes(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
         first = low // width
-        elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), touched))
+        elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), unverified_spans))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
-    def read_maxima(low: int, high: int, touched: Touched) -> Array:
-        quantized = read_flat(parts["absmax"], low, high, touched)
+    def read_maxima(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
-            return _as_scale(parts["absmax"], quantized)
-        require_tensor(quantized.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
+            return _to_finite_scale(tensors["absmax"], quantized)
+        check_tensor(quantized.dtype == np.uint8, tensors["absmax"], "holds no codes of maxima")
         size, offset = nested
-        table = read_flat(parts["nested_quant_map"], 0, 256, touched)
-        above = read_flat(parts["nested_absmax"], low // size, -(-high // size), touched)
+        table = read_flat(tensors["nested_quant_map"], 0, 256, unverified_spans)
+        above = read_flat(tensors["nested_absmax"], low // size, -(-high // size), unverified_spans)
         picked = above[np.arange(low, high) // size - low // size]
-        return _as_scale(parts["nested_absmax"], table[quantized] * picked + np.float32(offset))
+        return _to_finite_scale(tensors["nested_absmax"], table[quantized] * picked + np.float32(offset))
 
     columns = shape[-1]
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        low, high = first * columns, (first + count) * columns
-        stored = read_codes(low // 2, -(-high // 2), touched)
-        table = read_flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        low, high = first_row * columns, (first_row + num_rows) * columns
+        stored = read_codes(low // 2, -(-high // 2), unverified_spans)
+        table = read_flat(tensors["quant_map"], 0, 16, unverified_spans).astype(np.float32)
         codes = np.stack([stored >> 4, stored & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
         values = table[codes]
-        scale = read_maxima(low // block_size, -(-high // block_size), touched)
+        scale = read_maxima(low // block_size, -(-high // block_size), unverified_spans)
         values *= scale[np.arange(low, high) // block_size - low // block_size]
-        return values.reshape(count, columns)
+        return values.reshape(num_rows, columns)
 
     return build_computed_tensor(
         name, dtype, shape, dequantize_rows, computed_shape=(prod(shape[:-1]), columns)
@@ -528,12 +594,14 @@ def dequantize_bnb_8bit(name: str, dtype: str, weight: Tensor, maxima: Tensor) -
 
     Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
     """
-    require_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    check_tensor(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
     grid = _ScaleGrid(maxima, weight.shape)
 
-    def dequantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        codes = read_rows(weight, (), first, count, touched)
-        values = grid.apply(codes.astype(np.float32), (), first, touched)
+    def dequantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        codes = read_rows(weight, (), first_row, num_rows, unverified_spans)
+        values = grid.multiply_rows(codes.astype(np.float32), (), first_row, unverified_spans)
         values *= _INT8_FACTOR
         return values
 

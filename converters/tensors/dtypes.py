@@ -34,7 +34,7 @@ _TABLE: tuple[tuple[str, int, str, str], ...] = (
 )
 
 _SIZES: dict[str, int] = {name: size for name, size, _, _ in _TABLE}
-SUPPORTED = frozenset(_SIZES)
+SUPPORTED_DTYPES = frozenset(_SIZES)
 _STRUCT_CODES = {
     "F64": "d",
     "F32": "f",
@@ -55,9 +55,9 @@ TO_STORAGE: dict[str, str] = {name: storage for name, _, _, storage in _TABLE if
 FROM_STORAGE: dict[str, str] = {storage: name for name, _, _, storage in _TABLE if storage}
 
 # The dtypes that `--dtype` casts. 8-bit floats depend on their scales, so they are not cast.
-CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
+CASTABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Those of quantized weights; scales lie beside them.
-QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
+QUANTIZED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
 
 
 def get_itemsize(dtype: str) -> int:
@@ -96,6 +96,6 @@ def to_numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 @cache
-def map_numpy_dtypes() -> dict[np.dtype[Any], str]:
+def get_numpy_dtype_names() -> dict[np.dtype[Any], str]:
     """Return the safetensors name of each supported NumPy dtype."""
-    return {to_numpy_dtype(name): name for name in SUPPORTED}
+    return {to_numpy_dtype(name): name for name in SUPPORTED_DTYPES}

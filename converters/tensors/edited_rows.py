@@ -11,36 +11,36 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from portable.converters.lazy_numpy import np
-from portable.converters.storage.byte_sources import Memory
-from portable.converters.tensors.computed_rows import ComputedRows, make_fill
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.tensors.computed_rows import ComputedRowSource, make_fill_function
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
 # Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
 _BLOCK = 1 << 17
 
 
-class Edit(Protocol):
+class RowEdit(Protocol):
     """One change of a tensor's rows."""
 
-    def apply(self, block: Array, first: int) -> None:
+    def apply(self, block: Array, first_row: int) -> None:
         """Change the rows [first, first + len(block)) in place; a 2-D float32 or float64 array."""
         ...
 
 
-class Affine:
+class AffineEdit:
     """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
 
     def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
 
-    def apply(self, block: Array, first: int) -> None:
+    def apply(self, block: Array, first_row: int) -> None:
         if self.factor != 1:
             block *= self.factor
         if self.divisor != 1:
@@ -52,28 +52,32 @@ class Affine:
 class _EditedRows:
     """The rows of a tensor after edits, in float32 or float64."""
 
-    def __init__(self, tensor: Tensor, lead: int, edits: Sequence[Edit]) -> None:
+    def __init__(self, tensor: Tensor, num_row_dims: int, edits: Sequence[RowEdit]) -> None:
         self.tensor = tensor
         self.edits = edits
-        self.lead: Shape = tensor.shape[:lead] or (1,)
-        self.columns = prod(tensor.shape[lead:])
+        self.row_shape: Shape = tensor.shape[:num_row_dims] or (1,)
+        self.columns = prod(tensor.shape[num_row_dims:])
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
-        self._run = tensor.find_run()  # found once, because a search in each block is slow
+        self._contiguous_source = tensor.find_run()  # found once, because a search in each block is slow
         self._memory = threading.local()
 
-    def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    def __call__(
+        self, matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
         """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
-        above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
-        first += above * self.lead[-1]
-        stored = self._get_scratch("stored", (count, self.columns), to_numpy_dtype(self.tensor.dtype))
-        if self._run is None:
-            self.tensor.fill_flat(stored.reshape(-1), first * self.columns, touched)
+        above = int(np.ravel_multi_index(matrix_index, self.row_shape[:-1])) if matrix_index else 0
+        first_row += above * self.row_shape[-1]
+        stored = self._get_scratch("stored", (num_rows, self.columns), to_numpy_dtype(self.tensor.dtype))
+        if self._contiguous_source is None:
+            self.tensor.fill_flat(stored.reshape(-1), first_row * self.columns, unverified_spans)
         else:
-            self._run.read_into(stored.view(np.uint8).reshape(-1).data, first * stored.strides[0], touched)
-        block = self._get_scratch("block", (count, self.columns), np.dtype(self._kind))
+            self._contiguous_source.read_into(
+                stored.view(np.uint8).reshape(-1).data, first_row * stored.strides[0], unverified_spans
+            )
+        block = self._get_scratch("block", (num_rows, self.columns), np.dtype(self._kind))
         block[...] = stored
         for edit in self.edits:
-            edit.apply(block, first)
+            edit.apply(block, first_row)
         return block
 
     def _get_scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
@@ -87,26 +91,30 @@ class _EditedRows:
         return scratch
 
 
-def append_zero_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
+def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
+    """`tensor` with rows of zeros after its own, `total_rows` in all, for edits to fill."""
     old, *inner = tensor.shape
-    added = (rows - old, *inner)
-    view = View(Memory(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
+    added = (total_rows - old, *inner)
+    view = View(
+        InMemorySource(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added)
+    )  # one element, repeated
     box = Box((old, *(0 for _ in inner)), added, view)
-    return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
+    return Tensor(tensor.name, tensor.dtype, (total_rows, *inner), [*tensor.boxes, box])
 
 
-def apply_edits(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
+def apply_edits(tensor: Tensor, dtype: str, num_row_dims: int, edits: Sequence[RowEdit]) -> Tensor:
     """`tensor` with `edits` applied, as `dtype`; nothing is read or computed before it is.
 
     Args:
         tensor: of a floating-point dtype.
-        lead: how many of its dimensions are rows; the others make up a row.
+        num_row_dims: how many of its dimensions are rows; the others make up a row.
     """
 
     def build_view() -> View:
-        rows = _EditedRows(tensor, lead, edits)
-        source = ComputedRows((*rows.lead, rows.columns), dtype, make_fill(rows), 1, _BLOCK)
+        rows = _EditedRows(tensor, num_row_dims, edits)
+        source = ComputedRowSource(
+            (*rows.row_shape, rows.columns), dtype, make_fill_function(rows), 1, _BLOCK
+        )
         return View(source, 0, compute_row_major_strides(tensor.shape, get_itemsize(dtype)))
 
     return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, build_view)])

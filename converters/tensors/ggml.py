@@ -8,15 +8,15 @@ from portable.converters.tensors.casting import round_to_dtype
 from portable.converters.tensors.computed_rows import build_computed_tensor, read_rows
 
 if TYPE_CHECKING:
-    from portable.converters.storage.byte_sources import Touched
+    from portable.converters.storage.byte_sources import UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape, Tensor
 
-KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
-BLOCK = 32  # elements, of each of these kinds
+GGML_KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
+BLOCK_ELEMENTS = 32  # elements, of each of these kinds
 
 
 def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:
-    """`tensor` as the bytes of blocks, along its last dimension, which `BLOCK` divides.
+    """`tensor` as the bytes of blocks, along its last dimension, which `BLOCK_ELEMENTS` divides.
 
     Args:
         kind: Q8_0, Q4_0 or MXFP4.
@@ -26,11 +26,13 @@ def quantize_to_ggml(tensor: Tensor, kind: str) -> Tensor:
     number = GGMLQuantizationType[kind]
     size, columns = GGML_QUANT_SIZES[number][1], tensor.shape[-1]
 
-    def quantize_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        stored = read_rows(tensor, matrix, first, count, touched)
+    def quantize_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        stored = read_rows(tensor, matrix_index, first_row, num_rows, unverified_spans)
         blocks: Array = quants.quantize(round_to_dtype(stored, "F32"), number)
         return blocks
 
     return build_computed_tensor(
-        tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK * size), quantize_rows
+        tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK_ELEMENTS * size), quantize_rows
     )

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
-from portable.converters.storage.byte_sources import FileSpan, Joined, Slice, Source, Touched
+from portable.converters.storage.byte_sources import (
+    ByteSource,
+    ConcatenatedSources,
+    FileSpan,
+    SourceSlice,
+    UnverifiedSpans,
+)
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype, unpack_numbers
-from portable.converters.tensors.tiling import check_boxes_tile
+from portable.converters.tensors.tiling import check_boxes_cover_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +46,7 @@ class View(NamedTuple):
         strides: Stride of each dimension, in bytes.
     """
 
-    source: Source
+    source: ByteSource
     offset: int
     strides: Shape
 
@@ -126,11 +132,11 @@ class Tensor:
     # None for a contiguous tensor until `boxes` is first accessed.
     _boxes: list[Box] | None
     # Source and byte offset, set only for a contiguous tensor.
-    _contiguous_source: tuple[Source, int]
+    _contiguous_source: tuple[ByteSource, int]
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         shape = check_shape(name, dtype, shape)
-        check_boxes_tile(name, shape, [(box.offsets, box.sizes) for box in boxes])
+        check_boxes_cover_once(name, shape, [(box.offsets, box.sizes) for box in boxes])
         self._set_fields(name, dtype, shape, boxes)
 
     def _set_fields(self, name: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> None:
@@ -147,7 +153,7 @@ class Tensor:
 
     @classmethod
     def from_source(
-        cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
+        cls, name: str, dtype: str, shape: Sequence[int], source: ByteSource, offset: int = 0
     ) -> Tensor:
         """Create a tensor whose elements are contiguous in a single source, in row-major order.
 
@@ -237,13 +243,13 @@ class Tensor:
             raise ValueError(
                 f"{self.name}: out is not contiguous or not writable; pass a contiguous, writable array"
             )
-        unverified_spans: Touched = set()
+        unverified_spans: UnverifiedSpans = set()
         self.fill(out.view(dtype), starts, unverified_spans)
         for span in unverified_spans:
-            span.verify()
+            span.verify_crc()
         return out
 
-    def fill(self, out: Array, starts: Shape, unverified_spans: Touched) -> None:
+    def fill(self, out: Array, starts: Shape, unverified_spans: UnverifiedSpans) -> None:
         """Read a region of the tensor into an array without verifying the stored CRCs.
 
         Args:
@@ -251,7 +257,7 @@ class Tensor:
                 any memory layout.
             starts: Start index of the region along each dimension.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
-                `FileSpan.verify` on each span before using the data.
+                `FileSpan.verify_crc` on each span before using the data.
         """
         if out.size == 0:
             return
@@ -273,7 +279,7 @@ class Tensor:
                 overlap = out[tuple(out_slices)] if out_slices else out
                 _copy_region(overlap, view.source, offset, view.strides, unverified_spans)
 
-    def iter_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[Array]:
+    def iter_blocks(self, nbytes: int, unverified_spans: UnverifiedSpans) -> Iterator[Array]:
         """Iterate over blocks of elements in row-major order without verifying the stored CRCs.
 
         All blocks share the same buffer, so each block is valid only until the next block is requested.
@@ -281,7 +287,7 @@ class Tensor:
         Args:
             nbytes: Maximum block size in bytes. Each block contains at least one element.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
-                `FileSpan.verify` on each span before using the data.
+                `FileSpan.verify_crc` on each span before using the data.
 
         Yields:
             Blocks of elements as 1-D arrays.
@@ -309,15 +315,15 @@ class Tensor:
     def tolist(self) -> Any:
         """Read the tensor as a Python number or nested lists of numbers, like `torch.Tensor.tolist`."""
         if not self.shape:
-            unverified_spans: Touched = set()
+            unverified_spans: UnverifiedSpans = set()
             data = b"".join(map(bytes, self.iter_byte_blocks(self.nbytes, unverified_spans)))
             for span in unverified_spans:
-                span.verify()
+                span.verify_crc()
             if (numbers := unpack_numbers(self.dtype, data)) is not None:
                 return numbers[0]
         return self.read().tolist()
 
-    def iter_byte_blocks(self, nbytes: int, unverified_spans: Touched) -> Iterator[memoryview]:
+    def iter_byte_blocks(self, nbytes: int, unverified_spans: UnverifiedSpans) -> Iterator[memoryview]:
         """Iterate over the bytes of the elements in row-major order, in blocks that share one buffer.
 
         Unlike `iter_blocks`, this method does not use NumPy if the tensor's elements are stored in order.
@@ -325,7 +331,7 @@ class Tensor:
         Args:
             nbytes: Maximum block size in bytes. Each block contains at least one element.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
-                `FileSpan.verify` on each span before using the data.
+                `FileSpan.verify_crc` on each span before using the data.
 
         Yields:
             Blocks of bytes.
@@ -342,14 +348,16 @@ class Tensor:
             source.read_into(data, start, unverified_spans)
             yield data
 
-    def fill_flat(self, out: Array, start: int, unverified_spans: Touched, prefix: Shape = ()) -> None:
+    def fill_flat(
+        self, out: Array, start: int, unverified_spans: UnverifiedSpans, prefix: Shape = ()
+    ) -> None:
         """Read consecutive elements in row-major order into a 1-D array without verifying the stored CRCs.
 
         Args:
             out: Contiguous 1-D array to read into, with the tensor's NumPy dtype.
             start: Index of the first element to read within the flattened sub-tensor selected by `prefix`.
             unverified_spans: Set that collects the file spans whose CRC has not been verified yet. Call
-                `FileSpan.verify` on each span before using the data.
+                `FileSpan.verify_crc` on each span before using the data.
             prefix: Indices along the leading dimensions, which select the sub-tensor to read from. By
                 default, elements are read from the entire tensor.
         """
@@ -387,10 +395,10 @@ class Tensor:
             CheckpointError: If a file is missing, truncated, or damaged. A CRC mismatch is only detected
                 after the last block.
         """
-        unverified_spans: Touched = set()
+        unverified_spans: UnverifiedSpans = set()
         yield from self.iter_blocks(nbytes, unverified_spans)
         for span in unverified_spans:
-            span.verify()
+            span.verify_crc()
 
     # The name in earlier versions.
     iter_verified_blocks = iter_blocks_then_verify
@@ -417,13 +425,13 @@ class Tensor:
         if view is None:
             return None
         span = view.source
-        if not isinstance(span, FileSpan) or not span.resolved:
+        if not isinstance(span, FileSpan) or not span.is_verified:
             return None
         if view.strides != compute_row_major_strides(self.shape, get_itemsize(self.dtype)):
             return None
-        return span.file.span(span.offset + view.offset, self.nbytes)
+        return span.file.get_span(span.offset + view.offset, self.nbytes)
 
-    def find_run(self) -> Source | None:
+    def find_run(self) -> ByteSource | None:
         """Return a source that contains exactly the tensor's elements, in row-major order.
 
         Returns:
@@ -443,8 +451,8 @@ class Tensor:
             )
             if strides_differ or view.offset + nbytes > view.source.nbytes:
                 return None
-            sources.append(Slice(view.source, view.offset, nbytes))
-        return sources[0] if len(sources) == 1 else Joined(sources)
+            sources.append(SourceSlice(view.source, view.offset, nbytes))
+        return sources[0] if len(sources) == 1 else ConcatenatedSources(sources)
 
     def _resolve_index(self, index: tuple[slice, ...] | slice | None) -> _Region:
         """Return the start and size of the indexed slice along each dimension."""
@@ -549,7 +557,9 @@ def compute_row_major_strides(shape: Sequence[int], itemsize: int) -> Shape:
     return tuple(reversed(strides))
 
 
-def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unverified_spans: Touched) -> None:
+def _copy_region(
+    out: Array, source: ByteSource, offset: int, strides: Shape, unverified_spans: UnverifiedSpans
+) -> None:
     """Copy a strided region of a source into an array, using a bounded amount of memory.
 
     Args:
@@ -568,7 +578,7 @@ def _copy_region(out: Array, source: Source, offset: int, strides: Shape, unveri
         source.read_into(out.reshape(-1).view(np.uint8).data, offset, unverified_spans)
         return
     # A compressed source exposes its decompressed content as a buffer, so copy the region out of it directly.
-    load_content: Callable[[int, Touched], memoryview] | None = getattr(source, "load_content", None)
+    load_content: Callable[[int, UnverifiedSpans], memoryview] | None = getattr(source, "load_content", None)
     if load_content is not None:
         content = load_content(out.nbytes, unverified_spans)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=content, offset=offset, strides=strides)

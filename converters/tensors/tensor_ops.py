@@ -1,6 +1,6 @@
 """Tensors made of regions of other tensors, read lazily: parts, joints, transposes, reshapes.
 
-A region of a tensor is a strided view of its row-major bytes; `to_row_major_source` gives those for a tensor
+A region of a tensor is a strided view of its row-major bytes; `get_row_major_source` gives those for a tensor
 in any pieces.
 """
 
@@ -16,50 +16,54 @@ from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_ma
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.converters.storage.byte_sources import Source, Touched
+    from portable.converters.storage.byte_sources import ByteSource, UnverifiedSpans
     from portable.converters.tensors.tensor import Array, Shape
 
 # Bytes of a transposed matrix that are gathered at once. The source is read once for each, so of each of its
 # rows a page at the least, as long as the tile is not too large.
-_TILE_BYTES, _AT_LEAST, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
+_TILE_BYTES, _MIN_ROW_BYTES, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
 
 
-class _RowMajor:
+class _RowMajorSource:
     """The row-major bytes of a tensor whose pieces lie in any way."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.nbytes = tensor.nbytes
 
-    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+    def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         width = get_itemsize(self.tensor.dtype)
         low, start = divmod(offset, width)
         stop = -(-(offset + len(buffer)) // width)
         if start == 0 and len(buffer) % width == 0:
-            self.tensor.fill_flat(np.frombuffer(buffer, to_numpy_dtype(self.tensor.dtype)), low, touched)
+            self.tensor.fill_flat(
+                np.frombuffer(buffer, to_numpy_dtype(self.tensor.dtype)), low, unverified_spans
+            )
             return
         elements = np.empty(stop - low, to_numpy_dtype(self.tensor.dtype))
-        self.tensor.fill_flat(elements, low, touched)
+        self.tensor.fill_flat(elements, low, unverified_spans)
         buffer[:] = elements.view(np.uint8).data[start : start + len(buffer)]
 
 
-def to_row_major_source(tensor: Tensor) -> Source:
+def get_row_major_source(tensor: Tensor) -> ByteSource:
     """The row-major bytes of a tensor in any pieces."""
-    return tensor.find_run() or _RowMajor(tensor)
+    return tensor.find_run() or _RowMajorSource(tensor)
 
 
-def place_region(tensor: Tensor, offsets: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
-    """A box at `offsets` with the region of `tensor` that begins at `lows`."""
+def build_region_box(
+    tensor: Tensor, offsets: Sequence[int], starts: Sequence[int], sizes: Sequence[int]
+) -> Box:
+    """A box at `offsets` with the region of `tensor` that begins at `starts`."""
     strides = compute_row_major_strides(tensor.shape, get_itemsize(tensor.dtype))
-    begin = sum(low * stride for low, stride in zip(lows, strides, strict=True))
-    return Box(tuple(offsets), tuple(sizes), lambda: View(to_row_major_source(tensor), begin, strides))
+    begin = sum(low * stride for low, stride in zip(starts, strides, strict=True))
+    return Box(tuple(offsets), tuple(sizes), lambda: View(get_row_major_source(tensor), begin, strides))
 
 
-def slice_tensor(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
+def slice_tensor(tensor: Tensor, dim: int, start: int, count: int) -> Tensor:
     """The elements [low, low + count) along one dimension."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
-    lows[dim], sizes[dim] = low, count
-    return Tensor(tensor.name, tensor.dtype, sizes, [place_region(tensor, [0] * len(sizes), lows, sizes)])
+    lows[dim], sizes[dim] = start, count
+    return Tensor(tensor.name, tensor.dtype, sizes, [build_region_box(tensor, [0] * len(sizes), lows, sizes)])
 
 
 def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -69,7 +73,7 @@ def concat_tensors(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
     for tensor in tensors:
         offsets = [0] * len(shape)
         offsets[dim] = shape[dim]
-        boxes.append(place_region(tensor, offsets, [0] * len(offsets), tensor.shape))
+        boxes.append(build_region_box(tensor, offsets, [0] * len(offsets), tensor.shape))
         shape[dim] += tensor.shape[dim]
     return Tensor(name, tensors[0].dtype, shape, boxes)
 
@@ -79,19 +83,21 @@ def transpose_matrix(tensor: Tensor) -> Tensor:
     length, columns = tensor.shape
     size = get_itemsize(tensor.dtype)
     row = max(1, length * size)
-    step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
+    step = max(1, _TILE_BYTES // row, min(_MIN_ROW_BYTES // size, _LARGEST_TILE // row))
 
-    def transpose_rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        transposed_rows = np.empty((count, length), to_numpy_dtype(tensor.dtype))
-        below = np.empty((max(1, min(length, 1 << 8)), count), transposed_rows.dtype)
+    def transpose_rows(
+        matrix_index: Shape, first_row: int, num_rows: int, unverified_spans: UnverifiedSpans
+    ) -> Array:
+        transposed_rows = np.empty((num_rows, length), to_numpy_dtype(tensor.dtype))
+        below = np.empty((max(1, min(length, 1 << 8)), num_rows), transposed_rows.dtype)
         for low in range(0, length, len(below)):
             part = below[: min(len(below), length - low)]
-            tensor.fill(part, (low, first), touched)
+            tensor.fill(part, (low, first_row), unverified_spans)
             transposed_rows[:, low : low + len(part)] = part.T
         return transposed_rows
 
     return build_computed_tensor(
-        tensor.name, tensor.dtype, (columns, length), transpose_rows, elements=step * length
+        tensor.name, tensor.dtype, (columns, length), transpose_rows, block_elements=step * length
     )
 
 
@@ -142,4 +148,4 @@ def permute_dims(tensor: Tensor, order: Sequence[int]) -> Tensor:
 
 def reshape_tensor(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """`tensor.reshape(shape)`."""
-    return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajor(tensor))
+    return Tensor.from_source(tensor.name, tensor.dtype, shape, _RowMajorSource(tensor))

@@ -17,7 +17,7 @@ Extent = tuple[tuple[int, ...], tuple[int, ...]]
 _CORNERS, _MAX_CUT = 1 << 16, 4
 
 
-def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
+def check_boxes_cover_once(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:
     """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
 
     Boxes that lie inside the shape, have its total volume and do not overlap must tile it, so only overlaps
@@ -53,11 +53,11 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):
         return
-    if _is_uneven(name, shape, live):
+    if _has_gap_or_overlap(name, shape, live):
         raise CheckpointError(f"{name}: elements are missing from the files, and pieces overlap")
 
 
-def _is_uneven(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+def _has_gap_or_overlap(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Whether the boxes, which have the volume of `shape`, do not cover each point exactly once.
 
     Give each corner of a box a sign: - if the box ends there along an odd number of dimensions, else +. The

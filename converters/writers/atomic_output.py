@@ -10,42 +10,42 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.config_and_tokenizer_files import list_companion_names
 from portable.converters.errors import CommandError
-from portable.converters.storage.folder_operations import copy_file, sync
-from portable.converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
-from portable.converters.storage.path_or_url import in_store, is_within, resolve_links
+from portable.converters.storage.folder_operations import copy_file, fsync_path
+from portable.converters.storage.output_file import BLOCK_BYTES, OutputFile, can_share_blocks, write_new_file
+from portable.converters.storage.path_or_url import is_in_store, is_within, resolve_links
 from portable.converters.writers.replace_folder import (
-    check_replaceable,
-    create_temporary,
-    recover_folder,
-    release_lock,
-    replace_folder,
+    check_folder_replaceable,
+    create_locked_folder,
+    recover_replaced_folder,
+    release_folder_lock,
+    replace_and_delete_folder,
 )
-from portable.converters.writers.writer_group import check_size
+from portable.converters.writers.writer_group import check_written_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from portable.converters.storage.byte_sources import FileSpan
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.store_output import StoreOutput, StoreUploads
 
 
-def check_output(
-    out: Place,
-    sources: Sequence[Place],
+def validate_output_path(
+    out: AnyPath,
+    sources: Sequence[AnyPath],
     *,
     overwrite: bool,
-    single: bool = False,
-    companions: Collection[str] = (),
-) -> Place:
+    is_single_file: bool = False,
+    replaceable_names: Collection[str] = (),
+) -> AnyPath:
     """Check that writing the output cannot destroy the sources or files of other programs.
 
     Args:
         out: Folder or file to write.
         sources: Folders and files to read. The output must neither contain a source nor be inside a source.
         overwrite: Whether an existing output may be replaced.
-        single: Whether the output is a file.
-        companions: Names of further files that may be replaced.
+        is_single_file: Whether the output is a file.
+        replaceable_names: Names of further files that may be replaced.
 
     Returns:
         The absolute path of the output.
@@ -54,8 +54,8 @@ def check_output(
         CheckpointError: If writing the output could destroy files.
     """
     target = resolve_links(out)
-    if not in_store(target):
-        recover_folder(target)
+    if not is_in_store(target):
+        recover_replaced_folder(target)
     for source in sources:
         origin = resolve_links(source)
         if target == origin:
@@ -64,25 +64,27 @@ def check_output(
             raise CommandError(f"{out}: lies inside {source}; give an output folder outside it")
         if is_within(origin, target):
             raise CommandError(f"{out}: contains {source}; give another output folder")
-    if single:
-        if not in_store(out) and out.is_symlink():
+    if is_single_file:
+        if not is_in_store(out) and out.is_symlink():
             raise CommandError(f"{out}: is a link; give the file that it points to")
         if out.exists() and not out.is_file():
             raise CommandError(f"{out}: is not a file")
         if out.exists() and not overwrite:
             raise CommandError(f"{out}: exists already; give another file or --overwrite")
-    elif in_store(target):
-        from portable.converters.writers.store_output import check_prefix
+    elif is_in_store(target):
+        from portable.converters.writers.store_output import check_store_output
 
-        check_prefix(target, overwrite=overwrite)
-    elif not in_store(out):
-        _check_folder(
-            out, overwrite, {*companions, *(n for source in sources for n in list_companion_names(source))}
+        check_store_output(target, overwrite=overwrite)
+    elif not is_in_store(out):
+        _check_output_folder(
+            out,
+            overwrite,
+            {*replaceable_names, *(n for source in sources for n in list_companion_names(source))},
         )
     return target
 
 
-def _check_folder(out: Path, overwrite: bool, companions: Collection[str]) -> None:
+def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
     if not os.path.lexists(str(out)):
         return
     target = out.resolve()
@@ -94,22 +96,24 @@ def _check_folder(out: Path, overwrite: bool, companions: Collection[str]) -> No
         raise CommandError(f"{out}: is not a folder")
     if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
         raise CommandError(f"{out}: contains the current or the home folder and will not be replaced")
-    check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, companions)
+    check_folder_replaceable(
+        out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()}, replaceable_names
+    )
 
 
 class FolderOutput:
     """A temporary folder on a disk, which replaces the output in the end.
 
     Attributes:
-        folder: where to read back what was written, after `commit`.
-        threads: to write with; None for the number of CPUs.
+        folder: where to read back what was written, after `complete_files`.
+        num_threads: to write with; None for the number of CPUs.
     """
 
-    threads: int | None = None
+    num_threads: int | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._folders = {folder}
+        self._written_folders = {folder}
 
     def create_file(self, name: str, lengths: Sequence[int]) -> OutputFile:
         """A new file of pieces of these lengths, written from any thread and in any order."""
@@ -117,13 +121,13 @@ class FolderOutput:
 
     def _get_path(self, name: str) -> Path:
         path = self.folder / name
-        if path.parent not in self._folders:
+        if path.parent not in self._written_folders:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._folders |= {above for above in path.parents if above.is_relative_to(self.folder)}
+            self._written_folders |= {above for above in path.parents if above.is_relative_to(self.folder)}
         return path
 
-    def commit(self) -> None:
-        """Finish the files, after all their pieces; `write` and `copy` may follow."""
+    def complete_files(self) -> None:
+        """Finish the files, after all their pieces; `write_small_file` and `copy_small_file` may follow."""
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Check the files that several processes have written.
@@ -136,83 +140,94 @@ class FolderOutput:
         """
         for name, size in sizes.items():
             path = self.folder / name
-            check_size(path, size, path.stat().st_size if path.is_file() else None)
+            check_written_size(path, size, path.stat().st_size if path.is_file() else None)
 
     def sync(self) -> None:
         """Make the entries of the folders durable."""
-        for folder in self._folders:
-            sync(folder)
+        for folder in self._written_folders:
+            fsync_path(folder)
 
-    def write(self, name: str, data: bytes) -> None:
+    def write_small_file(self, name: str, data: bytes) -> None:
         """Write a small file."""
-        write_file(self._get_path(name), data)
+        write_new_file(self._get_path(name), data)
 
-    def copy(self, path: Place, name: str) -> None:
+    def copy_small_file(self, path: AnyPath, name: str) -> None:
         """Copy a small file."""
         copy_file(path, self._get_path(name))
 
 
 @contextmanager
-def open_output(
-    target: Place,
+def open_atomic_output(
+    target: AnyPath,
     *,
-    needed: int,
+    needed_bytes: int,
     overwrite: bool,
-    names: Collection[str] = (),
-    facts: Mapping[str, Any] | None = None,
-    single: bool = False,
-    shared: bool = False,
-    copied: Callable[[], Iterable[FileSpan]] = tuple,
+    file_names: Collection[str] = (),
+    marker_fields: Mapping[str, Any] | None = None,
+    is_single_file: bool = False,
+    has_other_writers: bool = False,
+    iter_copied_spans: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[FolderOutput | StoreOutput]:
     """An output that becomes `target` at the end of the block, and is removed after an exception.
 
     On a disk it is a temporary folder beside `target`. A killed process leaves `target` old or new, never
-    partial; `check_output` removes its leftovers.
+    partial; `validate_output_path` removes its leftovers.
 
     Args:
-        needed: bytes that will be written, on a disk checked against the free space first.
-        names: of all files that will be written.
-        facts: extra fields for the completion marker in an object store.
-        single: `target` is the only one of those files.
-        shared: whether other processes write into the same output, see `join_output`.
-        copied: the spans of files that are copied unchanged; those whose blocks the file system shares need
+        needed_bytes: bytes that will be written, on a disk checked against the free space first.
+        file_names: of all files that will be written.
+        marker_fields: extra fields for the completion marker in an object store.
+        is_single_file: `target` is the only one of those files.
+        has_other_writers: whether other processes write into the same output, see `join_atomic_output`.
+        iter_copied_spans: the spans of files that are copied unchanged; those whose blocks the file system
+        shares need
             no space.
 
     Raises:
         CheckpointError: no space, no permission, or any other failure to write.
     """
-    if in_store(target):
+    if is_in_store(target):
         from portable.converters.writers.store_output import StoreOutput
 
         store_output = StoreOutput(
-            target, overwrite=overwrite, names=names, facts=facts or {}, single=single, shared=shared
+            target,
+            overwrite=overwrite,
+            names=file_names,
+            facts=marker_fields or {},
+            single=is_single_file,
+            shared=has_other_writers,
         )
         try:
             yield store_output
-            store_output.publish()
+            store_output.publish_folder()
         finally:
-            store_output.abort()
+            store_output.abort_uploads()
         return
-    created = _make_parents(target.parent)
+    created_parents = _create_missing_folders(target.parent)
     temporary: Path | None = None
     lock: int | None = None
     try:
         free = shutil.disk_usage(target.parent).free
-        if needed > free and needed - _count_shared_bytes(copied(), target.parent) > free:
-            raise CommandError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
-        temporary, lock = create_temporary(target)
+        if (
+            needed_bytes > free
+            and needed_bytes - _count_shared_bytes(iter_copied_spans(), target.parent) > free
+        ):
+            raise CommandError(f"{target}: needs {needed_bytes:,} bytes, {free:,} are free on its disk")
+        temporary, lock = create_locked_folder(target)
         output = FolderOutput(temporary)
         yield output
         output.sync()
-        _swap(temporary / next(iter(names)) if single else temporary, target, overwrite=overwrite)
-        created = []
+        _move_to_target(
+            temporary / next(iter(file_names)) if is_single_file else temporary, target, overwrite=overwrite
+        )
+        created_parents = []
     except OSError as error:
         raise CommandError(f"{target}: cannot be written: {error.strerror or error}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-        release_lock(lock)
-        for folder in created:
+        release_folder_lock(lock)
+        for folder in created_parents:
             try:
                 folder.rmdir()
             except OSError:
@@ -220,27 +235,28 @@ def open_output(
 
 
 @contextmanager
-def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUploads]:
-    """An output that another process has created with `open_output`, to write further files into.
+def join_atomic_output(target: AnyPath, temporary_name: str) -> Iterator[FolderOutput | StoreUploads]:
+    """An output that another process has created with `open_atomic_output`, to write further files into.
 
     Args:
         target: The output of the other process.
-        name: Name of the folder that the other process writes into, beside `target`. Ignored in an object
+        temporary_name: Name of the folder that the other process writes into, beside `target`. Ignored in an
+        object
             store.
 
     Raises:
         CheckpointError: If this process does not see the folder, or cannot write into it.
     """
-    if in_store(target):
+    if is_in_store(target):
         from portable.converters.writers.store_output import StoreUploads
 
         uploads = StoreUploads(target)
         try:
             yield uploads
         finally:
-            uploads.abort()
+            uploads.abort_uploads()
         return
-    folder = target.parent / name
+    folder = target.parent / temporary_name
     try:
         yield FolderOutput(folder)
     except OSError as error:
@@ -249,19 +265,19 @@ def join_output(target: Place, name: str) -> Iterator[FolderOutput | StoreUpload
 
 def _count_shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
     """Bytes of the whole blocks of `spans` that a new file in `folder` shares, by a trial for each file."""
-    tried: dict[object, bool] = {}
+    shares_by_path: dict[object, bool] = {}
     total = 0
     for span in spans:
-        path, blocks = span.file.path, span.nbytes // BLOCK_BYTES - 1
-        if in_store(path) or blocks < 1:
+        path, num_whole_blocks = span.file.path, span.nbytes // BLOCK_BYTES - 1
+        if is_in_store(path) or num_whole_blocks < 1:
             continue
-        if path not in tried:
-            tried[path] = shares_blocks(path, folder)
-        total += blocks * BLOCK_BYTES * tried[path]
+        if path not in shares_by_path:
+            shares_by_path[path] = can_share_blocks(path, folder)
+        total += num_whole_blocks * BLOCK_BYTES * shares_by_path[path]
     return total
 
 
-def _make_parents(folder: Path) -> list[Path]:
+def _create_missing_folders(folder: Path) -> list[Path]:
     """Create `folder`; returns the folders that were missing, innermost first."""
     missing = []
     current = folder
@@ -275,11 +291,11 @@ def _make_parents(folder: Path) -> list[Path]:
     return missing
 
 
-def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
+def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:
         raise CommandError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
-        replace_folder(temporary, target)
-    sync(target.parent)
+        replace_and_delete_folder(temporary, target)
+    fsync_path(target.parent)

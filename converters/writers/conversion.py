@@ -2,8 +2,8 @@
 
 A writer builds a `ConversionPlan` that describes the output files. Each file is a sequence of literal bytes,
 tensors, and trailers. Everything except the tensor data and its checksums is known before writing starts, so
-a plan can be printed, measured, and checked against the free disk space. `carry_out` then streams the tensor
-data to the files.
+a plan can be printed, measured, and checked against the free disk space. `write_plan_atomically` then streams
+the tensor data to the files.
 """
 
 from __future__ import annotations
@@ -23,21 +23,45 @@ from isal import isal_zlib
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_VALUES
-from portable.converters.names.code_names import find_quantized_modules
-from portable.converters.options import EXPANSION
-from portable.converters.storage.byte_sources import Memory
-from portable.converters.storage.folder_operations import files_below, side_by_side
+from portable.converters.names.code_names import find_quantized_names
+from portable.converters.options import MAX_EXPANSION
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.storage.folder_operations import get_read_concurrency, list_files_below
 from portable.converters.storage.output_file import FLUSH_BYTES
-from portable.converters.storage.path_or_url import in_store, resolve_links
-from portable.converters.storage.safe_open import open_regular
-from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses, cast_blocks, cast_dtype, parse_dtype
+from portable.converters.storage.path_or_url import is_in_store, resolve_links
+from portable.converters.storage.safe_open import open_regular_file
+from portable.converters.tensors.casting import (
+    BLOCK_BYTES,
+    CastLosses,
+    iter_cast_blocks,
+    parse_target_dtype,
+    select_written_dtype,
+)
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor
-from portable.converters.writers.atomic_output import check_output, join_output, open_output
-from portable.converters.writers.parallel_jobs import count_threads, interleave_jobs, run_jobs
-from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile, Trailer, count_bytes
-from portable.converters.writers.writer_group import check_same_plan, compute_plan_digest, deal_files
+from portable.converters.writers.atomic_output import (
+    join_atomic_output,
+    open_atomic_output,
+    validate_output_path,
+)
+from portable.converters.writers.parallel_jobs import (
+    get_default_thread_count,
+    interleave_job_groups,
+    run_jobs_in_threads,
+)
+from portable.converters.writers.plan import (
+    ConversionPlan,
+    CrcTrailer,
+    FilePart,
+    PlannedFile,
+    get_part_nbytes,
+)
+from portable.converters.writers.writer_group import (
+    check_equal_plan_digests,
+    compute_plan_digest,
+    distribute_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,16 +70,16 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from portable.converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
-    from portable.converters.storage.byte_sources import FileSpan, Touched
-    from portable.converters.storage.output_file import Piece
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.byte_sources import FileSpan, UnverifiedSpans
+    from portable.converters.storage.output_file import OutputPiece
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.atomic_output import FolderOutput
-    from portable.converters.writers.parallel_jobs import Job, Progress
-    from portable.converters.writers.store_output import StoreOutput, StoreUploads, UploadedPiece
+    from portable.converters.writers.parallel_jobs import Job, ReportBytes
+    from portable.converters.writers.store_output import PieceUpload, StoreOutput, StoreUploads
     from portable.converters.writers.writer_group import WriterGroup
 
-    Output = FolderOutput | StoreOutput | StoreUploads
-    OutputPiece = Piece | UploadedPiece
+    WritableOutput = FolderOutput | StoreOutput | StoreUploads
+    WritablePiece = OutputPiece | PieceUpload
 
 
 # Outputs up to this size in bytes are always allowed, regardless of the size of the source.
@@ -65,7 +89,7 @@ _STAT_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True)
-class Choices:
+class ContentOptions:
     """Options that determine the contents of the output.
 
     Attributes:
@@ -87,7 +111,7 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
 
     Args:
         checkpoint: Checkpoint to convert.
-        dtype: Target dtype. See `Choices` for the supported values.
+        dtype: Target dtype. See `ContentOptions` for the supported values.
         aliases: Whether to also write tied tensors under each of their aliases.
 
     Returns:
@@ -97,7 +121,7 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
         CheckpointError: If the checkpoint does not contain any model tensors, if a tensor name is not valid
             Unicode, or if `dtype` is unknown.
     """
-    target_dtype = parse_dtype(dtype)
+    target_dtype = parse_target_dtype(dtype)
     if not checkpoint.tensors:
         raise CheckpointError(
             f"{checkpoint.root}: the checkpoint has no model tensors; "
@@ -110,16 +134,18 @@ def list_model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = Fa
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
     # Except for biases, do not cast tensors that are next to or nested under a quantized weight, because they
     # may be its scales.
-    quantized_modules = find_quantized_modules(tensors)
+    quantized_modules = find_quantized_names(tensors)
 
     def choose_dtype(name: str, tensor: Tensor) -> str:
         module, _, leaf = name.rpartition(".")
-        return cast_dtype(tensor, None if module in quantized_modules and leaf != "bias" else target_dtype)
+        return select_written_dtype(
+            tensor, None if module in quantized_modules and leaf != "bias" else target_dtype
+        )
 
     return [OutputTensor(name, choose_dtype(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
-def _check_tensor_name(name: str, root: Place) -> None:
+def _check_tensor_name(name: str, root: AnyPath) -> None:
     """Raise CheckpointError if a name contains lone surrogates, which cannot be encoded as UTF-8."""
     try:
         name.encode("utf-8")
@@ -129,7 +155,7 @@ def _check_tensor_name(name: str, root: Place) -> None:
         ) from None
 
 
-def require_optimizer(checkpoint: Checkpoint) -> OptimizerState:
+def require_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
     """Return the checkpoint's optimizer state, raising an error if it has none.
 
     Args:
@@ -147,7 +173,7 @@ def require_optimizer(checkpoint: Checkpoint) -> OptimizerState:
     return optimizer
 
 
-def to_plain_groups(optimizer: OptimizerState) -> ParamGroups:
+def convert_param_groups_to_plain(optimizer: OptimizerState) -> ParamGroups:
     """Convert the parameter groups to plain Python objects, for example to write them as JSON.
 
     Args:
@@ -180,7 +206,7 @@ class OptimizerEntry(NamedTuple):
     entry: OutputTensor
 
 
-def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[OptimizerEntry]:
+def list_optimizer_entries(optimizer: OptimizerState, root: AnyPath) -> list[OptimizerEntry]:
     """List the optimizer state tensors to write.
 
     Numbers are converted to 0-D tensors, and tensors keep their dtypes.
@@ -200,7 +226,7 @@ def list_optimizer_entries(optimizer: OptimizerState, root: Place) -> list[Optim
         for state_name, value in values.items():
             _check_tensor_name(f"{name}.{state_name}", root)
             tensor = (
-                value if isinstance(value, Tensor) else _make_scalar_tensor(f"{name}.{state_name}", value)
+                value if isinstance(value, Tensor) else _build_scalar_tensor(f"{name}.{state_name}", value)
             )
             entry = OutputTensor(f"{name}.{state_name}", tensor.dtype, tensor)
             entries.append(OptimizerEntry(name, state_name, entry))
@@ -236,14 +262,14 @@ def split_into_shards(entries: Iterable[OutputTensor], max_bytes: int) -> list[l
 
 
 class Options(TypedDict, total=False):
-    """Options that determine how `carry_out` writes a plan.
+    """Options that determine how `write_plan_atomically` writes a plan.
 
     Attributes:
         overwrite: Whether to replace an existing output. Default: False.
         progress: Whether to show a progress bar if stderr is a terminal. Default: True.
         verify: Whether to read the written tensors back and compare them with the source before the output
             is published. Default: False.
-        expand: Whether to allow an output that is much larger than the source. See `check_expansion`.
+        expand: Whether to allow an output that is much larger than the source. See `check_output_growth`.
             Default: False.
         facts: Additional fields to store in the completion marker if the output is in an object store.
             Default: None.
@@ -259,12 +285,12 @@ class Options(TypedDict, total=False):
     group: WriterGroup | None
 
 
-def carry_out(
+def write_plan_atomically(
     checkpoint: Checkpoint,
     make_plan: Callable[[], ConversionPlan],
-    out: Place,
+    out: AnyPath,
     *,
-    single: bool = False,
+    is_single_file: bool = False,
     **options: Unpack[Options],
 ) -> ConversionPlan:
     """Write a plan atomically.
@@ -276,7 +302,8 @@ def carry_out(
         checkpoint: Checkpoint to convert. Its folder must not contain `out`, and vice versa.
         make_plan: Function that returns the plan. It is called after `out` has been checked.
         out: Output folder or file.
-        single: Whether the plan consists of a single file. If True, `out` is the path of this file instead of
+        is_single_file: Whether the plan consists of a single file. If True, `out` is the path of this file
+        instead of
             a folder.
         **options: Additional options. See `Options`.
 
@@ -293,77 +320,91 @@ def carry_out(
         raise TypeError(f"{min(unknown_names)}: unknown option; use one of the fields of Options")
     group = options.get("group")
     if group is not None and group.size > 1:
-        return _carry_out_in_group(checkpoint, make_plan, out, group, single=single, options=options)
+        return _write_plan_in_group(
+            checkpoint, make_plan, out, group, is_single_file=is_single_file, options=options
+        )
     verify = options.get("verify", False)
-    target, plan = _plan_output(checkpoint, make_plan, out, single=single, options=options)
+    target, plan = _validate_and_plan_output(
+        checkpoint, make_plan, out, is_single_file=is_single_file, options=options
+    )
     verified_bytes = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
-    bar = _open_progress_bar(plan.nbytes + verified_bytes, target, options)
-    with bar as update, _open_output(target, plan, single=single, options=options) as draft:
-        _write_files(checkpoint, draft, plan, plan.files, update)
-        draft.commit()
-        _write_small_files(draft, plan)
+    progress_bar = _open_progress_bar(plan.nbytes + verified_bytes, target, options)
+    with (
+        progress_bar as update,
+        _open_plan_output(target, plan, is_single_file=is_single_file, options=options) as output,
+    ):
+        _write_tensor_files(checkpoint, output, plan, plan.files, update)
+        output.complete_files()
+        _write_small_files(output, plan)
         if verify:
-            num_threads = draft.threads or side_by_side(checkpoint.root)
-            run_jobs(_iter_verify_jobs(draft.folder, plan), update, num_threads)
+            num_threads = output.num_threads or get_read_concurrency(checkpoint.root)
+            run_jobs_in_threads(_iter_verification_jobs(output.folder, plan), update, num_threads)
     return plan
 
 
-def _carry_out_in_group(
+def _write_plan_in_group(
     checkpoint: Checkpoint,
     make_plan: Callable[[], ConversionPlan],
-    out: Place,
+    out: AnyPath,
     group: WriterGroup,
     *,
-    single: bool,
+    is_single_file: bool,
     options: Options,
 ) -> ConversionPlan:
-    """Write a plan together with other processes. The arguments and errors are those of `carry_out`.
+    """Write a plan together with other processes. The arguments and errors are those of `write_plan_atomically`.
 
-    Each process writes the files that `deal_files` assigns to it to the draft that process 0 has created. A
-    failure in any process makes every process discard what it has written, so that the output is unchanged.
+    Each process writes the files that `distribute_files` assigns to it to the draft that process 0 has
+    created. A failure in any process makes every process discard what it has written, so that the output is
+    unchanged.
     """
-    leads = group.number == 0
-    if single or options.get("verify", False):
+    is_leader = group.number == 0
+    if is_single_file or options.get("verify", False):
         raise TypeError("group: a single file, or an output that is verified, has one writer")
     plans: list[ConversionPlan] = []
     created: list[FolderOutput | StoreOutput] = []  # empty except in process 0
     with ExitStack() as stack:
 
         def create_draft() -> str:
-            if leads:
-                target, plan = _plan_output(checkpoint, make_plan, out, single=False, options=options)
-                created.append(stack.enter_context(_open_output(target, plan, single=False, options=options)))
+            if is_leader:
+                target, plan = _validate_and_plan_output(
+                    checkpoint, make_plan, out, is_single_file=False, options=options
+                )
+                created.append(
+                    stack.enter_context(
+                        _open_plan_output(target, plan, is_single_file=False, options=options)
+                    )
+                )
             else:
                 plan = make_plan()
             plans.append(plan)
             return f"{compute_plan_digest(plan)} {created[0].folder.name if created else ''}"
 
-        answers = [answer.split(" ", 1) for answer in group.call_everywhere(create_draft)]
-        check_same_plan([digest for digest, _ in answers])
+        draft_ids = [answer.split(" ", 1) for answer in group.call_everywhere(create_draft)]
+        check_equal_plan_digests([digest for digest, _ in draft_ids])
         plan = plans[0]
-        draft: Output
+        shared_output: WritableOutput
         if created:
-            draft = created[0]
+            shared_output = created[0]
         else:
-            draft = stack.enter_context(join_output(resolve_links(out), answers[0][1]))
-        own_files = deal_files(plan.files, group.size)[group.number]
+            shared_output = stack.enter_context(join_atomic_output(resolve_links(out), draft_ids[0][1]))
+        own_files = distribute_files(plan.files, group.size)[group.number]
         own_bytes = sum(file.nbytes for file in own_files)
         update = stack.enter_context(_open_progress_bar(own_bytes, out, options))
 
-        def write() -> str:
-            _write_files(checkpoint, draft, plan, own_files, update)
-            draft.sync()
+        def write_own_files() -> str:
+            _write_tensor_files(checkpoint, shared_output, plan, own_files, update)
+            shared_output.sync()
             return ""
 
-        def commit(own_turn: bool) -> str:
-            if own_turn:
-                draft.commit()
+        def complete_own_files(is_own_turn: bool) -> str:
+            if is_own_turn:
+                shared_output.complete_files()
             return ""
 
-        group.call_everywhere(write)
+        group.call_everywhere(write_own_files)
         # Process 0 removes the old objects of a bucket before the first new object appears.
-        group.call_everywhere(lambda: commit(leads))
-        group.call_everywhere(lambda: commit(not leads))
+        group.call_everywhere(lambda: complete_own_files(is_leader))
+        group.call_everywhere(lambda: complete_own_files(not is_leader))
         for output in created:
             output.check_sizes({file.name: file.nbytes for file in plan.files})
             _write_small_files(output, plan)
@@ -378,74 +419,76 @@ class _CheckedPlan(NamedTuple):
         plan: Files of the output.
     """
 
-    target: Place
+    target: AnyPath
     plan: ConversionPlan
 
 
-def _plan_output(
+def _validate_and_plan_output(
     checkpoint: Checkpoint,
     make_plan: Callable[[], ConversionPlan],
-    out: Place,
+    out: AnyPath,
     *,
-    single: bool,
+    is_single_file: bool,
     options: Options,
 ) -> _CheckedPlan:
     """Check that the output may be written, and plan its files."""
-    target = check_output(
+    target = validate_output_path(
         out,
         [checkpoint.root],
         overwrite=options.get("overwrite", False),
-        single=single,
-        companions=checkpoint.companions,
+        is_single_file=is_single_file,
+        replaceable_names=checkpoint.companions,
     )
     plan = make_plan()
-    check_expansion(checkpoint, plan, allowed=options.get("expand", False))
+    check_output_growth(checkpoint, plan, is_allowed=options.get("expand", False))
     return _CheckedPlan(target, plan)
 
 
-def _open_output(
-    target: Place, plan: ConversionPlan, *, single: bool, options: Options
+def _open_plan_output(
+    target: AnyPath, plan: ConversionPlan, *, is_single_file: bool, options: Options
 ) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """Return the context in which the files of a plan are written; see `open_output`."""
-    return open_output(
+    """Return the context in which the files of a plan are written; see `open_atomic_output`."""
+    return open_atomic_output(
         target,
-        needed=plan.nbytes,
+        needed_bytes=plan.nbytes,
         overwrite=options.get("overwrite", False),
-        names=plan.names,
-        single=single,
-        shared=options.get("group") is not None,
-        facts=options.get("facts"),
-        copied=lambda: _iter_copied_spans(plan),
+        file_names=plan.names,
+        is_single_file=is_single_file,
+        has_other_writers=options.get("group") is not None,
+        marker_fields=options.get("facts"),
+        iter_copied_spans=lambda: _iter_copied_spans(plan),
     )
 
 
-def _write_files(
+def _write_tensor_files(
     checkpoint: Checkpoint,
-    draft: Output,
+    output: WritableOutput,
     plan: ConversionPlan,
     files: Sequence[PlannedFile],
-    update: Progress,
+    report_bytes: ReportBytes,
 ) -> None:
     """Write files of a plan, and verify every checksum of the source that their tensors depend on."""
-    num_threads = draft.threads or side_by_side(checkpoint.root)
-    unverified_spans: Touched = set()
+    num_threads = output.num_threads or get_read_concurrency(checkpoint.root)
+    unverified_spans: UnverifiedSpans = set()
     late_jobs: list[Job] = []
-    run_jobs(_iter_write_jobs(draft, plan, files, unverified_spans, late_jobs), update, num_threads)
-    run_jobs(iter(late_jobs), update, num_threads)
+    run_jobs_in_threads(
+        _iter_write_jobs(output, plan, files, unverified_spans, late_jobs), report_bytes, num_threads
+    )
+    run_jobs_in_threads(iter(late_jobs), report_bytes, num_threads)
     for span in unverified_spans:
-        span.verify()
+        span.verify_crc()
 
 
-def _write_small_files(draft: FolderOutput | StoreOutput, plan: ConversionPlan) -> None:
+def _write_small_files(output: FolderOutput | StoreOutput, plan: ConversionPlan) -> None:
     """Write the documents of a plan and copy its companion files."""
     for name, data in plan.documents.items():
-        draft.write(name, data)
+        output.write_small_file(name, data)
     for name, path in plan.companions.items():
-        draft.copy(path, name)
+        output.copy_small_file(path, name)
 
 
 @contextmanager
-def _open_progress_bar(total: int, target: Place, options: Options) -> Iterator[Progress]:
+def _open_progress_bar(total_bytes: int, target: AnyPath, options: Options) -> Iterator[ReportBytes]:
     """Yield a function that takes a number of bytes, and show its progress if stderr is a terminal."""
     if not options.get("progress", True) or not sys.stderr.isatty():
         yield int
@@ -453,25 +496,25 @@ def _open_progress_bar(total: int, target: Place, options: Options) -> Iterator[
     from tqdm import tqdm  # imported here because the import is slow
 
     name = target.name.removeprefix(".").removesuffix(".new")
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name) as bar:
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=name) as bar:
         yield bar.update
 
 
 def _iter_copied_spans(plan: ConversionPlan) -> Iterator[FileSpan]:
-    """Yield the file spans that `_write_entry` copies directly from file to file."""
+    """Yield the file spans that `_write_tensor` copies directly from file to file."""
     for file in plan.files:
         for part, next_part in zip_longest(file.parts, file.parts[1:]):
             if (
                 isinstance(part, OutputTensor)
                 and part.dtype == part.tensor.dtype
-                and not isinstance(next_part, Trailer)
+                and not isinstance(next_part, CrcTrailer)
             ):
                 span = part.tensor.find_span(located=True)
                 if span is not None:
                     yield span
 
 
-def check_expansion(checkpoint: Checkpoint, plan: ConversionPlan, *, allowed: bool) -> None:
+def check_output_growth(checkpoint: Checkpoint, plan: ConversionPlan, *, is_allowed: bool) -> None:
     """Check that the output of a plan is not much larger than the source files.
 
     In a pickle file, a tensor with a stride of 0 repeats the same elements, and many tensors can share the
@@ -480,40 +523,41 @@ def check_expansion(checkpoint: Checkpoint, plan: ConversionPlan, *, allowed: bo
     Args:
         checkpoint: Checkpoint to convert.
         plan: Plan to check.
-        allowed: Whether to allow an output of any size.
+        is_allowed: Whether to allow an output of any size.
 
     Raises:
-        CheckpointError: If the output would be more than `EXPANSION` times as large as the source.
+        CheckpointError: If the output would be more than `MAX_EXPANSION` times as large as the source.
     """
-    if allowed or plan.nbytes <= _MAX_UNCHECKED_BYTES:
+    if is_allowed or plan.nbytes <= _MAX_UNCHECKED_BYTES:
         return
     source_bytes = _count_source_bytes(checkpoint.root)
     # A checkpoint created in memory does not have any source files, so skip the check.
-    if source_bytes and plan.nbytes > EXPANSION * source_bytes:
+    if source_bytes and plan.nbytes > MAX_EXPANSION * source_bytes:
         largest = max(
             (entry for file in plan.files for entry in file.entries), key=lambda entry: entry.nbytes
         )
         raise CheckpointError(
             f"{checkpoint.root}: the files contain {source_bytes:,} bytes, but the output would contain "
             f"{plan.nbytes:,} bytes (the largest tensor, {largest.name!r}, has {largest.nbytes:,} bytes), "
-            f"more than {EXPANSION} times as many; use --expand to write the output anyway"
+            f"more than {MAX_EXPANSION} times as many; use --expand to write the output anyway"
         )
 
 
-def _count_source_bytes(root: Place) -> int:
+def _count_source_bytes(root: AnyPath) -> int:
     """Return the total size of the files in a checkpoint folder in bytes, not counting holes.
 
     If the checkpoint was opened from a single file, all files in the same folder are counted, because the
     file may be the index of a sharded checkpoint.
     """
     folder = root.parent if root.is_file() else root
-    files = files_below(folder).items()
+    files = list_files_below(folder).items()
     return sum(
-        file.size if in_store(folder) else _count_data_bytes(folder / name, file.size) for name, file in files
+        file.size_bytes if is_in_store(folder) else _count_data_bytes(folder / name, file.size_bytes)
+        for name, file in files
     )
 
 
-def _count_data_bytes(path: Path, size: int) -> int:
+def _count_data_bytes(path: Path, size_bytes: int) -> int:
     """Return the size of a file in bytes, not counting holes.
 
     A file is not sparse if the file system has allocated enough blocks for its size. Otherwise, the file may
@@ -521,45 +565,45 @@ def _count_data_bytes(path: Path, size: int) -> int:
     """
     data_bytes, position = 0, 0
     try:
-        if path.stat().st_blocks * _STAT_BLOCK_BYTES >= size:
-            return size
-        descriptor = open_regular(path.resolve())
+        if path.stat().st_blocks * _STAT_BLOCK_BYTES >= size_bytes:
+            return size_bytes
+        descriptor = open_regular_file(path.resolve())
     except OSError:  # the file was removed or belongs to another user
         return 0
     try:
-        while position < size:
+        while position < size_bytes:
             data_start = os.lseek(descriptor, position, os.SEEK_DATA)
             position = os.lseek(descriptor, data_start, os.SEEK_HOLE)
             data_bytes += position - data_start
     except OSError as error:
         # ENXIO means that the rest of the file is a hole. After any other error, holes cannot be detected.
         if error.errno != errno.ENXIO:
-            return size
+            return size_bytes
     finally:
         os.close(descriptor)
     return data_bytes
 
 
-def _make_scalar_tensor(name: str, value: Scalar) -> Tensor:
+def _build_scalar_tensor(name: str, value: Scalar) -> Tensor:
     """Create a 0-D tensor: BOOL for a bool, I64 for an integer that fits in 64 bits, otherwise F64."""
     if isinstance(value, bool):
-        return Tensor.from_source(name, "BOOL", (), Memory(bytes([value])))
+        return Tensor.from_source(name, "BOOL", (), InMemorySource(bytes([value])))
     if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
-        return Tensor.from_source(name, "I64", (), Memory(value.to_bytes(8, "little", signed=True)))
-    return Tensor.from_source(name, "F64", (), Memory(struct.pack("<d", value)))
+        return Tensor.from_source(name, "I64", (), InMemorySource(value.to_bytes(8, "little", signed=True)))
+    return Tensor.from_source(name, "F64", (), InMemorySource(struct.pack("<d", value)))
 
 
 def _iter_write_jobs(
-    draft: Output,
+    output: WritableOutput,
     plan: ConversionPlan,
     files: Sequence[PlannedFile],
-    unverified_spans: Touched,
+    unverified_spans: UnverifiedSpans,
     late_jobs: list[Job],
 ) -> Iterator[Job]:
     """Iterate over the jobs that write files. Each file is created when its first job is requested.
 
     Args:
-        draft: Output to write to.
+        output: Output to write to.
         plan: Plan of the files.
         files: Files of the plan to write.
         unverified_spans: Set that collects the file spans whose CRC must be verified after all jobs have
@@ -572,11 +616,13 @@ def _iter_write_jobs(
 
     def iter_file_jobs(file: PlannedFile) -> Iterator[Job]:
         # In an object store, more threads keep pieces in memory.
-        pieces = list(_group_parts(file.parts, FLUSH_BYTES // 4 if draft.threads else FLUSH_BYTES))
-        output_file = draft.create_file(file.name, [piece.nbytes for piece in pieces])
+        pieces = list(
+            _group_parts_into_pieces(file.parts, FLUSH_BYTES // 4 if output.num_threads else FLUSH_BYTES)
+        )
+        output_file = output.create_file(file.name, [piece.nbytes for piece in pieces])
         for index, (_, parts) in enumerate(pieces):
             job = partial(_write_piece, output_file.get_piece(index), parts, unverified_spans, plan.losses)
-            if parts and isinstance(parts[-1], Trailer) and parts[-1].late:
+            if parts and isinstance(parts[-1], CrcTrailer) and parts[-1].is_written_last:
                 late_jobs.append(job)
             else:
                 yield job
@@ -584,17 +630,19 @@ def _iter_write_jobs(
     # On a local disk, alternate between files, because the kernel allows only one thread at a time to write
     # to a file. In an object store, write one file at a time, because several threads prepare the pieces of
     # each file in parallel, but the pieces must be uploaded in order.
-    return interleave_jobs(map(iter_file_jobs, files), 1 if draft.threads else count_threads())
+    return interleave_job_groups(
+        map(iter_file_jobs, files), 1 if output.num_threads else get_default_thread_count()
+    )
 
 
 class _PieceParts(NamedTuple):
     """Parts of a file that one job writes, and their total size in bytes."""
 
     nbytes: int
-    parts: list[Part]
+    parts: list[FilePart]
 
 
-def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[_PieceParts]:
+def _group_parts_into_pieces(parts: Iterable[FilePart], min_bytes: int) -> Iterator[_PieceParts]:
     """Group the parts of a file into pieces of at least `min_bytes` bytes.
 
     Only the last piece may be smaller. A trailer is always in the same piece as its tensor because it depends
@@ -603,59 +651,63 @@ def _group_parts(parts: Iterable[Part], min_bytes: int) -> Iterator[_PieceParts]
     Yields:
         The size and the parts of each piece.
     """
-    piece_parts: list[Part] = []
+    piece_parts: list[FilePart] = []
     piece_bytes = 0
     for part in parts:
-        if piece_bytes >= min_bytes and not isinstance(part, Trailer):
+        if piece_bytes >= min_bytes and not isinstance(part, CrcTrailer):
             yield _PieceParts(piece_bytes, piece_parts)
             piece_parts, piece_bytes = [], 0
         piece_parts.append(part)
-        piece_bytes += count_bytes(part)
+        piece_bytes += get_part_nbytes(part)
     yield _PieceParts(piece_bytes, piece_parts)
 
 
 def _write_piece(
-    piece: OutputPiece, parts: list[Part], unverified_spans: Touched, losses: CastLosses, progress: Progress
+    piece: WritablePiece,
+    parts: list[FilePart],
+    unverified_spans: UnverifiedSpans,
+    losses: CastLosses,
+    report_bytes: ReportBytes,
 ) -> None:
     """Write the parts of a piece to the output file."""
     crc = 0
     for i, part in enumerate(parts):
         if isinstance(part, OutputTensor):
-            has_trailer = i + 1 < len(parts) and isinstance(parts[i + 1], Trailer)
-            crc = _write_entry(piece, part, unverified_spans, losses, progress, compute_crc=has_trailer)
+            has_trailer = i + 1 < len(parts) and isinstance(parts[i + 1], CrcTrailer)
+            crc = _write_tensor(piece, part, unverified_spans, losses, report_bytes, compute_crc=has_trailer)
         else:
-            data = part if isinstance(part, bytes) else part.compute(crc)
+            data = part if isinstance(part, bytes) else part.compute_bytes(crc)
             piece.write(data)
-            progress(len(data))
-    piece.finish(progress)
+            report_bytes(len(data))
+    piece.finish(report_bytes)
 
 
-def _write_entry(
-    piece: OutputPiece,
+def _write_tensor(
+    piece: WritablePiece,
     entry: OutputTensor,
-    unverified_spans: Touched,
+    unverified_spans: UnverifiedSpans,
     losses: CastLosses,
-    progress: Progress,
+    report_bytes: ReportBytes,
     *,
     compute_crc: bool,
 ) -> int:
     """Write a tensor and return the CRC32 of its data, or 0 if `compute_crc` is False."""
     if not compute_crc and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.find_span()
-        if span is not None and piece.copy(span, progress):
+        if span is not None and piece.copy(span, report_bytes):
             return 0
     crc = 0
-    entry_spans: Touched = set()
+    entry_spans: UnverifiedSpans = set()
     for data in _iter_output_bytes(entry, entry_spans, losses):
         if compute_crc:
             crc = isal_zlib.crc32(data, crc)
         piece.write(data)
-        progress(len(data))
+        report_bytes(len(data))
     for span in entry_spans:
         # Verify the span as soon as all of its bytes have been read. If several tensors share a span, it is
         # verified after the last tensor has been read.
         if span.find_unread_range() is None:
-            span.verify()
+            span.verify_crc()
             unverified_spans.discard(span)
         else:
             unverified_spans.add(span)
@@ -664,19 +716,19 @@ def _write_entry(
 
 
 def _iter_output_bytes(
-    entry: OutputTensor, unverified_spans: Touched, losses: CastLosses
+    entry: OutputTensor, unverified_spans: UnverifiedSpans, losses: CastLosses
 ) -> Iterator[memoryview]:
     """Iterate over the bytes of a tensor in its output dtype."""
     if entry.dtype == entry.tensor.dtype:
         yield from entry.tensor.iter_byte_blocks(BLOCK_BYTES, unverified_spans)
     else:
-        for block in cast_blocks(entry.tensor, entry.dtype, unverified_spans, losses=losses):
+        for block in iter_cast_blocks(entry.tensor, entry.dtype, unverified_spans, losses=losses):
             yield block.view("u1").data
 
 
-def _iter_verify_jobs(folder: Place, plan: ConversionPlan) -> Iterator[Job]:
+def _iter_verification_jobs(written_folder: AnyPath, plan: ConversionPlan) -> Iterator[Job]:
     """Iterate over jobs that each compare a written tensor with its source tensor."""
-    written_tensors = plan.reopen(folder)
+    written_tensors = plan.reopen_tensors(written_folder)
     for file in plan.files:
         for entry in file.entries:
             written = written_tensors.get(entry.name)
@@ -685,17 +737,23 @@ def _iter_verify_jobs(folder: Place, plan: ConversionPlan) -> Iterator[Job]:
                     f"{file.name}: the tensor {entry.name!r} is missing or has an unexpected shape or "
                     "dtype; this is a bug, so please report it"
                 )
-            yield partial(_compare_tensors, file.name, entry, written)
+            yield partial(_check_written_tensor, file.name, entry, written)
 
 
-def _compare_tensors(file_name: str, entry: OutputTensor, written: Tensor, progress: Progress) -> None:
+def _check_written_tensor(
+    file_name: str, planned_tensor: OutputTensor, written_tensor: Tensor, report_bytes: ReportBytes
+) -> None:
     """Raise CheckpointError unless a written tensor is bitwise equal to the cast source tensor."""
-    block_bytes = BLOCK_BYTES // get_itemsize(entry.tensor.dtype) * get_itemsize(entry.dtype)
-    expected_blocks = cast_blocks(entry.tensor, entry.dtype, set())
-    for expected, actual in zip(expected_blocks, written.iter_blocks_then_verify(block_bytes), strict=True):
+    block_bytes = (
+        BLOCK_BYTES // get_itemsize(planned_tensor.tensor.dtype) * get_itemsize(planned_tensor.dtype)
+    )
+    expected_blocks = iter_cast_blocks(planned_tensor.tensor, planned_tensor.dtype, set())
+    for expected, actual in zip(
+        expected_blocks, written_tensor.iter_blocks_then_verify(block_bytes), strict=True
+    ):
         if expected.tobytes() != actual.tobytes():
             raise CheckpointError(
-                f"{file_name}: the written tensor {entry.name!r} differs from the source; "
+                f"{file_name}: the written tensor {planned_tensor.name!r} differs from the source; "
                 "check the disk and run the conversion again"
             )
-        progress(expected.nbytes)
+        report_bytes(expected.nbytes)

@@ -23,30 +23,33 @@ from typing import TYPE_CHECKING, NamedTuple
 from isal import isal_zlib
 
 from portable.converters.formats.dcp.checksums import CHECKSUMS, TABLES_VERSION
-from portable.converters.storage.output_file import write_file
+from portable.converters.storage.output_file import write_new_file
 from portable.converters.tensors.dtypes import TO_TORCH
 from portable.converters.writers.torchzip_writer import (
     PickledCall,
     PickledGlobal,
     PickledObject,
-    build_size,
-    emit,
-    emit_memo,
+    append_memo_put,
+    append_pickled,
+    build_torch_size,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from portable.converters.storage.path_or_url import Place
-    from portable.converters.writers.torchzip_writer import Memo
+    from portable.converters.storage.path_or_url import AnyPath
+    from portable.converters.writers.torchzip_writer import PickleMemo
 
 Dims = tuple[int, ...]
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_INDEX, _CHUNK = PickledGlobal(_METADATA, "MetadataIndex"), PickledGlobal(_METADATA, "ChunkStorageMetadata")
-_STORED = PickledGlobal(_FILES, "_StorageInfo")
+_INDEX_CLASS, _CHUNK_CLASS = (
+    PickledGlobal(_METADATA, "MetadataIndex"),
+    PickledGlobal(_METADATA, "ChunkStorageMetadata"),
+)
+_STORAGE_INFO_CLASS = PickledGlobal(_FILES, "_StorageInfo")
 # Everything that the pieces refer to, apart from the keys and the containers of the header.
-_WORDS = (
-    _INDEX, _CHUNK, _STORED, build_size(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
+_MEMOIZED_CONSTANTS = (
+    _INDEX_CLASS, _CHUNK_CLASS, _STORAGE_INFO_CLASS, build_torch_size(()).function, "fqn", "offset", "offsets", "sizes", "relative_path",
     "length", "checksum",
 )  # fmt: skip
 _STORAGE_DATA = ("storage_data",)
@@ -142,47 +145,57 @@ class RankTable:
     record: TableRecord
 
 
-class EncodedTable(NamedTuple):
+class EncodedRankTable(NamedTuple):
     """Table of one rank, and the content of its file."""
 
     table: RankTable
     content: bytes
 
 
-def build_table(
-    name: str,
-    file: str,
+def build_rank_table(
+    table_name: str,
+    shard_file: str,
     keys: Sequence[KeyEntry],
-    pieces: Sequence[WrittenPiece],
-    copies: Sequence[WrittenPiece] = (),
-) -> EncodedTable:
+    owned_pieces: Sequence[WrittenPiece],
+    copied_pieces: Sequence[WrittenPiece] = (),
+) -> EncodedRankTable:
     """Describe the pieces that a rank has written to one shard file.
 
     Args:
-        name: Name of the table.
-        file: Name of the shard file.
+        table_name: Name of the table.
+        shard_file: Name of the shard file.
         keys: All keys of the state dict, in the same order on all ranks.
-        pieces: Pieces that belong to the checkpoint.
-        copies: Pieces that another rank has in its `pieces`. They are listed only in this rank's table, so
+        owned_pieces: Pieces that belong to the checkpoint.
+        copied_pieces: Pieces that another rank has in its `owned_pieces`. They are listed only in this rank's
+        table, so
             that this rank needs no other table.
 
     Returns:
         The table, and the content of its file.
     """
-    header, memo = _build_header(keys)
+    header, memo = _encode_header(keys)
     shapes = {entry.key: entry.shape for entry in keys}
-    shared, own = _build_pieces(file, pieces, memo), _build_pieces(file, copies, memo)
-    content = header + shared + own + TRAILER
+    owned_bytes, copied_bytes = (
+        _encode_pieces(shard_file, owned_pieces, memo),
+        _encode_pieces(shard_file, copied_pieces, memo),
+    )
+    content = header + owned_bytes + copied_bytes + TRAILER
     boxes: dict[str, Box] = {}
-    for piece in (*pieces, *copies):
+    for piece in (*owned_pieces, *copied_pieces):
         if piece.offsets is not None and 0 not in piece.sizes:
             shape = format_shape_key(shapes[piece.key])
             boxes[shape] = _extend_box(boxes.get(shape), piece.offsets, piece.sizes)
-    numel = sum(_count(piece.sizes) for piece in pieces if piece.offsets is not None)
+    numel = sum(_compute_numel(piece.sizes) for piece in owned_pieces if piece.offsets is not None)
     record = TableRecord(
-        name, len(content), isal_zlib.crc32(content), isal_zlib.crc32(header), len(shared), numel, boxes
+        table_name,
+        len(content),
+        isal_zlib.crc32(content),
+        isal_zlib.crc32(header),
+        len(owned_bytes),
+        numel,
+        boxes,
     )
-    return EncodedTable(RankTable(header, shared, record), content)
+    return EncodedRankTable(RankTable(header, owned_bytes, record), content)
 
 
 def format_shape_key(shape: Dims) -> str:
@@ -192,11 +205,11 @@ def format_shape_key(shape: Dims) -> str:
 
 def count_elements(keys: Iterable[KeyEntry]) -> int:
     """Return the number of elements that the tensors of a state dict have, unsharded."""
-    return sum(_count(entry.shape) for entry in keys if entry.dtype is not None)
+    return sum(_compute_numel(entry.shape) for entry in keys if entry.dtype is not None)
 
 
-def write_tables_index(
-    folder: Place, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
+def write_rank_tables_index(
+    folder: AnyPath, records: Sequence[TableRecord], *, metadata_crc32: int, metadata_nbytes: int
 ) -> None:
     """Write `shard_checksums.json`, which lists the tables of all ranks.
 
@@ -212,10 +225,10 @@ def write_tables_index(
         "bytes": {".metadata": metadata_nbytes, **{record.name: record.nbytes for record in records}},
         "boxes": {record.name: record.boxes for record in records},
     }
-    write_file(folder / CHECKSUMS, (json.dumps(document, separators=(",", ":")) + "\n").encode())
+    write_new_file(folder / CHECKSUMS, (json.dumps(document, separators=(",", ":")) + "\n").encode())
 
 
-def _count(sizes: Dims) -> int:
+def _compute_numel(sizes: Dims) -> int:
     count = 1
     for size in sizes:
         count *= size
@@ -232,47 +245,47 @@ def _extend_box(box: Box | None, offsets: Dims, sizes: Dims) -> Box:
     return Box(low, tuple(stop - start for start, stop in zip(low, high, strict=True)))
 
 
-def _build_header(keys: Sequence[KeyEntry]) -> tuple[bytes, Memo]:
+def _encode_header(keys: Sequence[KeyEntry]) -> tuple[bytes, PickleMemo]:
     out, memo = bytearray(b"\x80\x02"), dict["Hashable", bytes]()
-    for word in _WORDS:
-        emit(word, out, memo)
+    for constant in _MEMOIZED_CONSTANTS:
+        append_pickled(constant, out, memo)
         out += b"0"
-    emit(PickledGlobal(_METADATA, "Metadata"), out, memo)
+    append_pickled(PickledGlobal(_METADATA, "Metadata"), out, memo)
     out += b")\x81}("
-    emit("state_dict_metadata", out, memo)
+    append_pickled("state_dict_metadata", out, memo)
     out += b"}("
     for entry in keys:
-        emit(entry.key, out, memo)
+        append_pickled(entry.key, out, memo)
         if entry.dtype is None:
-            emit(PickledObject(PickledGlobal(_METADATA, "BytesStorageMetadata"), {}), out, memo)
+            append_pickled(PickledObject(PickledGlobal(_METADATA, "BytesStorageMetadata"), {}), out, memo)
             continue
-        emit(PickledGlobal(_METADATA, "TensorStorageMetadata"), out, memo)
+        append_pickled(PickledGlobal(_METADATA, "TensorStorageMetadata"), out, memo)
         out += b")\x81}("
-        for word, value in (
-            ("properties", _describe_properties(entry.dtype)),
-            ("size", build_size(entry.shape)),
+        for constant, value in (
+            ("properties", _build_tensor_properties(entry.dtype)),
+            ("size", build_torch_size(entry.shape)),
         ):
-            emit(word, out, memo)
-            emit(value, out, memo)
-        emit("chunks", out, memo)
+            append_pickled(constant, out, memo)
+            append_pickled(value, out, memo)
+        append_pickled("chunks", out, memo)
         out += b"]"
-        emit_memo(("chunks", entry.key), out, memo)
+        append_memo_put(("chunks", entry.key), out, memo)
         out += b"ub"
     out += b"u"
-    emit("planner_data", out, memo)
-    emit({entry.key: entry.path for entry in keys}, out, memo)
-    emit("storage_meta", out, memo)
+    append_pickled("planner_data", out, memo)
+    append_pickled({entry.key: entry.path for entry in keys}, out, memo)
+    append_pickled("storage_meta", out, memo)
     out += b"N"
-    emit("version", out, memo)
-    emit("1.0.0", out, memo)
-    emit("storage_data", out, memo)
+    append_pickled("version", out, memo)
+    append_pickled("1.0.0", out, memo)
+    append_pickled("storage_data", out, memo)
     out += b"}"
-    emit_memo(_STORAGE_DATA, out, memo)
+    append_memo_put(_STORAGE_DATA, out, memo)
     out += b"u"
     return bytes(out), memo
 
 
-def _describe_properties(dtype: str) -> PickledObject:
+def _build_tensor_properties(dtype: str) -> PickledObject:
     properties = (
         PickledGlobal("torch", TO_TORCH[dtype]),
         PickledCall(PickledGlobal("torch.serialization", "_get_layout"), ("torch.strided",)),
@@ -283,42 +296,42 @@ def _describe_properties(dtype: str) -> PickledObject:
     return PickledObject(PickledGlobal(_METADATA, "TensorProperties"), properties)
 
 
-def _build_pieces(file: str, pieces: Sequence[WrittenPiece], header_memo: Memo) -> bytes:
+def _encode_pieces(shard_file: str, pieces: Sequence[WrittenPiece], header_memo: PickleMemo) -> bytes:
     if not pieces:
         return b""
     memo = dict(header_memo)
     out = bytearray()
-    emit(file, out, memo)
+    append_pickled(shard_file, out, memo)
     out += b"0"
     for piece in pieces:
         index: dict[str, object] = {"fqn": piece.key}
         if piece.offsets is not None:
-            index["offset"] = build_size(piece.offsets)
+            index["offset"] = build_torch_size(piece.offsets)
             out += memo["chunks", piece.key]
-            chunk = {"offsets": build_size(piece.offsets), "sizes": build_size(piece.sizes)}
-            emit(PickledObject(_CHUNK, chunk), out, memo)
+            chunk = {"offsets": build_torch_size(piece.offsets), "sizes": build_torch_size(piece.sizes)}
+            append_pickled(PickledObject(_CHUNK_CLASS, chunk), out, memo)
             out += b"a0"
         out += memo[_STORAGE_DATA]
-        emit(PickledObject(_INDEX, index), out, memo)
+        append_pickled(PickledObject(_INDEX_CLASS, index), out, memo)
         stored = {
-            "relative_path": file,
+            "relative_path": shard_file,
             "offset": piece.offset,
             "length": piece.length,
             "checksum": piece.checksum,
         }
-        emit(PickledObject(_STORED, stored), out, memo)
+        append_pickled(PickledObject(_STORAGE_INFO_CLASS, stored), out, memo)
         out += b"s0"
     return bytes(out)
 
 
-def iter_metadata(table: RankTable, pieces: Iterable[bytes]) -> Iterator[bytes]:
+def iter_metadata_bytes(first_table: RankTable, other_pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the content of `.metadata`, part by part.
 
     Args:
-        table: Table of rank 0.
-        pieces: Pieces of the other tables, in the order of the ranks.
+        first_table: Table of rank 0.
+        other_pieces: Pieces of the other tables, in the order of the ranks.
     """
-    yield table.header
-    yield table.pieces
-    yield from pieces
+    yield first_table.header
+    yield first_table.pieces
+    yield from other_pieces
     yield TRAILER

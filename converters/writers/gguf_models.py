@@ -20,13 +20,13 @@ from portable.converters.options import is_unset
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-_LARGEST = (3e38, 1 << 24)  # of a float32, about, and of a count
-_SHOWN = 60
+_MAX_NUMBERS = (3e38, 1 << 24)  # of a float32, about, and of a count
+_MAX_SHOWN_LENGTH = 60
 
 # Of training, generation, the tokenizer, or how the program runs.
-_NO_EFFECT = """
+_SETTINGS_WITHOUT_EFFECT = """
 _attn_implementation _name_or_path architectures attention_dropout attn_implementation attn_pdrop auto_map
 bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id do_sample dtype
 early_stopping embd_pdrop eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
@@ -40,20 +40,20 @@ top_k top_p torch_dtype torchscript transformers.js_config transformers_version 
 unsloth_fixed unsloth_version use_bfloat16 use_cache
 """
 # What `GGUFWriter.add_*` writes: a setting and its other names.
-_COUNTS = {
+_COUNT_SETTINGS = {
     "block_count": ("num_hidden_layers", "n_layer"),
     "context_length": ("max_position_embeddings", "n_positions"),
     "embedding_length": ("hidden_size", "n_embd"),
     "head_count": ("num_attention_heads", "n_head"),
     "vocab_size": ("vocab_size",),
 }
-_RMS = {"layer_norm_rms_eps": ("rms_norm_eps",)}
-_EXPERTS = {
+_RMS_NORM_SETTINGS = {"layer_norm_rms_eps": ("rms_norm_eps",)}
+_EXPERT_SETTINGS = {
     "expert_count": ("num_local_experts", "num_experts"),
     "expert_used_count": ("num_experts_per_tok", "experts_per_token"),
 }
-_ABSENT: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
-_ONLY: dict[str, tuple[Any, ...]] = {
+_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -62,13 +62,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "quantization_config": (None,),
 }
-_WITH_BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
-_GEMMA = {
+_ALLOWED_BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
+_GEMMA_ALLOWED_VALUES = {
     "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # Gemma 1's "gelu" was the tanh's, too
     "hidden_activation": (None, "gelu_pytorch_tanh"),
     "use_bidirectional_attention": (None, False),
 }
-_SCALINGS = ("default", "linear", "yarn")
+_ROPE_SCALINGS = ("default", "linear", "yarn")
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -78,95 +78,103 @@ _GPT_OSS_ROPE = {
 
 
 @dataclass(frozen=True)
-class Model:
+class GGUFModelType:
     """A model type of transformers, as llama.cpp has it.
 
     Attributes:
         arch: llama.cpp's name.
-        only: setting -> the values with which both compute the same; the first where the setting is absent.
-        absent: setting -> its value where it is absent, which is transformers' default.
-        counts: what `GGUFWriter.add_*` writes -> a count and its other names.
-        numbers: likewise, positive numbers.
-        scalings: those of the rotary embedding; none where there is no rotary embedding.
-        partial: whether the rotary embedding may leave out a part of each head.
-        window: every `window`-th layer attends to everything and the others to a window; 0: no windows.
-        local_base: of the rotary embedding of layers with a window, where it differs.
-        no_rope: every `no_rope`-th layer has no rotary embedding.
-        scalar: number of layers with which llama.cpp scales queries by hidden_size / heads, not by the
+        allowed_values: setting -> the values with which both compute the same; the first where the setting is
+        absent. defaults: setting -> its value where it is absent, which is transformers' default.
+        count_settings: what `GGUFWriter.add_*` writes -> a count and its other names.
+        number_settings: likewise, positive numbers.
+        rope_scalings: those of the rotary embedding; none where there is no rotary embedding.
+        allows_partial_rope: whether the rotary embedding may leave out a part of each head.
+        window_period: every `window_period`-th layer attends to everything and the others to a window; 0: no
+        windows. local_rope_base: of the rotary embedding of layers with a window, where it differs.
+        no_rope_period: every `no_rope_period`-th layer has no rotary embedding.
+        num_layers_with_hidden_scale: number of layers with which llama.cpp scales queries by hidden_size /
+        heads, not by the
             size of a head; None where there is no `query_pre_attn_scalar`.
-        square: whether the heads together must be as wide as the model.
-        pairs: whether the rotary embedding pairs adjacent rows of the query and key projections.
-        plus_one: whether norms scale by 1 + weight.
-        inputs_first: whether the linear layers hold (in, out) matrices.
+        heads_span_hidden_size: whether the heads together must be as wide as the model.
+        interleaves_rope: whether the rotary embedding pairs adjacent rows of the query and key projections.
+        norms_add_one: whether norms scale by 1 + weight.
+        has_transposed_linear: whether the linear layers hold (in, out) matrices.
         writes_tied_head: whether the output matrix is written where it is tied, too.
     """
 
     arch: str
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=_RMS.copy)
-    scalings: tuple[str, ...] = _SCALINGS
-    partial: bool = False
-    window: int = 0
-    local_base: float | None = None
-    no_rope: int = 0
-    scalar: int | None = None
-    square: bool = False
-    pairs: bool = False
-    plus_one: bool = False
-    inputs_first: bool = False
+    allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    count_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    number_settings: Mapping[str, tuple[str, ...]] = field(default_factory=_RMS_NORM_SETTINGS.copy)
+    rope_scalings: tuple[str, ...] = _ROPE_SCALINGS
+    allows_partial_rope: bool = False
+    window_period: int = 0
+    local_rope_base: float | None = None
+    no_rope_period: int = 0
+    num_layers_with_hidden_scale: int | None = None
+    heads_span_hidden_size: bool = False
+    interleaves_rope: bool = False
+    norms_add_one: bool = False
+    has_transposed_linear: bool = False
     writes_tied_head: bool = False
 
 
-MODELS = {
-    "llama": Model("llama", _WITH_BIASES, pairs=True, scalings=(*_SCALINGS, "llama3")),
-    "mistral": Model("llama", absent={"sliding_window": 4096}, pairs=True, scalings=(*_SCALINGS, "llama3")),
-    "mixtral": Model(
-        "llama",
-        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        counts=_EXPERTS,
-        pairs=True,
-        scalings=(*_SCALINGS, "llama3"),
+MODEL_TYPES = {
+    "llama": GGUFModelType(
+        "llama", _ALLOWED_BIASES, interleaves_rope=True, rope_scalings=(*_ROPE_SCALINGS, "llama3")
     ),
-    "granite": Model(
+    "mistral": GGUFModelType(
+        "llama",
+        defaults={"sliding_window": 4096},
+        interleaves_rope=True,
+        rope_scalings=(*_ROPE_SCALINGS, "llama3"),
+    ),
+    "mixtral": GGUFModelType(
+        "llama",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        count_settings=_EXPERT_SETTINGS,
+        interleaves_rope=True,
+        rope_scalings=(*_ROPE_SCALINGS, "llama3"),
+    ),
+    "granite": GGUFModelType(
         "granite",
-        _WITH_BIASES,
-        numbers={
-            **_RMS,
+        _ALLOWED_BIASES,
+        number_settings={
+            **_RMS_NORM_SETTINGS,
             "attention_scale": ("attention_multiplier",),
             "embedding_scale": ("embedding_multiplier",),
             "residual_scale": ("residual_multiplier",),
             "logit_scale": ("logits_scaling",),
         },
-        absent=dict.fromkeys(
+        defaults=dict.fromkeys(
             ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
         ),
-        pairs=True,
-        scalings=(*_SCALINGS, "llama3"),
+        interleaves_rope=True,
+        rope_scalings=(*_ROPE_SCALINGS, "llama3"),
     ),
-    "smollm3": Model(
+    "smollm3": GGUFModelType(
         "smollm3",
-        absent={"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False},
-        pairs=True,
-        no_rope=4,
+        defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False},
+        interleaves_rope=True,
+        no_rope_period=4,
     ),
-    "qwen2": Model(
+    "qwen2": GGUFModelType(
         "qwen2",
         {"attention_bias": (True,), "use_mrope": (None, False)},
         {"use_sliding_window": False},
     ),
-    "qwen3": Model("qwen3", absent={"use_sliding_window": False}),
-    "qwen3_moe": Model(
+    "qwen3": GGUFModelType("qwen3", defaults={"use_sliding_window": False}),
+    "qwen3_moe": GGUFModelType(
         "qwen3moe",
         {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
         {"norm_topk_prob": False, "use_sliding_window": False},
-        {**_EXPERTS, "expert_feed_forward_length": ("moe_intermediate_size",)},
+        {**_EXPERT_SETTINGS, "expert_feed_forward_length": ("moe_intermediate_size",)},
     ),
-    "gemma": Model("gemma", _GEMMA, {"tie_word_embeddings": True}, plus_one=True),
-    "gemma2": Model(
+    "gemma": GGUFModelType("gemma", _GEMMA_ALLOWED_VALUES, {"tie_word_embeddings": True}, norms_add_one=True),
+    "gemma2": GGUFModelType(
         "gemma2",
-        _GEMMA,
+        _GEMMA_ALLOWED_VALUES,
         {
             "tie_word_embeddings": True,
             "attn_logit_softcapping": 50.0,
@@ -174,40 +182,40 @@ MODELS = {
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
         },
-        numbers={
-            **_RMS,
+        number_settings={
+            **_RMS_NORM_SETTINGS,
             "attn_logit_softcapping": ("attn_logit_softcapping",),
             "final_logit_softcapping": ("final_logit_softcapping",),
         },
-        scalings=("default", "linear"),
-        window=2,
-        scalar=46,
-        plus_one=True,
+        rope_scalings=("default", "linear"),
+        window_period=2,
+        num_layers_with_hidden_scale=46,
+        norms_add_one=True,
     ),
-    "gemma3_text": Model(
+    "gemma3_text": GGUFModelType(
         "gemma3",
-        {**_GEMMA, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+        {**_GEMMA_ALLOWED_VALUES, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
         {
             "tie_word_embeddings": True,
             "rope_theta": 1e6,
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
         },
-        scalings=("default", "linear"),
-        window=6,
-        local_base=10000.0,
-        scalar=62,
-        plus_one=True,
+        rope_scalings=("default", "linear"),
+        window_period=6,
+        local_rope_base=10000.0,
+        num_layers_with_hidden_scale=62,
+        norms_add_one=True,
     ),
-    "phi3": Model(
+    "phi3": GGUFModelType(
         "phi3",
         {"lm_head_bias": (None, False), "full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
         {"rms_norm_eps": 1e-5},
-        scalings=("default",),  # "yarn" is another name of longrope here
-        partial=True,
-        square=True,
+        rope_scalings=("default",),  # "yarn" is another name of longrope here
+        allows_partial_rope=True,
+        heads_span_hidden_size=True,
     ),
-    "gpt2": Model(
+    "gpt2": GGUFModelType(
         "gpt2",
         {
             "attention_bias": (True,),
@@ -217,11 +225,11 @@ MODELS = {
             "scale_attn_by_inverse_layer_idx": (False,),
         },
         {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
-        numbers={"layer_norm_eps": ("layer_norm_epsilon",)},
-        scalings=(),
-        inputs_first=True,
+        number_settings={"layer_norm_eps": ("layer_norm_epsilon",)},
+        rope_scalings=(),
+        has_transposed_linear=True,
     ),
-    "gpt_oss": Model(
+    "gpt_oss": GGUFModelType(
         "gpt-oss",
         {"attention_bias": (True,), "mlp_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
         {
@@ -230,12 +238,18 @@ MODELS = {
             "sliding_window": 128,
             "rope_parameters": _GPT_OSS_ROPE,
         },
-        {**_EXPERTS, "expert_feed_forward_length": ("intermediate_size",)},
-        window=2,
+        {**_EXPERT_SETTINGS, "expert_feed_forward_length": ("intermediate_size",)},
+        window_period=2,
         writes_tied_head=True,
     ),
-    "glm4": Model("glm4", _WITH_BIASES, {"rms_norm_eps": 1.5625e-07}, partial=True, square=True),
-    "cohere2": Model(
+    "glm4": GGUFModelType(
+        "glm4",
+        _ALLOWED_BIASES,
+        {"rms_norm_eps": 1.5625e-07},
+        allows_partial_rope=True,
+        heads_span_hidden_size=True,
+    ),
+    "cohere2": GGUFModelType(
         "cohere2",
         {
             "use_parallel_block": (None, True),
@@ -247,202 +261,242 @@ MODELS = {
             "rotary_pct": (None, 1.0),
         },
         {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
-        numbers={"layer_norm_eps": ("layer_norm_eps",), "logit_scale": ("logit_scale",)},
-        window=4,
-        square=True,
+        number_settings={"layer_norm_eps": ("layer_norm_eps",), "logit_scale": ("logit_scale",)},
+        window_period=4,
+        heads_span_hidden_size=True,
     ),
-    "olmo2": Model("olmo2", absent={"rms_norm_eps": 1e-5}, square=True, writes_tied_head=True),
+    "olmo2": GGUFModelType(
+        "olmo2", defaults={"rms_norm_eps": 1e-5}, heads_span_hidden_size=True, writes_tied_head=True
+    ),
 }
 
 
 @dataclass
-class Settings:
+class GGUFSettings:
     """What a `config.json` says, in llama.cpp's terms.
 
     Attributes:
         values: what `GGUFWriter.add_*` writes -> the value.
-        tied: whether the output matrix is the embedding.
-        biases: the modules whose linear layers have biases.
+        ties_embeddings: whether the output matrix is the embedding.
+        biased_modules: the modules whose linear layers have biases.
         query_scale: what queries are multiplied by beforehand.
-        factors: what each frequency of the rotary embedding is divided by, if not by 1.
+        rope_factors: what each frequency of the rotary embedding is divided by, if not by 1.
     """
 
     values: dict[str, Any]
-    tied: bool
-    biases: set[str]
+    ties_embeddings: bool
+    biased_modules: set[str]
     query_scale: float = 1.0
-    factors: list[float] = field(default_factory=list)
+    rope_factors: list[float] = field(default_factory=list)
 
 
 class _ConfigTable:
     """A table of `config.json`; each of its settings is taken by what understands it."""
 
-    def __init__(self, values: Any, absent: Mapping[str, Any], location: str) -> None:
+    def __init__(self, values: Any, defaults: Mapping[str, Any], location: str) -> None:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{location[:-1]} {_format_value(values)}: it must be a table")
-        self.values, self.absent, self.where = values, absent, location
-        self._left = set(values)
+            raise CheckpointError(f"{location[:-1]} {_format_short_json(values)}: it must be a table")
+        self.values, self.defaults, self.location = values, defaults, location
+        self._untaken_names = set(values)
 
     def take_setting(self, *names: str) -> Any:
         """The value of a setting that has several names, or its default."""
         values = [self.values[name] for name in names if self.values.get(name) is not None]
-        if any(not _is_same(value, values[0]) for value in values):
-            self.refuse(names[0], f"{' or '.join(names[1:])} differs")
-        there = self._left.intersection(names)
-        self._left -= there
-        return values[0] if values else None if there else self.absent.get(names[0])
+        if any(not _equals_with_bool(value, values[0]) for value in values):
+            self.raise_unsupported(names[0], f"{' or '.join(names[1:])} differs")
+        present_names = self._untaken_names.intersection(names)
+        self._untaken_names -= present_names
+        return values[0] if values else None if present_names else self.defaults.get(names[0])
 
-    def take_number(self, *names: str, default: float | None = None, whole: bool = False) -> Any:
+    def take_positive_number(self, *names: str, default: float | None = None, is_count: bool = False) -> Any:
         """A positive number, or a count; `default` for null."""
         number: Any = self.take_setting(*names)
         number = default if number is None else number
-        if type(number) not in ((int,) if whole else (int, float)) or not 0 < number < _LARGEST[whole]:
-            self.refuse(names[0], "it must be a count" if whole else "it must be a positive number")
+        if (
+            type(number) not in ((int,) if is_count else (int, float))
+            or not 0 < number < _MAX_NUMBERS[is_count]
+        ):
+            self.raise_unsupported(
+                names[0], "it must be a count" if is_count else "it must be a positive number"
+            )
         return number
 
-    def take_allowed(self, name: str, *allowed: Any) -> Any:
+    def take_allowed_setting(self, name: str, *allowed: Any) -> Any:
         """A setting with one of these values; the first where it is absent and has no other default."""
-        is_set = name in self.values or name in self.absent
+        is_set = name in self.values or name in self.defaults
         value = self.take_setting(name) if is_set else allowed[0]
-        if not any(_is_same(value, choice) for choice in allowed):
-            self.refuse(name, f"llama.cpp computes as with {' or '.join(map(_format_value, allowed))} only")
+        if not any(_equals_with_bool(value, choice) for choice in allowed):
+            self.raise_unsupported(
+                name, f"llama.cpp computes as with {' or '.join(map(_format_short_json, allowed))} only"
+            )
         return value
 
-    def take_table(self, *names: str, absent: Mapping[str, Any]) -> _ConfigTable:
+    def take_nested_table(self, *names: str, defaults: Mapping[str, Any]) -> _ConfigTable:
         """A table in this one; empty where there is none."""
         name = next((name for name in names if self.values.get(name)), names[0])
         return _ConfigTable(
-            self.take_setting(*names) or self.absent.get(name, {}), absent, f"{self.where}{name}."
+            self.take_setting(*names) or self.defaults.get(name, {}), defaults, f"{self.location}{name}."
         )
 
-    def refuse(self, name: str, why: str) -> NoReturn:
-        value = self.values.get(name, self.absent.get(name))
-        raise CheckpointError(f"{self.where}{name[:_SHOWN]} {_format_value(value)}: {why}")
+    def raise_unsupported(self, name: str, reason: str) -> NoReturn:
+        value = self.values.get(name, self.defaults.get(name))
+        raise CheckpointError(
+            f"{self.location}{name[:_MAX_SHOWN_LENGTH]} {_format_short_json(value)}: {reason}"
+        )
 
-    def finish(self, ignored: Container[str] = ()) -> None:
+    def check_all_settings_taken(self, ignored: Container[str] = ()) -> None:
         """Refuse what nothing has taken."""
-        for name in sorted(self._left):
+        for name in sorted(self._untaken_names):
             if name not in ignored and not is_unset(self.values.get(name)):
-                self.refuse(name, "not known to --to gguf; remove it if it changes no logits")
+                self.raise_unsupported(name, "not known to --to gguf; remove it if it changes no logits")
 
 
-def _is_same(left: Any, right: Any) -> bool:
-    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+def _equals_with_bool(first: Any, second: Any) -> bool:
+    return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
-def _format_value(value: Any) -> str:
+def _format_short_json(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return text if len(text) <= _MAX_SHOWN_LENGTH else text[:_MAX_SHOWN_LENGTH] + "..."
 
 
-def read_settings(config: Mapping[str, Any], model: Model, location: Place) -> Settings:
+def parse_gguf_settings(
+    config: Mapping[str, Any], model_type: GGUFModelType, location: AnyPath
+) -> GGUFSettings:
     """What llama.cpp builds the model from.
 
     Raises:
         CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
     """
     config = remove_earlier_keys(config)
-    table = _ConfigTable(config, {**_ABSENT, **model.absent}, f"{location}: config.json has ")
-    only = {name: table.take_allowed(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
-    values = {
-        key: table.take_number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()
+    table = _ConfigTable(config, {**_DEFAULTS, **model_type.defaults}, f"{location}: config.json has ")
+    checked_values = {
+        name: table.take_allowed_setting(name, *allowed)
+        for name, allowed in {**_ALLOWED_VALUES, **model_type.allowed_values}.items()
     }
-    values |= {key: table.take_number(*names) for key, names in model.numbers.items()}
-    layers, width, heads = (values[key] for key in ("block_count", "embedding_length", "head_count"))
-    wide = 4 * width if model.inputs_first else None
-    values["feed_forward_length"] = table.take_number(
-        "intermediate_size", "n_inner", default=wide, whole=True
+    values = {
+        key: table.take_positive_number(*names, is_count=True)
+        for key, names in {**_COUNT_SETTINGS, **model_type.count_settings}.items()
+    }
+    values |= {key: table.take_positive_number(*names) for key, names in model_type.number_settings.items()}
+    num_layers, hidden_size, num_heads = (
+        values[key] for key in ("block_count", "embedding_length", "head_count")
+    )
+    default_feed_forward = 4 * hidden_size if model_type.has_transposed_linear else None
+    values["feed_forward_length"] = table.take_positive_number(
+        "intermediate_size", "n_inner", default=default_feed_forward, is_count=True
     )
     if values.get("expert_used_count", 0) > values.get("expert_count", 0):
-        table.refuse("num_experts_per_tok", "there are fewer experts")
-    biased = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
-    biases = {module for module, name in biased.items() if only[name]}
-    settings = Settings(values, table.take_setting("tie_word_embeddings") is True, biases)
-    if model.scalings:
-        values["head_count_kv"] = table.take_number("num_key_value_heads", default=heads, whole=True)
-        head = table.take_number("head_dim", default=width // heads, whole=True)
-        values["key_length"] = values["value_length"] = head
-        if model.square and head * heads != width:
-            table.refuse("head_dim", f"llama.cpp's {model.arch} needs {width} / {heads}")
-        _add_rope_settings(table, model, settings)
-        _add_layer_settings(table, model, settings)
-        if model.scalar is not None:
-            scaled_by = width // heads if layers == model.scalar else head
-            settings.query_scale = sqrt(scaled_by / table.take_number("query_pre_attn_scalar"))
-    table.finish(_NO_EFFECT.split())
+        table.raise_unsupported("num_experts_per_tok", "there are fewer experts")
+    bias_settings = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
+    biases = {module for module, name in bias_settings.items() if checked_values[name]}
+    settings = GGUFSettings(values, table.take_setting("tie_word_embeddings") is True, biases)
+    if model_type.rope_scalings:
+        values["head_count_kv"] = table.take_positive_number(
+            "num_key_value_heads", default=num_heads, is_count=True
+        )
+        head_size = table.take_positive_number("head_dim", default=hidden_size // num_heads, is_count=True)
+        values["key_length"] = values["value_length"] = head_size
+        if model_type.heads_span_hidden_size and head_size * num_heads != hidden_size:
+            table.raise_unsupported(
+                "head_dim", f"llama.cpp's {model_type.arch} needs {hidden_size} / {num_heads}"
+            )
+        _add_rope_settings(table, model_type, settings)
+        _add_window_settings(table, model_type, settings)
+        if model_type.num_layers_with_hidden_scale is not None:
+            scaled_by = (
+                hidden_size // num_heads
+                if num_layers == model_type.num_layers_with_hidden_scale
+                else head_size
+            )
+            settings.query_scale = sqrt(scaled_by / table.take_positive_number("query_pre_attn_scalar"))
+    table.check_all_settings_taken(_SETTINGS_WITHOUT_EFFECT.split())
     return settings
 
 
-def _add_layer_settings(table: _ConfigTable, model: Model, settings: Settings) -> None:
+def _add_window_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
     """In which layers attention differs."""
-    numbers, every = range(1, settings.values["block_count"] + 1), model.window or 1
-    windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
-    kinds = ["sliding_attention" if number % every else "full_attention" for number in numbers]
-    table.take_allowed("layer_types", None, kinds)
+    layer_numbers, window_period = range(1, settings.values["block_count"] + 1), model_type.window_period or 1
+    uses_windows = table.take_setting("use_sliding_window") is not False and "layer_types" not in table.values
+    kinds = ["sliding_attention" if number % window_period else "full_attention" for number in layer_numbers]
+    table.take_allowed_setting("layer_types", None, kinds)
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        table.take_allowed(name, None, every)
-    if model.no_rope:
-        table.take_allowed("no_rope_layer_interval", None, model.no_rope)
-        table.take_allowed("no_rope_layers", None, [int(number % model.no_rope > 0) for number in numbers])
-    context = settings.values["context_length"]
-    size = table.take_number("sliding_window", default=None if model.window else context, whole=True)
-    if model.window:
-        settings.values["sliding_window"] = size
-    elif windows and size < context:
-        why = f"llama.cpp's {model.arch} has no windows; with null, texts of more than {size} tokens differ"
-        table.refuse("sliding_window", why)
+        table.take_allowed_setting(name, None, window_period)
+    if model_type.no_rope_period:
+        table.take_allowed_setting("no_rope_layer_interval", None, model_type.no_rope_period)
+        table.take_allowed_setting(
+            "no_rope_layers", None, [int(number % model_type.no_rope_period > 0) for number in layer_numbers]
+        )
+    context_length = settings.values["context_length"]
+    window_size = table.take_positive_number(
+        "sliding_window", default=None if model_type.window_period else context_length, is_count=True
+    )
+    if model_type.window_period:
+        settings.values["sliding_window"] = window_size
+    elif uses_windows and window_size < context_length:
+        reason = f"llama.cpp's {model_type.arch} has no windows; with null, texts of more than {window_size} tokens differ"
+        table.raise_unsupported("sliding_window", reason)
 
 
-def _add_rope_settings(table: _ConfigTable, model: Model, settings: Settings) -> None:
+def _add_rope_settings(table: _ConfigTable, model_type: GGUFModelType, settings: GGUFSettings) -> None:
     """The rotary embedding: of the layers that attend to everything, where there are two kinds."""
-    values, old = settings.values, "original_max_position_embeddings"
-    part, context = (
+    values, original_length_key = settings.values, "original_max_position_embeddings"
+    partial_factor, original_length = (
         table.take_setting("partial_rotary_factor"),
-        table.take_setting(old, "initial_context_length"),
+        table.take_setting(original_length_key, "initial_context_length"),
     )
     absent = {
         "rope_theta": table.take_setting("rope_theta"),
-        "partial_rotary_factor": 1.0 if part is None else part,
-        old: values["context_length"] if context is None else context,
+        "partial_rotary_factor": 1.0 if partial_factor is None else partial_factor,
+        original_length_key: values["context_length"] if original_length is None else original_length,
     }
-    table.take_allowed("rope_local_base_freq", None, model.local_base)
-    rope = table.take_table("rope_parameters", "rope_scaling", absent=absent)
-    if model.local_base and "full_attention" in rope.values:
-        local = rope.take_table("sliding_attention", absent={})
-        local.take_allowed("rope_type", "default")
-        local.take_allowed("rope_theta", model.local_base)
-        local.finish()
-        both, rope = rope, rope.take_table("full_attention", absent=absent)
-        both.finish()
-    if context not in (None, rope.values.get(old, context)):
-        table.refuse(old, f"that of {_format_value(rope.values)} differs")
-    kind = rope.take_setting("rope_type", "type") or "default"
-    if kind not in model.scalings:
-        rope.refuse("rope_type", f"llama.cpp's {model.arch} computes {' or '.join(model.scalings)}")
-    base, head = rope.take_number("rope_theta"), values["key_length"]
-    size = head * rope.take_number("partial_rotary_factor")
-    if size % 2 or size > head or (size < head and not model.partial):
-        rope.refuse("partial_rotary_factor", f"llama.cpp's {model.arch} cannot rotate {size} of {head}")
-    values |= {"rope_freq_base": float(base), "rope_dimension_count": int(size)}
-    if kind in ("linear", "yarn"):
-        values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.take_number("factor")}
-    if kind == "yarn":
-        values["rope_scaling_orig_ctx_len"] = rope.take_number(old, whole=True)
-        rope.take_allowed("beta_fast", None, 32)
-        rope.take_allowed("beta_slow", None, 1)
+    table.take_allowed_setting("rope_local_base_freq", None, model_type.local_rope_base)
+    rope = table.take_nested_table("rope_parameters", "rope_scaling", defaults=absent)
+    if model_type.local_rope_base and "full_attention" in rope.values:
+        local = rope.take_nested_table("sliding_attention", defaults={})
+        local.take_allowed_setting("rope_type", "default")
+        local.take_allowed_setting("rope_theta", model_type.local_rope_base)
+        local.check_all_settings_taken()
+        rope_by_layer_type, rope = rope, rope.take_nested_table("full_attention", defaults=absent)
+        rope_by_layer_type.check_all_settings_taken()
+    if original_length not in (None, rope.values.get(original_length_key, original_length)):
+        table.raise_unsupported(original_length_key, f"that of {_format_short_json(rope.values)} differs")
+    rope_type = rope.take_setting("rope_type", "type") or "default"
+    if rope_type not in model_type.rope_scalings:
+        rope.raise_unsupported(
+            "rope_type", f"llama.cpp's {model_type.arch} computes {' or '.join(model_type.rope_scalings)}"
+        )
+    base, head_size = rope.take_positive_number("rope_theta"), values["key_length"]
+    rotated_size = head_size * rope.take_positive_number("partial_rotary_factor")
+    if (
+        rotated_size % 2
+        or rotated_size > head_size
+        or (rotated_size < head_size and not model_type.allows_partial_rope)
+    ):
+        rope.raise_unsupported(
+            "partial_rotary_factor",
+            f"llama.cpp's {model_type.arch} cannot rotate {rotated_size} of {head_size}",
+        )
+    values |= {"rope_freq_base": float(base), "rope_dimension_count": int(rotated_size)}
+    if rope_type in ("linear", "yarn"):
+        values |= {"rope_scaling_type": rope_type, "rope_scaling_factor": rope.take_positive_number("factor")}
+    if rope_type == "yarn":
+        values["rope_scaling_orig_ctx_len"] = rope.take_positive_number(original_length_key, is_count=True)
+        rope.take_allowed_setting("beta_fast", None, 32)
+        rope.take_allowed_setting("beta_slow", None, 1)
         # llama.cpp always rounds the bounds of YaRN's ramp, although the config of GPT-OSS disables rounding.
         # Accept GPT-OSS, because the converter of llama.cpp also does and the frequencies hardly differ.
-        rope.take_allowed("truncate", *((True, False) if model.arch == "gpt-oss" else (True,)))
-    elif kind == "llama3":
-        settings.factors = _compute_llama3_factors(rope, base, size)
-    rope.finish((old, "max_position_embeddings"))
+        rope.take_allowed_setting("truncate", *((True, False) if model_type.arch == "gpt-oss" else (True,)))
+    elif rope_type == "llama3":
+        settings.rope_factors = _compute_llama3_factors(rope, base, rotated_size)
+    rope.check_all_settings_taken((original_length_key, "max_position_embeddings"))
 
 
-def _compute_llama3_factors(rope: _ConfigTable, base: float, size: float) -> list[float]:
+def _compute_llama3_factors(rope: _ConfigTable, base: float, rotated_size: float) -> list[float]:
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, old = map(rope.take_number, names)
+    factor, low, high, old = map(rope.take_positive_number, names)
     if not low < high:
-        rope.refuse("high_freq_factor", "it must be above low_freq_factor")
-    turns = [old / (2 * pi * base ** (i / size)) for i in range(0, int(size), 2)]
-    smooth = [min(max((each - low) / (high - low), 0), 1) for each in turns]
-    return [1 / ((1 - each) / factor + each) for each in smooth]
+        rope.raise_unsupported("high_freq_factor", "it must be above low_freq_factor")
+    rotations = [old / (2 * pi * base ** (i / rotated_size)) for i in range(0, int(rotated_size), 2)]
+    smooth_factors = [min(max((each - low) / (high - low), 0), 1) for each in rotations]
+    return [1 / ((1 - each) / factor + each) for each in smooth_factors]

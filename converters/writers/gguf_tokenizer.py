@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.config_and_tokenizer_files import GENERATION
-from portable.converters.storage.safe_open import read_small, read_small_table
+from portable.converters.config_and_tokenizer_files import GENERATION_CONFIG_FILE
+from portable.converters.storage.safe_open import read_json_object_or_empty, read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,35 +25,40 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
-_ENDS = ("eos", "eot", "eom")  # llama.cpp stops at each
+_PRE_TOKENIZER_NAMES = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
+_END_TOKEN_KINDS = ("eos", "eot", "eom")  # llama.cpp stops at each
 
 
-def add_tokenizer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+def add_tokenizer_to_writer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     """Write the tokenizer and the chat template; a warning where llama.cpp may split differently."""
     path = checkpoint.companions.get("tokenizer.json")
-    tokenizer, template = read_small_table(path), _read_chat_template(checkpoint)
+    tokenizer, chat_template = read_json_object_or_empty(path), _read_chat_template(checkpoint)
     # Half of a surrogate pair is no text.
-    writer.add_chat_template(template.encode("utf-8", "replace").decode())
+    writer.add_chat_template(chat_template.encode("utf-8", "replace").decode())
     try:
-        ends = _find_end_tokens(checkpoint, config, tokenizer, template)
-        tables = convert_byte_level_bpe(tokenizer, config, ends)
+        end_token_ids = _list_end_token_ids(checkpoint, config, tokenizer, chat_template)
+        writer_values = convert_byte_level_bpe_to_gguf(tokenizer, config, end_token_ids)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
-        tables = None
-    if tables is None:
-        why = (
+        writer_values = None
+    if writer_values is None:
+        reason = (
             "has no tokenizer.json"
             if path is None
             else "has a tokenizer that llama.cpp may split differently"
         )
-        _log.warning("warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, why)
+        _log.warning(
+            "warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, reason
+        )
         writer.add_tokenizer_model("no_vocab")
         return
-    if len(ends) > len(_ENDS):
+    if len(end_token_ids) > len(_END_TOKEN_KINDS):
         _log.warning(
-            "warning: %s: llama.cpp stops at %d of %d end tokens", checkpoint.root, len(_ENDS), len(ends)
+            "warning: %s: llama.cpp stops at %d of %d end tokens",
+            checkpoint.root,
+            len(_END_TOKEN_KINDS),
+            len(end_token_ids),
         )
-    for key, value in tables.items():
+    for key, value in writer_values.items():
         getattr(writer, f"add_{key}")(value)
 
 
@@ -61,8 +66,10 @@ def _read_chat_template(checkpoint: Checkpoint) -> str:
     """The template that writes a conversation; empty where there is none."""
     path = checkpoint.companions.get("chat_template.jinja")
     if path is not None:
-        return read_small(path).decode("utf-8", "replace")
-    template = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
+        return read_small_file(path).decode("utf-8", "replace")
+    template = read_json_object_or_empty(checkpoint.companions.get("tokenizer_config.json")).get(
+        "chat_template"
+    )
     if isinstance(template, list):
         templates = {
             entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
@@ -71,37 +78,48 @@ def _read_chat_template(checkpoint: Checkpoint) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _find_end_tokens(
-    checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], template: str
+def _list_end_token_ids(
+    checkpoint: Checkpoint, config: Mapping[str, Any], tokenizer: Mapping[str, Any], chat_template: str
 ) -> list[int]:
     """The tokens at which transformers stops; first the one that the template writes, or the tokenizer's."""
-    stops = read_small_table(checkpoint.companions.get(GENERATION)).get("eos_token_id")
-    stops = config.get("eos_token_id") if stops is None else stops
+    configured_ids = read_json_object_or_empty(checkpoint.companions.get(GENERATION_CONFIG_FILE)).get(
+        "eos_token_id"
+    )
+    configured_ids = config.get("eos_token_id") if configured_ids is None else configured_ids
     texts = {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}
-    eos_token = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
+    eos_token = read_json_object_or_empty(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
     eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-    ids = [token_id for token_id in (stops if isinstance(stops, list) else [stops]) if type(token_id) is int]
+    ids = [
+        token_id
+        for token_id in (configured_ids if isinstance(configured_ids, list) else [configured_ids])
+        if type(token_id) is int
+    ]
     order = {
-        token_id: (texts.get(token_id, "\0") not in template, texts.get(token_id) != eos_token)
+        token_id: (texts.get(token_id, "\0") not in chat_template, texts.get(token_id) != eos_token)
         for token_id in ids
     }
     return sorted(order, key=lambda token_id: order[token_id])
 
 
-def convert_byte_level_bpe(
-    tokenizer: Mapping[str, Any], config: Mapping[str, Any], ends: list[int]
+def convert_byte_level_bpe_to_gguf(
+    tokenizer: Mapping[str, Any], config: Mapping[str, Any], end_token_ids: list[int]
 ) -> dict[str, Any] | None:
     """What `GGUFWriter.add_*` writes of a `tokenizer.json`; None where llama.cpp would split differently.
 
     Args:
-        ends: the tokens that end a text or a turn.
+        end_token_ids: the tokens that end a text or a turn.
     """
-    model, split = tokenizer.get("model"), _name_pre_tokenizer(tokenizer.get("pre_tokenizer"))
-    if not isinstance(model, dict) or model.get("type") != "BPE" or split is None:
+    model, pre_tokenizer_name = (
+        tokenizer.get("model"),
+        _find_pre_tokenizer_name(tokenizer.get("pre_tokenizer")),
+    )
+    if not isinstance(model, dict) or model.get("type") != "BPE" or pre_tokenizer_name is None:
         return None
-    if (normalizer := tokenizer.get("normalizer")) and (split != "qwen2" or normalizer.get("type") != "NFC"):
+    if (normalizer := tokenizer.get("normalizer")) and (
+        pre_tokenizer_name != "qwen2" or normalizer.get("type") != "NFC"
+    ):
         return None
-    if bool(model.get("ignore_merges")) != (split == "llama-bpe") or model.get("byte_fallback"):
+    if bool(model.get("ignore_merges")) != (pre_tokenizer_name == "llama-bpe") or model.get("byte_fallback"):
         return None
     added = {token["id"]: token for token in tokenizer.get("added_tokens", ())}
     vocab = {number: text for text, number in model.get("vocab", {}).items()}
@@ -109,8 +127,8 @@ def convert_byte_level_bpe(
     count = config.get("vocab_size")
     if type(count) is not int or not vocab or max(vocab) >= count:
         return None
-    begins = _adds_bos(tokenizer.get("post_processor"), vocab, config)
-    if begins is None:
+    adds_bos = _detect_added_bos(tokenizer.get("post_processor"), vocab, config)
+    if adds_bos is None:
         return None
     from gguf import TokenType  # not at the top: slow to import
 
@@ -125,11 +143,11 @@ def convert_byte_level_bpe(
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
     tokens = [
         *((key, config.get(f"{key}_token_id")) for key in ("bos", "pad")),
-        *zip(_ENDS, ends, strict=False),
+        *zip(_END_TOKEN_KINDS, end_token_ids, strict=False),
     ]
     return {
         "tokenizer_model": "gpt2",
-        "tokenizer_pre": split,
+        "tokenizer_pre": pre_tokenizer_name,
         "token_list": [vocab.get(i, f"[PAD{i}]").encode("utf-8", "surrogatepass") for i in range(count)],
         "token_types": kinds,
         # The list may not be empty. This pair never comes to be: its halves are no single characters.
@@ -139,32 +157,40 @@ def convert_byte_level_bpe(
             for key, token_id in tokens
             if type(token_id) is int and 0 <= token_id < count
         },
-        "add_bos_token": begins,
+        "add_bos_token": adds_bos,
     }
 
 
-def _name_pre_tokenizer(steps: Any) -> str | None:
+def _find_pre_tokenizer_name(pre_tokenizer: Any) -> str | None:
     """llama.cpp's name of a pre-tokenizer."""
-    if not isinstance(steps, dict):
+    if not isinstance(pre_tokenizer, dict):
         return None
-    if steps.get("type") == "ByteLevel":
-        plain = not steps.get("add_prefix_space") and steps.get("use_regex", True)
+    if pre_tokenizer.get("type") == "ByteLevel":
+        plain = not pre_tokenizer.get("add_prefix_space") and pre_tokenizer.get("use_regex", True)
         return "gpt-2" if plain else None
-    inner = steps.get("pretokenizers")
-    if steps.get("type") != "Sequence" or not isinstance(inner, list) or len(inner) != 2:
+    inner = pre_tokenizer.get("pretokenizers")
+    if pre_tokenizer.get("type") != "Sequence" or not isinstance(inner, list) or len(inner) != 2:
         return None
     first, second = inner
     pattern = first.get("pattern", {}).get("Regex") if first.get("type") == "Split" else None
     plain = second.get("type") == "ByteLevel" and second.get("use_regex") is False
     isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-    return _SPLITS.get(str(pattern)) if plain and isolated and not second.get("add_prefix_space") else None
+    return (
+        _PRE_TOKENIZER_NAMES.get(str(pattern))
+        if plain and isolated and not second.get("add_prefix_space")
+        else None
+    )
 
 
-def _adds_bos(step: Any, vocab: Mapping[int, str], config: Mapping[str, Any]) -> bool | None:
+def _detect_added_bos(
+    post_processor: Any, vocab: Mapping[int, str], config: Mapping[str, Any]
+) -> bool | None:
     """Whether a text begins with the first token; None where it is changed in another way."""
-    if step is None or step.get("type") == "ByteLevel":
+    if post_processor is None or post_processor.get("type") == "ByteLevel":
         return False
-    steps = step.get("processors", []) if step.get("type") == "Sequence" else [step]
+    steps = (
+        post_processor.get("processors", []) if post_processor.get("type") == "Sequence" else [post_processor]
+    )
     steps = [part for part in steps if part.get("type") != "ByteLevel"]
     if not steps:
         return False

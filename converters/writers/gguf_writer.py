@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.errors import CheckpointError, CommandError, to_printable
 from portable.converters.lazy_numpy import np
 from portable.converters.names.known_words import find_unknown_names
-from portable.converters.names.model_config import check_fits
-from portable.converters.storage.byte_sources import Memory
-from portable.converters.storage.folder import Folder
-from portable.converters.tensors.casting import parse_dtype
-from portable.converters.tensors.dtypes import CASTABLE
-from portable.converters.tensors.edited_rows import Affine, apply_edits
+from portable.converters.names.model_config import check_config_fits_tensors
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.tensors.casting import parse_target_dtype
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
+from portable.converters.tensors.edited_rows import AffineEdit, apply_edits
 from portable.converters.tensors.entry import OutputTensor
-from portable.converters.tensors.ggml import BLOCK, KINDS, quantize_to_ggml
+from portable.converters.tensors.ggml import BLOCK_ELEMENTS, GGML_KINDS, quantize_to_ggml
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.tensors.tensor_ops import (
     concat_tensors,
@@ -36,18 +36,18 @@ from portable.converters.tensors.tensor_ops import (
     transpose_matrix,
 )
 from portable.converters.writers.conversion import list_model_entries
-from portable.converters.writers.gguf_models import MODELS, read_settings
-from portable.converters.writers.gguf_tokenizer import add_tokenizer
-from portable.converters.writers.plan import ConversionPlan, Part, PlannedFile
+from portable.converters.writers.gguf_models import MODEL_TYPES, parse_gguf_settings
+from portable.converters.writers.gguf_tokenizer import add_tokenizer_to_writer
+from portable.converters.writers.plan import ConversionPlan, FilePart, PlannedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from portable.converters.adapters.adapter import StoredAdapter
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
-    from portable.converters.writers.conversion import Choices
-    from portable.converters.writers.gguf_models import Model, Settings
+    from portable.converters.storage.path_or_url import AnyPath
+    from portable.converters.writers.conversion import ContentOptions
+    from portable.converters.writers.gguf_models import GGUFModelType, GGUFSettings
 
 FILE = "model.gguf"
 _FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -58,7 +58,7 @@ _BUFFER = re.compile(r".+\.attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 _BIAS = re.compile(r".+\.(self_attn|mlp)\.\w+_proj\.bias")
 
 
-def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
+def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     """The plan of `--to gguf`: one file, whatever `max_shard_size`; the dtype is that of the matrices.
 
     Raises:
@@ -67,9 +67,9 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """
     import gguf  # not at the top: slow to import
 
-    root, wanted = checkpoint.root, _get_quantization(choices)
+    root, matrix_type = checkpoint.root, _parse_matrix_type(choices)
     config = checkpoint.read_config()
-    model = _get_model(config, root, "convert_hf_to_gguf.py")
+    model = _get_gguf_model_type(config, root, "convert_hf_to_gguf.py")
     tensors = {entry.name: entry.tensor for entry in list_model_entries(checkpoint, "keep")}
     if unknown := [name for name in find_unknown_names(tensors, config) if not _BUFFER.fullmatch(name)]:
         raise CheckpointError(
@@ -77,14 +77,21 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
             f"{config['model_type']}, so the order of its rows is unknown; convert it with the program that "
             "wrote it"
         )
-    check_fits(tensors, config, f"{root}: config.json")
-    settings = read_settings(config, model, root)
-    if wanted == "MXFP4" and "expert_count" not in settings.values:
+    check_config_fits_tensors(tensors, config, f"{root}: config.json")
+    settings = parse_gguf_settings(config, model, root)
+    if matrix_type == "MXFP4" and "expert_count" not in settings.values:
         raise CheckpointError(f"{root}: --dtype mxfp4 is for experts, which this model has not; use q4_0")
     writer, entries = gguf.GGUFWriter(None, model.arch), []
-    for name, tensor in _to_gguf_names(tensors, model, settings, root).items():
-        ready = _prepare_tensor(name, tensor, model, settings)
-        entries.append(_add_entry(writer, name, ready, _choose_type(name, tensor.dtype, ready.shape, wanted)))
+    for name, tensor in _rename_tensors_to_gguf(tensors, model, settings, root).items():
+        converted_tensor = _convert_tensor_layout(name, tensor, model, settings)
+        entries.append(
+            _add_tensor_info(
+                writer,
+                name,
+                converted_tensor,
+                _choose_ggml_type(name, tensor.dtype, converted_tensor.shape, matrix_type),
+            )
+        )
     title = str(config.get("_name_or_path") or root.name)
     writer.add_name(title.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode())
     writer.add_type("model")
@@ -94,8 +101,8 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(file_type, f"MOSTLY_{file_type}")])
     for key, value in settings.values.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if isinstance(value, str) else value)
-    add_tokenizer(writer, checkpoint, config)
-    return _plan(writer, entries)
+    add_tokenizer_to_writer(writer, checkpoint, config)
+    return _build_gguf_plan(writer, entries)
 
 
 class _LoraFactors(NamedTuple):
@@ -106,7 +113,9 @@ class _LoraFactors(NamedTuple):
     scaling: float
 
 
-def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices: Choices) -> ConversionPlan:
+def plan_gguf_adapter(
+    adapter: StoredAdapter, config: Mapping[str, Any], choices: ContentOptions
+) -> ConversionPlan:
     """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
 
     Args:
@@ -119,9 +128,9 @@ def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices
     """
     import gguf  # not at the top: slow to import
 
-    root, wanted, lora = adapter.root, _get_quantization(choices), adapter.config
-    model = _get_model(config, root, "convert_lora_to_gguf.py")
-    settings = read_settings(config, model, root)
+    root, matrix_type, lora = adapter.root, _parse_matrix_type(choices), adapter.config
+    model = _get_gguf_model_type(config, root, "convert_lora_to_gguf.py")
+    settings = parse_gguf_settings(config, model, root)
     if (
         lora.type != "LORA"
         or lora.dora
@@ -146,26 +155,26 @@ def plan_gguf_adapter(adapter: StoredAdapter, config: Mapping[str, Any], choices
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     alpha = lora.alpha or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
-    plain = replace(model, inputs_first=False)  # factors are never transposed
-    for name, key in _map_names(factors, model, settings, root).items():
+    untransposed_model = replace(model, has_transposed_linear=False)  # factors are never transposed
+    for name, key in _map_gguf_names_to_names(factors, model, settings, root).items():
         lora_a, lora_b, scaling = factors[key]
-        ready = _prepare_tensor(name, lora_b, plain, settings)
+        scaled_lora_b = _convert_tensor_layout(name, lora_b, untransposed_model, settings)
         share = scaling * lora_a.shape[0] / alpha  # llama.cpp multiplies by alpha / rank
         if share != 1:
-            ready = apply_edits(ready, "F32", 1, [Affine(share)])
-        for end, factor in (("lora_a", lora_a), ("lora_b", ready)):
-            target = _choose_type(name, factor.dtype, factor.shape, wanted)
-            entries.append(_add_entry(writer, f"{name}.{end}", factor, target))
-    return _plan(writer, entries)
+            scaled_lora_b = apply_edits(scaled_lora_b, "F32", 1, [AffineEdit(share)])
+        for end, factor in (("lora_a", lora_a), ("lora_b", scaled_lora_b)):
+            target = _choose_ggml_type(name, factor.dtype, factor.shape, matrix_type)
+            entries.append(_add_tensor_info(writer, f"{name}.{end}", factor, target))
+    return _build_gguf_plan(writer, entries)
 
 
-def _get_quantization(choices: Choices) -> str | None:
+def _parse_matrix_type(choices: ContentOptions) -> str | None:
     if choices.optimizer:
         raise CommandError("--to gguf: holds no optimizer state; leave out --optimizer")
-    return parse_dtype(choices.dtype, ggml=True)
+    return parse_target_dtype(choices.dtype, allow_ggml=True)
 
 
-def _get_model(config: Mapping[str, Any], root: Place, script: str) -> Model:
+def _get_gguf_model_type(config: Mapping[str, Any], root: AnyPath, script: str) -> GGUFModelType:
     """Return the description of the model type in a config.
 
     Args:
@@ -182,44 +191,44 @@ def _get_model(config: Mapping[str, Any], root: Place, script: str) -> Model:
     kind = config.get("model_type", "")
     if not kind:
         raise CheckpointError(f"{root}: --to gguf needs the model's config.json; give it with --config-from")
-    if not isinstance(kind, str) or kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(
-            f"{root}: --to gguf does not support the model type {kind!r}, only {', '.join(MODELS)}; write "
-            f"OUT without --to gguf, and then run llama.cpp's own converter: {script} OUT"
+            f"{root}: --to gguf does not support the model type {kind!r}, only {', '.join(MODEL_TYPES)}; "
+            f"write OUT without --to gguf, and then run llama.cpp's own converter: {script} OUT"
         )
-    return MODELS[kind]
+    return MODEL_TYPES[kind]
 
 
-def _add_entry(writer: Any, name: str, tensor: Tensor, target: str) -> OutputTensor:
-    """The tensor as `target`, announced in the header."""
+def _add_tensor_info(writer: Any, name: str, tensor: Tensor, ggml_type: str) -> OutputTensor:
+    """The tensor as `ggml_type`, announced in the header."""
     import gguf
 
-    blocks = target in KINDS
+    blocks = ggml_type in GGML_KINDS
     entry = (
-        OutputTensor(name, "U8", quantize_to_ggml(tensor, target))
+        OutputTensor(name, "U8", quantize_to_ggml(tensor, ggml_type))
         if blocks
-        else OutputTensor(name, target, tensor)
+        else OutputTensor(name, ggml_type, tensor)
     )
-    number = gguf.GGMLQuantizationType[target]
+    number = gguf.GGMLQuantizationType[ggml_type]
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), entry.nbytes, number)
     return entry
 
 
-def _plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
+def _build_gguf_plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
     """One file of the header and the tensors."""
     import gguf
 
-    parts: list[Part] = [_build_header(writer)]
+    parts: list[FilePart] = [_encode_header(writer)]
     for entry in entries:
         parts += [entry, bytes(-entry.nbytes % gguf.GGUF_DEFAULT_ALIGNMENT)]
 
-    def reopen_tensors(place: Place) -> dict[str, Tensor]:
+    def reopen_tensors(place: AnyPath) -> dict[str, Tensor]:
         path = place if place.is_file() else place / FILE
-        written, offset, tensors = Folder(path.parent).file(path.name), 0, {}
+        written, offset, tensors = CheckpointFolder(path.parent).get_file(path.name), 0, {}
         for each in parts:
             nbytes = len(each) if isinstance(each, bytes) else each.nbytes
             if isinstance(each, OutputTensor):
-                span = written.span(offset, nbytes, what=repr(each.name))
+                span = written.get_span(offset, nbytes, description=repr(each.name))
                 tensors[each.name] = Tensor.from_source(each.name, each.dtype, each.tensor.shape, span)
             offset += nbytes
         return tensors
@@ -227,7 +236,7 @@ def _plan(writer: Any, entries: Sequence[OutputTensor]) -> ConversionPlan:
     return ConversionPlan((PlannedFile(FILE, tuple(parts)),), {}, {}, reopen_tensors)
 
 
-def _build_header(writer: Any) -> bytes:
+def _encode_header(writer: Any) -> bytes:
     """Everything before the data, up to where it begins."""
     from gguf.gguf_writer import WriterState
 
@@ -240,32 +249,35 @@ def _build_header(writer: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _to_gguf_names(
-    tensors: Mapping[str, Tensor], model: Model, settings: Settings, root: Place
+def _rename_tensors_to_gguf(
+    tensors: Mapping[str, Tensor], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
 ) -> dict[str, Tensor]:
     """The tensors under llama.cpp's names."""
     renamed: dict[str, Tensor] = {}
-    if settings.factors:
-        data = struct.pack(f"<{len(settings.factors)}f", *settings.factors)
+    if settings.rope_factors:
+        data = struct.pack(f"<{len(settings.rope_factors)}f", *settings.rope_factors)
         renamed["rope_freqs.weight"] = Tensor.from_source(
-            "rope", "F32", (len(settings.factors),), Memory(data)
+            "rope", "F32", (len(settings.rope_factors),), InMemorySource(data)
         )
-    stacked = dict(_stack_experts(_split_experts(tensors), settings, root))
+    stacked = dict(_iter_stacked_experts(_iter_split_experts(tensors), settings, root))
     renamed |= {
-        gguf_name: stacked[name] for gguf_name, name in _map_names(stacked, model, settings, root).items()
+        gguf_name: stacked[name]
+        for gguf_name, name in _map_gguf_names_to_names(stacked, model_type, settings, root).items()
     }
-    if "output.weight" not in renamed and not settings.tied:
+    if "output.weight" not in renamed and not settings.ties_embeddings:
         raise CheckpointError(f"{root}: has no lm_head.weight, and tie_word_embeddings is not true")
-    if model.writes_tied_head:
+    if model_type.writes_tied_head:
         renamed.setdefault("output.weight", renamed["token_embd.weight"])
     return renamed
 
 
-def _map_names(names: Iterable[str], model: Model, settings: Settings, root: Place) -> dict[str, str]:
+def _map_gguf_names_to_names(
+    names: Iterable[str], model_type: GGUFModelType, settings: GGUFSettings, root: AnyPath
+) -> dict[str, str]:
     """llama.cpp's name -> the name of the parameter."""
     import gguf
 
-    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model.arch)
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model_type.arch)
     name_map = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
     names_by_gguf: dict[str, str] = {}
     for name in names:
@@ -273,13 +285,17 @@ def _map_names(names: Iterable[str], model: Model, settings: Settings, root: Pla
         match, bias = _LAYER.fullmatch(full), _BIAS.fullmatch(full)
         gguf_name = name_map.get_name(f"{match[1]}.0.{match[3]}" if match else full, (".weight", ".bias"))
         gguf_name = gguf_name and gguf_name.replace("blk.0.", f"blk.{match[2]}." if match else "")
-        if gguf_name is None or gguf_name in names_by_gguf or (bias and bias[1] not in settings.biases):
-            raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model.arch}")
+        if (
+            gguf_name is None
+            or gguf_name in names_by_gguf
+            or (bias and bias[1] not in settings.biased_modules)
+        ):
+            raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model_type.arch}")
         names_by_gguf[gguf_name] = name
     return names_by_gguf
 
 
-def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _iter_split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors; of experts in one tensor (experts, ...) each apart, and gates apart from what they gate.
 
     Where experts have biases, their matrices are (in, out), and gates alternate with what they gate.
@@ -290,12 +306,12 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
             if not _BUFFER.fullmatch(name):
                 yield name, tensor
             continue
-        turned = f"{module}.down_proj_bias" in tensors
+        is_transposed = f"{module}.down_proj_bias" in tensors
         stem, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         for i in range(tensor.shape[0]):
             expert = select_index(tensor, 0, i)
             halves = [(stem, expert)]
-            if stem == "gate_up_proj" and turned:
+            if stem == "gate_up_proj" and is_transposed:
                 pairs = reshape_tensor(expert, (*expert.shape[:-1], expert.shape[-1] // 2, 2))
                 halves = [("gate_proj", select_index(pairs, len(expert.shape), 0))]
                 halves += [("up_proj", select_index(pairs, len(expert.shape), 1))]
@@ -305,13 +321,13 @@ def _split_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
                     ("gate_proj", slice_tensor(expert, 0, 0, size)),
                     ("up_proj", slice_tensor(expert, 0, size, size)),
                 ]
-            for half, each in halves:
-                weight = transpose_matrix(each) if turned and kind == "weight" else each
-                yield f"{module}.{i}.{half}.{kind}", weight
+            for half_name, half_tensor in halves:
+                weight = transpose_matrix(half_tensor) if is_transposed and kind == "weight" else half_tensor
+                yield f"{module}.{i}.{half_name}.{kind}", weight
 
 
-def _stack_experts(
-    tensors: Iterable[tuple[str, Tensor]], settings: Settings, root: Place
+def _iter_stacked_experts(
+    tensors: Iterable[tuple[str, Tensor]], settings: GGUFSettings, root: AnyPath
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors, those of single experts as one."""
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -329,37 +345,47 @@ def _stack_experts(
         yield name, concat_tensors(name, experts, 0)
 
 
-def _prepare_tensor(name: str, tensor: Tensor, model: Model, settings: Settings) -> Tensor:
+def _convert_tensor_layout(
+    gguf_name: str, tensor: Tensor, model_type: GGUFModelType, settings: GGUFSettings
+) -> Tensor:
     """The tensor with llama.cpp's order of rows, meaning of norms and scale of queries."""
-    values, leaf = settings.values, re.sub(r"blk\.\d+\.", "", name)
-    if leaf.startswith(("attn_q.", "attn_k.")):
-        heads = values["head_count" if leaf.startswith("attn_q.") else "head_count_kv"]
+    values, layer_name = settings.values, re.sub(r"blk\.\d+\.", "", gguf_name)
+    if layer_name.startswith(("attn_q.", "attn_k.")):
+        heads = values["head_count" if layer_name.startswith("attn_q.") else "head_count_kv"]
         size, (rows, *rest) = values["key_length"], tensor.shape
         if rows != heads * size:
             raise CheckpointError(f"{tensor.name}: has {rows} rows, and config.json {heads} heads of {size}")
-        if model.pairs:
+        if model_type.interleaves_rope:
             split = (heads, 2, size // 2, *rest)
             return permute_split_dims(tensor, split, (0, 2, 1, *range(3, len(split))))
-    if model.inputs_first and len(tensor.shape) == 2 and leaf.startswith(("attn_", "ffn_")):
+    if (
+        model_type.has_transposed_linear
+        and len(tensor.shape) == 2
+        and layer_name.startswith(("attn_", "ffn_"))
+    ):
         return transpose_matrix(tensor)
     # Where queries are normalized, they are scaled after that.
-    scaled = "attn_q_norm.weight" if model.local_base else "attn_q.weight"
-    factor = settings.query_scale if leaf == scaled else 1.0
-    term = factor if model.plus_one and leaf.endswith("norm.weight") else 0.0
+    scaled = "attn_q_norm.weight" if model_type.local_rope_base else "attn_q.weight"
+    factor = settings.query_scale if layer_name == scaled else 1.0
+    term = factor if model_type.norms_add_one and layer_name.endswith("norm.weight") else 0.0
     if (factor, term) == (1.0, 0.0):
         return tensor
-    return apply_edits(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
+    return apply_edits(tensor, "F32", len(tensor.shape) - 1, [AffineEdit(factor, term=term)])
 
 
-def _choose_type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> str:
+def _choose_ggml_type(gguf_name: str, dtype: str, shape: Sequence[int], matrix_type: str | None) -> str:
     """The type to write: vectors, position embeddings and routers in F32, other matrices as asked."""
-    if dtype not in CASTABLE:
-        raise CheckpointError(f"{name}: of the type {dtype}, which --to gguf does not take")
-    single = name.startswith("position_embd") or ".ffn_gate_inp." in name or not name.endswith(".weight")
-    if len(shape) < 2 or single:
+    if dtype not in CASTABLE_DTYPES:
+        raise CheckpointError(f"{gguf_name}: of the type {dtype}, which --to gguf does not take")
+    needs_f32 = (
+        gguf_name.startswith("position_embd")
+        or ".ffn_gate_inp." in gguf_name
+        or not gguf_name.endswith(".weight")
+    )
+    if len(shape) < 2 or needs_f32:
         return "F32"
-    if wanted in KINDS and shape[-1] % BLOCK:
+    if matrix_type in GGML_KINDS and shape[-1] % BLOCK_ELEMENTS:
         return "F16"  # as llama.cpp does
-    if wanted == "MXFP4" and len(shape) < 3:
+    if matrix_type == "MXFP4" and len(shape) < 3:
         return "Q8_0"  # what is no expert, likewise
-    return wanted or ("F32" if dtype == "F64" else dtype)
+    return matrix_type or ("F32" if dtype == "F64" else dtype)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    Progress = Callable[[int], object]
-    Job = Callable[[Progress], None]
+    ReportBytes = Callable[[int], object]
+    Job = Callable[[ReportBytes], None]
 
 # Beyond this, the interpreter's lock between two blocks would be the limit.
 _MAX_THREADS = 16
@@ -22,24 +22,24 @@ class _StoppedError(Exception):
     """Ends a job after another one failed."""
 
 
-def count_cores() -> int:
+def count_usable_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count_threads() -> int:
+def get_default_thread_count() -> int:
     """The number of threads: a core each, at most 16."""
-    return min(_MAX_THREADS, count_cores())
+    return min(_MAX_THREADS, count_usable_cores())
 
 
-def interleave_jobs(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:
-    """The jobs of up to `width` groups by turns, each group's in order; one that ends makes way for the next.
+def interleave_job_groups(groups: Iterable[Iterator[Job]], max_active_groups: int) -> Iterator[Job]:
+    """The jobs of up to `max_active_groups` groups by turns, each group's in order; one that ends makes way for the next.
 
     The kernel lets one thread at a time write to a file. With a group for each file, threads do not wait for
     each other.
     """
     waiting = iter(groups)
-    active = deque(islice(waiting, width))
+    active = deque(islice(waiting, max_active_groups))
     while active:
         group = active.popleft()
         job = next(group, None)
@@ -50,38 +50,40 @@ def interleave_jobs(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job
             active.extend(islice(waiting, 1))
 
 
-def run_jobs(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
+def run_jobs_in_threads(
+    jobs: Iterator[Job], report_bytes: ReportBytes, num_threads: int | None = None
+) -> None:
     """Run every job once, started in order; the first error, or Ctrl-C, stops all and is raised.
 
     Args:
         jobs: drawn one by one, so that a million of them cost no memory. Each is called with a function that
             it must call with the number of bytes processed every few milliseconds, and that stops the job
             after a failure elsewhere.
-        progress: receives these numbers, from one thread at a time.
-        workers: the number of threads; None for `count_threads()`.
+        report_bytes: receives these numbers, from one thread at a time.
+        num_threads: the number of threads; None for `get_default_thread_count()`.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
 
-    stop, drawing, reporting = Event(), Lock(), Lock()
+    stop_event, jobs_lock, progress_lock = Event(), Lock(), Lock()
 
     def add_progress(count: int) -> None:
-        if stop.is_set():
+        if stop_event.is_set():
             raise _StoppedError
-        with reporting:
-            progress(count)
+        with progress_lock:
+            report_bytes(count)
 
     def run_worker() -> None:
-        while not stop.is_set():
-            with drawing:
+        while not stop_event.is_set():
+            with jobs_lock:
                 job = next(jobs, None)
             if job is None:
                 return
             job(add_progress)
 
-    workers = workers or count_threads()
-    with ThreadPoolExecutor(workers) as pool:
+    num_threads = num_threads or get_default_thread_count()
+    with ThreadPoolExecutor(num_threads) as pool:
         try:
-            for ended in as_completed([pool.submit(run_worker) for _ in range(workers)]):
+            for ended in as_completed([pool.submit(run_worker) for _ in range(num_threads)]):
                 ended.result()
         finally:
-            stop.set()
+            stop_event.set()

@@ -7,32 +7,33 @@ from typing import TYPE_CHECKING
 
 from portable.converters.tensors.casting import BLOCK_BYTES, CastLosses
 from portable.converters.tensors.entry import OutputTensor
-from portable.converters.writers.parallel_jobs import count_threads
+from portable.converters.writers.parallel_jobs import get_default_thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)
-class Trailer:
+class CrcTrailer:
     """Bytes that follow a tensor in a file and depend on the CRC32 of the tensor's data.
 
     Attributes:
         nbytes: Size of the trailer in bytes.
-        compute: Function that takes the CRC32 of the tensor's data and returns the trailer.
-        late: Whether to write the trailer after all other parts of the plan, for example because it depends
+        compute_bytes: Function that takes the CRC32 of the tensor's data and returns the trailer.
+        is_written_last: Whether to write the trailer after all other parts of the plan, for example because
+        it depends
             on the CRC32 of several tensors.
     """
 
     nbytes: int
-    compute: Callable[[int], bytes]
-    late: bool = False
+    compute_bytes: Callable[[int], bytes]
+    is_written_last: bool = False
 
 
-Part = bytes | OutputTensor | Trailer
+FilePart = bytes | OutputTensor | CrcTrailer
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PlannedFile:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def entries(self) -> list[OutputTensor]:
@@ -55,7 +56,7 @@ class PlannedFile:
     @property
     def nbytes(self) -> int:
         """Size of the file in bytes."""
-        return sum(map(count_bytes, self.parts))
+        return sum(map(get_part_nbytes, self.parts))
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,17 @@ class ConversionPlan:
         files: Files that contain tensors.
         documents: Contents of other small files to write, keyed by file name.
         companions: Source paths of files to copy unchanged, keyed by the file name in the output.
-        reopen: Function that opens the written folder and returns its tensors, keyed by `OutputTensor.name`.
-        With
+        reopen_tensors: Function that opens the written folder and returns its tensors, keyed by
+        `OutputTensor.name`. With
             `--verify`, these tensors are compared with the source.
         losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
-            `carry_out`.
+            `write_plan_atomically`.
     """
 
     files: tuple[PlannedFile, ...]
     documents: Mapping[str, bytes]
-    companions: Mapping[str, Place]
-    reopen: Callable[[Place], Mapping[str, Tensor]]
+    companions: Mapping[str, AnyPath]
+    reopen_tensors: Callable[[AnyPath], Mapping[str, Tensor]]
     losses: CastLosses = field(default_factory=CastLosses)
 
     @property
@@ -90,12 +91,12 @@ class ConversionPlan:
         return sum(file.nbytes for file in self.files)
 
     @property
-    def buffer(self) -> int:
+    def peak_buffer_nbytes(self) -> int:
         """Peak memory used for tensor data while the plan is carried out, in bytes."""
         casts = any(entry.dtype != entry.tensor.dtype for file in self.files for entry in file.entries)
-        return BLOCK_BYTES * (3 if casts else 1) * count_threads()
+        return BLOCK_BYTES * (3 if casts else 1) * get_default_thread_count()
 
 
-def count_bytes(part: Part) -> int:
+def get_part_nbytes(part: FilePart) -> int:
     """Return the size of a part in bytes."""
     return len(part) if isinstance(part, bytes) else part.nbytes

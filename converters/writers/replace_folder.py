@@ -2,7 +2,7 @@
 
 `renameat2` exchanges two names (Linux; macOS has `renamex_np`), so that one complete folder has the name at
 every moment. Where the file system cannot, the old folder is renamed first; if the process is killed in
-between, the next one that writes there restores it (`recover_folder`).
+between, the next one that writes there restores it (`recover_replaced_folder`).
 
     .out.tmp-1234-a1b2c3   being written, or already replaced; the writer holds a lock on it
     .out.old-1234-a1b2c3   the old folder, to be restored where `out` is missing
@@ -18,42 +18,47 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.config_and_tokenizer_files import COMPANIONS
+from portable.converters.config_and_tokenizer_files import COMPANION_NAMES
 from portable.converters.errors import CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # What the writers write, but for companions. A folder ends in `/`.
-_WRITTEN = re.compile(
+_WRITTEN_NAMES = re.compile(
     r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
     r"|optimizer\.(safetensors|json|pt)|pytorch_model\.bin|\.metadata|__\d+_\d+\.distcp|[^/]+\.gguf"
     r"|latest_universal|global_step\d+_universal/.*"
 )
-_AT_FDCWD, _EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # The kernel or the file system does not support it.
-_CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def check_replaceable(out: Place, names: Collection[str], companions: Collection[str] = ()) -> None:
+def check_folder_replaceable(
+    out: AnyPath, entry_names: Collection[str], replaceable_names: Collection[str] = ()
+) -> None:
     """Check that a folder only contains files of a previous conversion.
 
     Args:
         out: Folder to replace.
-        names: Names of its entries, relative to the folder. The names of subfolders end in `/`.
-        companions: Names of further files that may be replaced.
+        entry_names: Names of its entries, relative to the folder. The names of subfolders end in `/`.
+        replaceable_names: Names of further files that may be replaced.
 
     Raises:
         CheckpointError: If the folder contains other files.
     """
-    replaceable = {*companions, *(f"{name.partition('/')[0]}/" for name in companions if "/" in name)}
+    replaceable = {
+        *replaceable_names,
+        *(f"{name.partition('/')[0]}/" for name in replaceable_names if "/" in name),
+    }
     others = sorted(
         name
-        for name in names
-        if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name) or name in replaceable)
+        for name in entry_names
+        if not (_WRITTEN_NAMES.fullmatch(name) or COMPANION_NAMES.fullmatch(name) or name in replaceable)
     )
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
@@ -63,7 +68,7 @@ def check_replaceable(out: Place, names: Collection[str], companions: Collection
         )
 
 
-def exchange(left: Path, right: Path) -> bool:
+def exchange_paths(first: Path, second: Path) -> bool:
     """Exchange two paths atomically; False, with nothing done, where that is not supported.
 
     Raises:
@@ -72,35 +77,35 @@ def exchange(left: Path, right: Path) -> bool:
     import ctypes  # not at the top: few conversions replace anything
 
     libc: Any = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(left), os.fsencode(right)
+    names = os.fsencode(first), os.fsencode(second)
     if sys.platform == "darwin":
-        call, args = getattr(libc, "renamex_np", None), (*names, ctypes.c_uint(_EXCHANGE))
+        call, args = getattr(libc, "renamex_np", None), (*names, ctypes.c_uint(_RENAME_EXCHANGE))
     else:
         call = getattr(libc, "renameat2", None)
-        args = (_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_EXCHANGE))
+        args = (_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
     if call is None:
         return False
     if call(*args) == 0:
         return True
     number = ctypes.get_errno()
-    if number in _CANNOT:
+    if number in _UNSUPPORTED_ERRNOS:
         return False
-    raise OSError(number, os.strerror(number), str(right))
+    raise OSError(number, os.strerror(number), str(second))
 
 
-def make_temporary_name(target: Path, kind: str = "tmp") -> Path:
-    """A new hidden name beside `target`, in the form that `recover_folder` looks for."""
+def build_temporary_path(target: Path, kind: str = "tmp") -> Path:
+    """A new hidden name beside `target`, in the form that `recover_replaced_folder` looks for."""
     return target.parent / f".{target.name}.{kind}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
-def swap(new: Path, target: Path, old: Path) -> None:
-    """Rename `new` to `target`, and what was there, if anything, to `old`.
+def move_into_place(new: Path, target: Path, old_path: Path) -> None:
+    """Rename `new` to `target`, and what was there, if anything, to `old_path`.
 
-    A process killed meanwhile leaves `target` old or new, and `old` may then be the new folder. Where the
-    system cannot exchange names, `target` is missing for a moment, and `old` holds it.
+    A process killed meanwhile leaves `target` old or new, and `old_path` may then be the new folder. Where
+    the system cannot exchange names, `target` is missing for a moment, and `old_path` holds it.
 
     Args:
-        old: a free name beside `target`.
+        old_path: a free name beside `target`.
 
     Raises:
         OSError: renaming fails; `new` and `target` are then unchanged.
@@ -108,38 +113,40 @@ def swap(new: Path, target: Path, old: Path) -> None:
     if not os.path.lexists(target):
         new.rename(target)
         return
-    new.rename(old)  # first: what `recover_folder` deletes as `new` must never be the old folder
+    new.rename(
+        old_path
+    )  # first: what `recover_replaced_folder` deletes as `new` must never be the old folder
     try:
-        if exchange(old, target):
+        if exchange_paths(old_path, target):
             return
     except BaseException:
-        old.rename(new)
+        old_path.rename(new)
         raise
-    old.rename(new)
-    target.rename(old)
+    old_path.rename(new)
+    target.rename(old_path)
     try:
         new.rename(target)
     except BaseException:
-        old.rename(target)
+        old_path.rename(target)
         raise
 
 
-def replace_folder(new: Path, target: Path) -> None:
+def replace_and_delete_folder(new: Path, target: Path) -> None:
     """Replace the folder `target` by the folder `new`, and remove the old one.
 
     Raises:
         OSError: renaming fails; `target` is then unchanged.
     """
-    old = make_temporary_name(target, "old")
-    lock = lock_folder(target)  # or another process could restore it while it is missing for a moment
+    old = build_temporary_path(target, "old")
+    lock = try_lock_folder(target)  # or another process could restore it while it is missing for a moment
     try:
-        swap(new, target, old)
+        move_into_place(new, target, old)
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        release_lock(lock)
+        release_folder_lock(lock)
 
 
-def lock_folder(folder: Path) -> int | None:
+def try_lock_folder(folder: Path) -> int | None:
     """Lock a folder until this process ends; None if another holds the lock, or locks are not supported."""
     try:
         import fcntl
@@ -157,8 +164,8 @@ def lock_folder(folder: Path) -> int | None:
     return descriptor
 
 
-def release_lock(lock: int | None) -> None:
-    """Release the lock of `lock_folder`."""
+def release_folder_lock(lock: int | None) -> None:
+    """Release the lock of `try_lock_folder`."""
     if lock is not None:
         os.close(lock)
 
@@ -175,18 +182,18 @@ class LockedFolder(NamedTuple):
     lock: int | None
 
 
-def create_temporary(target: Path) -> LockedFolder:
+def create_locked_folder(target: Path) -> LockedFolder:
     """A new empty folder beside `target`, and the lock that marks it as in use."""
     while True:
-        folder = make_temporary_name(target)
+        folder = build_temporary_path(target)
         folder.mkdir()
-        lock = lock_folder(folder)
+        lock = try_lock_folder(folder)
         if folder.exists():  # else another process removed it as a leftover before it was locked
             return LockedFolder(folder, lock)
-        release_lock(lock)
+        release_folder_lock(lock)
 
 
-def recover_folder(target: Path) -> None:
+def recover_replaced_folder(target: Path) -> None:
     """Restore `target` after a killed process, and remove that process's leftovers.
 
     Folders locked by a running process stay, and so does everything where locks are not supported.
@@ -199,7 +206,7 @@ def recover_folder(target: Path) -> None:
     except OSError:
         return
     for folder, kind in sorted(leftovers, key=lambda each: each[1]):
-        lock = lock_folder(folder)
+        lock = try_lock_folder(folder)
         if lock is None:
             continue
         try:
@@ -209,4 +216,4 @@ def recover_folder(target: Path) -> None:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
         finally:
-            release_lock(lock)
+            release_folder_lock(lock)

@@ -15,23 +15,30 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.adapters.names import FINGERPRINT
-from portable.converters.config_and_tokenizer_files import prepare_companions
-from portable.converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
+from portable.converters.adapters.names import FINGERPRINT_KEY
+from portable.converters.config_and_tokenizer_files import plan_companion_files
+from portable.converters.containers.shard_index import (
+    ADAPTER_FILE_NAME,
+    DCP_INFO_KEY,
+    DCP_OFFSETS_KEY,
+    OPTIMIZER_FILE_NAME,
+    OPTIMIZER_GROUPS_FILE_NAME,
+    SINGLE_FILE_NAME,
+)
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_HEADER
-from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.output_file import BLOCK_BYTES
-from portable.converters.storage.path_or_url import place
+from portable.converters.storage.path_or_url import parse_path_or_url
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.writers.conversion import (
-    Choices,
-    carry_out,
+    ContentOptions,
+    convert_param_groups_to_plain,
     list_model_entries,
     list_optimizer_entries,
-    require_optimizer,
+    require_optimizer_state,
     split_into_shards,
-    to_plain_groups,
+    write_plan_atomically,
 )
 from portable.converters.writers.plan import ConversionPlan, PlannedFile
 
@@ -41,36 +48,38 @@ if TYPE_CHECKING:
 
     from portable.converters.adapters.adapter import StoredAdapter
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.entry import OutputTensor
     from portable.converters.tensors.tensor import Tensor
     from portable.converters.writers.conversion import Options
 
 
-def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> ConversionPlan:
+def plan_safetensors(checkpoint: Checkpoint, choices: ContentOptions, *, dcp: bool = False) -> ConversionPlan:
     """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
     entries = list_model_entries(checkpoint, choices.dtype, aliases=dcp)
-    documents, companions = prepare_companions(checkpoint, entries)
-    fixed_shards = {} if dcp else _assign_fixed_shards(checkpoint, entries)
-    runs = list(fixed_shards.values()) or split_into_shards(entries, choices.max_shard_size)
-    if len(runs) == 1 and not dcp:
-        files = [_plan_file(SINGLE, runs[0])]
+    documents, companions = plan_companion_files(checkpoint, entries)
+    fixed_shards = {} if dcp else _assign_tensors_to_shards(checkpoint, entries)
+    shards = list(fixed_shards.values()) or split_into_shards(entries, choices.max_shard_size)
+    if len(shards) == 1 and not dcp:
+        files = [_plan_safetensors_file(SINGLE_FILE_NAME, shards[0])]
     else:
         names = list(fixed_shards) or [
-            f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
         ]
         files = [
-            _plan_file(name, run, _build_sharding_metadata(run) if dcp else {})
-            for name, run in zip(names, runs, strict=True)
+            _plan_safetensors_file(name, shard, _build_dcp_header_metadata(shard) if dcp else {})
+            for name, shard in zip(names, shards, strict=True)
         ]
-        shard_of = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
+        shard_of = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
-        documents["model.safetensors.index.json"] = _to_json_bytes(index)
-    return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
+        documents["model.safetensors.index.json"] = _encode_json(index)
+    return _build_plan_with_optimizer(
+        checkpoint, files, documents, companions, includes_optimizer=choices.optimizer
+    )
 
 
-def _assign_fixed_shards(
+def _assign_tensors_to_shards(
     checkpoint: Checkpoint, entries: Iterable[OutputTensor]
 ) -> dict[str, list[OutputTensor]]:
     """Assign tensors to the output files that the checkpoint specifies.
@@ -89,48 +98,59 @@ def _assign_fixed_shards(
 plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
-def _build_sharding_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
+def _build_dcp_header_metadata(entries: Sequence[OutputTensor]) -> dict[str, str]:
     """Where each tensor of a file begins in the whole: at its start."""
-    table = {entry.name: {OFFSETS: [0] * len(entry.tensor.shape)} for entry in entries}
-    return {INFO: json.dumps(table), "DCP_VERSION": "1.0"}
+    table = {entry.name: {DCP_OFFSETS_KEY: [0] * len(entry.tensor.shape)} for entry in entries}
+    return {DCP_INFO_KEY: json.dumps(table), "DCP_VERSION": "1.0"}
 
 
-def plan_adapter(adapter: StoredAdapter, choices: Choices) -> ConversionPlan:
+def plan_adapter(adapter: StoredAdapter, choices: ContentOptions) -> ConversionPlan:
     """The plan of `write_adapter`: one file, whatever `max_shard_size`."""
     checkpoint = adapter.checkpoint
-    recorded = adapter.base_fingerprint
-    about = {} if recorded is None else {FINGERPRINT: recorded}
-    files = [_plan_file(ADAPTER, list_model_entries(checkpoint, choices.dtype), about)]
-    return _with_optimizer(
-        checkpoint, files, dict(checkpoint.documents), checkpoint.companions, wanted=choices.optimizer
+    fingerprint = adapter.base_fingerprint
+    header_metadata = {} if fingerprint is None else {FINGERPRINT_KEY: fingerprint}
+    files = [
+        _plan_safetensors_file(
+            ADAPTER_FILE_NAME, list_model_entries(checkpoint, choices.dtype), header_metadata
+        )
+    ]
+    return _build_plan_with_optimizer(
+        checkpoint,
+        files,
+        dict(checkpoint.documents),
+        checkpoint.companions,
+        includes_optimizer=choices.optimizer,
     )
 
 
-def _with_optimizer(
+def _build_plan_with_optimizer(
     checkpoint: Checkpoint,
     files: list[PlannedFile],
     documents: dict[str, bytes],
-    companions: Mapping[str, Place],
+    companions: Mapping[str, AnyPath],
     *,
-    wanted: bool,
+    includes_optimizer: bool,
 ) -> ConversionPlan:
-    if wanted:
-        optimizer = require_optimizer(checkpoint)
+    if includes_optimizer:
+        optimizer = require_optimizer_state(checkpoint)
         files.append(
-            _plan_file(
-                OPTIMIZER, [state.entry for state in list_optimizer_entries(optimizer, checkpoint.root)]
+            _plan_safetensors_file(
+                OPTIMIZER_FILE_NAME,
+                [state.entry for state in list_optimizer_entries(optimizer, checkpoint.root)],
             )
         )
-        documents[GROUPS] = _to_json_bytes({"param_groups": to_plain_groups(optimizer)})
+        documents[OPTIMIZER_GROUPS_FILE_NAME] = _encode_json(
+            {"param_groups": convert_param_groups_to_plain(optimizer)}
+        )
     names_written = [file.name for file in files]
 
-    def reopen_tensors(folder: Place) -> dict[str, Tensor]:
-        from portable.converters.formats.safetensors import read_file
+    def reopen_tensors(folder: AnyPath) -> dict[str, Tensor]:
+        from portable.converters.formats.safetensors import read_safetensors_file
 
-        written = Folder(folder)
+        written = CheckpointFolder(folder)
         tensors: dict[str, Tensor] = {}
         for name in names_written:
-            tensors.update(read_file(written.file(name))[0])
+            tensors.update(read_safetensors_file(written.get_file(name))[0])
         return tensors
 
     return ConversionPlan(tuple(files), documents, companions, reopen_tensors)
@@ -138,7 +158,7 @@ def _with_optimizer(
 
 def write_adapter(
     adapter: StoredAdapter,
-    out: str | Place,
+    out: str | AnyPath,
     *,
     dtype: str = "keep",
     optimizer: bool = False,
@@ -148,17 +168,19 @@ def write_adapter(
 
     The arguments, and what is raised, are those of `write_checkpoint`.
     """
-    choices = Choices(dtype, optimizer=optimizer)
+    choices = ContentOptions(dtype, optimizer=optimizer)
     options.setdefault("expand", True)
-    return carry_out(adapter.checkpoint, partial(plan_adapter, adapter, choices), place(out), **options)
+    return write_plan_atomically(
+        adapter.checkpoint, partial(plan_adapter, adapter, choices), parse_path_or_url(out), **options
+    )
 
 
-def _plan_file(
-    name: str, entries: Iterable[OutputTensor], about: Mapping[str, str] | None = None
+def _plan_safetensors_file(
+    name: str, entries: Iterable[OutputTensor], header_metadata: Mapping[str, str] | None = None
 ) -> PlannedFile:
     # Wide dtypes first: readers view the bytes as elements, so tensors must be aligned to their width.
     ordered = sorted(entries, key=lambda entry: -get_itemsize(entry.dtype))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(about or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(header_metadata or {})}}
     offset = 0
     for entry in ordered:
         if entry.name in header:
@@ -171,28 +193,28 @@ def _plan_file(
         }
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    text += b" " * _compute_padding(8 + len(text), ordered)
+    text += b" " * _compute_header_padding(8 + len(text), ordered)
     if len(text) > MAX_HEADER:
         raise CheckpointError(f"{name}: too many tensors for one file; lower --max-shard-size")
     return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
 
 
-def _compute_padding(size: int, entries: Iterable[OutputTensor]) -> int:
-    """How many spaces go after a header of `size` bytes, so that as much data as possible can be shared.
+def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor]) -> int:
+    """How many spaces go after a header of `header_nbytes` bytes, so that as much data as possible can be shared.
 
     Where files share blocks (XFS, btrfs), data begins at the same place in a block as in the source.
     """
-    shared = {-size % 8: 0}
-    offset = size
+    shared_bytes_by_padding = {-header_nbytes % 8: 0}
+    offset = header_nbytes
     for entry in entries:
         span = entry.tensor.find_span(located=True) if entry.dtype == entry.tensor.dtype else None
-        if span is not None and (spaces := (span.offset - offset) % BLOCK_BYTES) % 8 == -size % 8:
-            shared[spaces] = shared.get(spaces, 0) + entry.nbytes
+        if span is not None and (spaces := (span.offset - offset) % BLOCK_BYTES) % 8 == -header_nbytes % 8:
+            shared_bytes_by_padding[spaces] = shared_bytes_by_padding.get(spaces, 0) + entry.nbytes
         offset += entry.nbytes
-    return max(shared, key=lambda spaces: (shared[spaces], -spaces))
+    return max(shared_bytes_by_padding, key=lambda spaces: (shared_bytes_by_padding[spaces], -spaces))
 
 
-def _to_json_bytes(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         return text.encode()

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING
 
 from portable.converters.errors import CommandError
 from portable.converters.naming import rename_to_live, rename_to_published
-from portable.converters.options import PUBLISHED, WRITERS
-from portable.converters.storage.path_or_url import place
-from portable.converters.writers.conversion import Choices, Options, carry_out
+from portable.converters.options import FORMATS_WITH_PUBLISHED_NAMES, WRITERS
+from portable.converters.storage.path_or_url import parse_path_or_url
+from portable.converters.writers.conversion import ContentOptions, Options, write_plan_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
     from portable.converters.checkpoint import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.plan import ConversionPlan
 
 
-def get_planner(to: str) -> Callable[[Checkpoint, Choices], ConversionPlan]:
+def get_plan_function(output_format: str) -> Callable[[Checkpoint, ContentOptions], ConversionPlan]:
     """Return the function that plans the output files of a format.
 
     The function raises a `CheckpointError` if the format does not support the checkpoint.
 
     Args:
-        to: Output format, one of `portable.converters.options.WRITERS`.
+        output_format: Output format, one of `portable.converters.options.WRITERS`.
 
     Returns:
         The function.
@@ -39,19 +39,21 @@ def get_planner(to: str) -> Callable[[Checkpoint, Choices], ConversionPlan]:
     Raises:
         CheckpointError: If the format is unknown.
     """
-    if to not in WRITERS:
-        raise CommandError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
-    module, _, function = WRITERS[to].partition(":")
-    plan_files: Callable[[Checkpoint, Choices], ConversionPlan] = getattr(import_module(module), function)
+    if output_format not in WRITERS:
+        raise CommandError(f"the format {output_format!r} is not one of {', '.join(WRITERS)}")
+    module, _, function = WRITERS[output_format].partition(":")
+    plan_files: Callable[[Checkpoint, ContentOptions], ConversionPlan] = getattr(
+        import_module(module), function
+    )
     return plan_files
 
 
-def is_single(to: str, out: Place) -> bool:
+def is_single_file_output(output_format: str, out: AnyPath) -> bool:
     """Return whether the output is a single file instead of a folder."""
-    return to == "gguf" and out.name.endswith(".gguf")
+    return output_format == "gguf" and out.name.endswith(".gguf")
 
 
-class WriterOptions(Options, total=False):
+class CheckpointWriterOptions(Options, total=False):
     """Keyword arguments of `write_checkpoint`."""
 
     dtype: str
@@ -62,12 +64,12 @@ class WriterOptions(Options, total=False):
 
 def write_checkpoint(
     checkpoint: Checkpoint,
-    out: str | Place,
+    out: str | AnyPath,
     to: str = "safetensors",
     *,
-    dtype: str = Choices.dtype,
-    max_shard_size: int = Choices.max_shard_size,
-    optimizer: bool = Choices.optimizer,
+    dtype: str = ContentOptions.dtype,
+    max_shard_size: int = ContentOptions.max_shard_size,
+    optimizer: bool = ContentOptions.optimizer,
     names: str | None = None,
     **options: Unpack[Options],
 ) -> ConversionPlan:
@@ -84,9 +86,9 @@ def write_checkpoint(
         checkpoint: Checkpoint to write.
         out: Path or URL of the output.
         to: Output format, one of `portable.converters.options.WRITERS`.
-        dtype: Dtype of the weights, see `Choices`.
-        max_shard_size: Maximum size of a shard in bytes, see `Choices`.
-        optimizer: Whether to also write the optimizer state, see `Choices`.
+        dtype: Dtype of the weights, see `ContentOptions`.
+        max_shard_size: Maximum size of a shard in bytes, see `ContentOptions`.
+        optimizer: Whether to also write the optimizer state, see `ContentOptions`.
         names: Names and shapes of the tensors: `published` converts to the names of published files, `live`
             converts to the names that transformers uses in memory, and `stored` keeps the names of the
             checkpoint. The default is `published` for safetensors, torch, and gguf, and `stored` otherwise.
@@ -100,17 +102,23 @@ def write_checkpoint(
             support the checkpoint, the disk is full, or the object store is unreachable. `out` is then
             unchanged.
     """
-    names = names or ("published" if to in PUBLISHED else "stored")
+    names = names or ("published" if to in FORMATS_WITH_PUBLISHED_NAMES else "stored")
     if names == "published":
         checkpoint = rename_to_published(checkpoint)
     elif names == "live":
         checkpoint = rename_to_live(checkpoint)
-    plan = partial(get_planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
-    return carry_out(checkpoint, plan, place(out), single=is_single(to, place(out)), **options)
+    plan = partial(get_plan_function(to), checkpoint, ContentOptions(dtype, max_shard_size, optimizer))
+    return write_plan_atomically(
+        checkpoint,
+        plan,
+        parse_path_or_url(out),
+        is_single_file=is_single_file_output(to, parse_path_or_url(out)),
+        **options,
+    )
 
 
 def write_safetensors(
-    checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]
+    checkpoint: Checkpoint, out: str | AnyPath, **options: Unpack[CheckpointWriterOptions]
 ) -> ConversionPlan:
     """Write a checkpoint as `model.safetensors`, or as numbered safetensors shards with an index.
 
@@ -128,6 +136,8 @@ def write_safetensors(
     return write_checkpoint(checkpoint, out, "safetensors", **options)
 
 
-def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> ConversionPlan:
+def write_dcp(
+    checkpoint: Checkpoint, out: str | AnyPath, **options: Unpack[CheckpointWriterOptions]
+) -> ConversionPlan:
     """`write_checkpoint` for torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`."""
     return write_checkpoint(checkpoint, out, "dcp", **options)

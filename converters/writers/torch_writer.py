@@ -10,28 +10,28 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.config_and_tokenizer_files import plan_companion_files
 from portable.converters.errors import CheckpointError
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.conversion import (
-    Choices,
+    ContentOptions,
+    convert_param_groups_to_plain,
     list_model_entries,
     list_optimizer_entries,
-    require_optimizer,
-    to_plain_groups,
+    require_optimizer_state,
 )
 from portable.converters.writers.plan import ConversionPlan, PlannedFile
 from portable.converters.writers.torchzip_writer import plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint, OptimizerState
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 
 
-def plan_torch(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
+def plan_torch(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     """The plan of `--to torch`; there is one file for the model, whatever `max_shard_size`.
 
     Raises:
@@ -42,15 +42,15 @@ def plan_torch(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     state |= {alias: state[owner] for alias, owner in checkpoint.aliases.items()}
     values: dict[str, Any] = {MODEL: state}
     if choices.optimizer:
-        optimizer = require_optimizer(checkpoint)
-        values[OPTIMIZER] = _build_state_dict(optimizer, checkpoint.root)
+        optimizer = require_optimizer_state(checkpoint)
+        values[OPTIMIZER] = _build_optimizer_state_dict(optimizer, checkpoint.root)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
-    return ConversionPlan(files, *prepare_companions(checkpoint, entries), partial(reopen_tensors, values))
+    return ConversionPlan(files, *plan_companion_files(checkpoint, entries), partial(reopen_tensors, values))
 
 
-def _build_state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
+def _build_optimizer_state_dict(optimizer: OptimizerState, root: AnyPath) -> dict[str, Any]:
     """`optimizer.state_dict()`, with entries for tensors."""
-    groups = to_plain_groups(optimizer)
+    groups = convert_param_groups_to_plain(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():

@@ -12,17 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.torchzip import TorchZip
-from portable.converters.formats.torch_save.optimizer import as_tensor
-from portable.converters.storage.folder import Folder
+from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
+from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.tensors.dtypes import TO_STORAGE, TO_TORCH, get_itemsize
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor, compute_row_major_strides
-from portable.converters.writers.plan import Part, Trailer
+from portable.converters.writers.plan import CrcTrailer, FilePart
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -61,24 +61,24 @@ class PickledObject:
 
 
 @dataclass(frozen=True)
-class Persistent:
+class PickledPersistentId:
     """A persistent id, by which torch.save references a storage."""
 
     value: tuple[Any, ...]
 
 
-Memo = dict["Hashable", bytes]
+PickleMemo = dict["Hashable", bytes]
 """Maps a string, a `PickledGlobal` or another key to the opcode that fetches its value."""
 
 
 def encode_pickle(value: Any) -> bytes:
     """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
-    emit(value, out, {})
+    append_pickled(value, out, {})
     return bytes(out + b".")
 
 
-def emit(value: Any, out: bytearray, memo: Memo) -> None:
+def append_pickled(value: Any, out: bytearray, memo: PickleMemo) -> None:
     """Append what makes `value`; names and strings that came before are fetched from the memo."""
     if value is None:
         out += b"N"
@@ -99,35 +99,35 @@ def emit(value: Any, out: bytearray, memo: Memo) -> None:
         else:
             data = value.encode("utf-8", "surrogatepass")
             out += b"X" + struct.pack("<L", len(data)) + data
-        emit_memo(value, out, memo)
+        append_memo_put(value, out, memo)
     elif isinstance(value, (tuple, list)):
         out += b"(" if isinstance(value, tuple) else b"]("
         for item in value:
-            emit(item, out, memo)
+            append_pickled(item, out, memo)
         out += b"t" if isinstance(value, tuple) else b"e"
     elif isinstance(value, dict):
         out += b"}("
         for key, item in value.items():
-            emit(key, out, memo)
-            emit(item, out, memo)
+            append_pickled(key, out, memo)
+            append_pickled(item, out, memo)
         out += b"u"
     elif isinstance(value, PickledCall):
-        emit(value.function, out, memo)
-        emit(value.args, out, memo)
+        append_pickled(value.function, out, memo)
+        append_pickled(value.args, out, memo)
         out += b"R"
     elif isinstance(value, PickledObject):
-        emit(value.kind, out, memo)
+        append_pickled(value.kind, out, memo)
         out += b")\x81"
-        emit(value.state, out, memo)
+        append_pickled(value.state, out, memo)
         out += b"b"
-    elif isinstance(value, Persistent):
-        emit(value.value, out, memo)
+    elif isinstance(value, PickledPersistentId):
+        append_pickled(value.value, out, memo)
         out += b"Q"
     else:
         raise TypeError(f"{type(value).__name__} cannot be pickled here")
 
 
-def emit_memo(key: Hashable, out: bytearray, memo: Memo) -> None:
+def append_memo_put(key: Hashable, out: bytearray, memo: PickleMemo) -> None:
     """Append the opcode that stores the value on top of the stack, which `memo[key]` fetches again."""
     number = len(memo)
     short = number < 256
@@ -136,7 +136,7 @@ def emit_memo(key: Hashable, out: bytearray, memo: Memo) -> None:
     memo[key] = (b"h" if short else b"j") + position
 
 
-def build_size(shape: tuple[int, ...]) -> PickledCall:
+def build_torch_size(shape: tuple[int, ...]) -> PickledCall:
     """A `torch.Size`."""
     return PickledCall(PickledGlobal("torch", "Size"), (shape,))
 
@@ -162,7 +162,7 @@ class _TensorMember(NamedTuple):
     offset: int
 
 
-def plan_torch_file(value: Any) -> list[Part]:
+def plan_torch_file(value: Any) -> list[FilePart]:
     """A complete torch.save file, as parts of a planned file.
 
     Args:
@@ -174,7 +174,7 @@ def plan_torch_file(value: Any) -> list[Part]:
     bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
     entries: dict[int, _NumberedEntry] = {}
-    pickled = encode_pickle(_with_calls(value, entries))
+    pickled = encode_pickle(_replace_tensors_by_calls(value, entries))
     members = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
     out, directory, offset = bytearray(), bytearray(), 0
     for name, data in members:
@@ -184,109 +184,114 @@ def plan_torch_file(value: Any) -> list[Part]:
         offset = len(out)
     if not entries:
         return [bytes(out + directory + _build_end_record(len(members), len(directory), offset))]
-    parts: list[Part] = [bytes(out)]
-    many = len(entries) > 1
-    listed: list[_TensorMember] = []
+    parts: list[FilePart] = [bytes(out)]
+    has_several_tensors = len(entries) > 1
+    tensor_members: list[_TensorMember] = []
     crcs = [0] * len(entries)
     for number, entry in entries.values():
         name, nbytes = f"data/{number}", entry.nbytes
-        header = _build_local_header(name, offset if many else None)
-        listed.append(_TensorMember(name, nbytes, offset))
+        header = _build_local_header(name, offset if has_several_tensors else None)
+        tensor_members.append(_TensorMember(name, nbytes, offset))
         offset += len(header) + nbytes + _DESCRIPTOR.size
         parts += [
             header,
             entry,
-            Trailer(_DESCRIPTOR.size, partial(_build_descriptor_and_keep_crc, crcs, number, nbytes)),
+            CrcTrailer(_DESCRIPTOR.size, partial(_record_crc_and_build_descriptor, crcs, number, nbytes)),
         ]
 
-    def close(_: int = 0) -> bytes:
+    def build_directory(_: int = 0) -> bytes:
         every = bytes(directory) + b"".join(
             _build_central_header(name, crc, nbytes, start)
-            for (name, nbytes, start), crc in zip(listed, crcs, strict=True)
+            for (name, nbytes, start), crc in zip(tensor_members, crcs, strict=True)
         )
-        return every + _build_end_record(len(members) + len(listed), len(every), offset)
+        return every + _build_end_record(len(members) + len(tensor_members), len(every), offset)
 
-    return [*parts, Trailer(len(close()), close, late=many)]
+    return [*parts, CrcTrailer(len(build_directory()), build_directory, is_written_last=has_several_tensors)]
 
 
-def reopen_tensors(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
+def reopen_tensors(values: Mapping[str, Any], folder: AnyPath) -> dict[str, Tensor]:
     """The tensors of files that were written, by the names of the entries in what was to be saved in each."""
-    written, tensors = Folder(folder), dict[str, Tensor]()
-    pending = [(value, TorchZip(written.file(name)).load()) for name, value in values.items()]
+    written, tensors = CheckpointFolder(folder), dict[str, Tensor]()
+    pending = [(value, TorchZip(written.get_file(name)).load_object()) for name, value in values.items()]
     while pending:
         planned, loaded = pending.pop()
         if isinstance(planned, OutputTensor):
-            tensors[planned.name] = as_tensor(loaded, planned.name)
+            tensors[planned.name] = to_lazy_tensor(loaded, planned.name)
         elif isinstance(planned, (dict, list, tuple)):
             keys = planned if isinstance(planned, dict) else range(len(planned))
             pending += [(planned[key], loaded[key]) for key in keys]
     return tensors
 
 
-def _build_descriptor_and_keep_crc(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
+def _record_crc_and_build_descriptor(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
     """The descriptor behind a tensor; keeps its CRC32 for the directory."""
     crcs[number] = crc
     return _build_descriptor(crc, nbytes)
 
 
-def _with_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
+def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) -> Any:
     """`value` with the call that rebuilds it for each tensor.
 
     `entries` receives each tensor once, by `id`: its number and itself.
     """
     if isinstance(value, OutputTensor):
         number, _ = entries.setdefault(id(value), _NumberedEntry(len(entries), value))
-        return _build_rebuild_call(value, number)
+        return _build_tensor_call(value, number)
     if isinstance(value, dict):
-        return {key: _with_calls(item, entries) for key, item in value.items()}
+        return {key: _replace_tensors_by_calls(item, entries) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_with_calls(item, entries) for item in value)
+        return type(value)(_replace_tensors_by_calls(item, entries) for item in value)
     return value
 
 
-def _build_rebuild_call(entry: OutputTensor, number: int) -> PickledCall:
+def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")
     count = entry.tensor.numel if storage else entry.nbytes
     strides = tuple(step // width for step in compute_row_major_strides(entry.tensor.shape, width))
-    located = Persistent(("storage", kind, str(number), "cpu", count))
-    place = (located, 0, entry.tensor.shape, strides, False)
+    storage_id = PickledPersistentId(("storage", kind, str(number), "cpu", count))
+    call_args = (storage_id, 0, entry.tensor.shape, strides, False)
     hooks = PickledCall(PickledGlobal("collections", "OrderedDict"), ())
     if storage:
-        return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (*place, hooks))
+        return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v2"), (*call_args, hooks))
     dtype = PickledGlobal("torch", TO_TORCH[entry.dtype])
-    return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
+    return PickledCall(PickledGlobal("torch._utils", "_rebuild_tensor_v3"), (*call_args, hooks, dtype))
 
 
 def _build_descriptor(crc: int, nbytes: int) -> bytes:
     return _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
 
 
-def _build_local_header(name: str, offset: int | None = None) -> bytes:
-    """The header of a member; padded, for one at byte `offset` of the file, to where its data is aligned."""
+def _build_local_header(name: str, align_from: int | None = None) -> bytes:
+    """The header of a member; padded, for one at byte `align_from` of the file, to where its data is aligned."""
     path = f"{_ARCHIVE}/{name}".encode()
     # The zip64 field makes the sizes in the data descriptor 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
-    if offset is not None:
-        bare = offset + _LOCAL.size + len(path) + len(extra) + 4
+    if align_from is not None:
+        bare = align_from + _LOCAL.size + len(path) + len(extra) + 4
         padding = -bare % _ALIGNED
         extra += struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
     wide = 0xFFFFFFFF
     return _LOCAL.pack(b"PK\3\4", 45, _FLAGS, 0, 0, 0, 0, wide, wide, len(path), len(extra)) + path + extra
 
 
-def _build_central_header(name: str, crc: int, nbytes: int, header: int) -> bytes:
+def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
     path = f"{_ARCHIVE}/{name}".encode()
-    wide = [value for value in (nbytes, nbytes, header) if value >= 0xFFFFFFFF]
+    wide = [value for value in (nbytes, nbytes, header_offset) if value >= 0xFFFFFFFF]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    narrow, start = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+    narrow, start = min(nbytes, 0xFFFFFFFF), min(header_offset, 0xFFFFFFFF)
     sizes = (narrow, narrow, len(path), len(extra), 0, 0, 0, 0, start)
     return _CENTRAL.pack(b"PK\1\2", 45, 45, _FLAGS, 0, 0, 0, crc, *sizes) + path + extra
 
 
-def _build_end_record(count: int, size: int, start: int) -> bytes:
-    wide = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
-    locator = _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
-    few, narrow = min(count, 0xFFFF), (min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF))
+def _build_end_record(num_members: int, directory_nbytes: int, directory_offset: int) -> bytes:
+    wide = _END64.pack(
+        b"PK\6\6", 44, 45, 45, 0, 0, num_members, num_members, directory_nbytes, directory_offset
+    )
+    locator = _LOCATOR64.pack(b"PK\6\7", 0, directory_offset + directory_nbytes, 1)
+    few, narrow = (
+        min(num_members, 0xFFFF),
+        (min(directory_nbytes, 0xFFFFFFFF), min(directory_offset, 0xFFFFFFFF)),
+    )
     return wide + locator + _END.pack(b"PK\5\6", 0, 0, few, few, *narrow, 0)

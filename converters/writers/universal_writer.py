@@ -15,21 +15,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.config_and_tokenizer_files import prepare_companions
+from portable.converters.config_and_tokenizer_files import plan_companion_files
 from portable.converters.errors import CheckpointError, CommandError, OptimizerStateError
 from portable.converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
-from portable.converters.tensors.casting import parse_dtype
-from portable.converters.tensors.dtypes import CASTABLE
+from portable.converters.tensors.casting import parse_target_dtype
+from portable.converters.tensors.dtypes import CASTABLE_DTYPES
 from portable.converters.tensors.entry import OutputTensor
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.writers.conversion import (
-    Choices,
+    ContentOptions,
+    convert_param_groups_to_plain,
     list_model_entries,
-    require_optimizer,
-    to_plain_groups,
+    require_optimizer_state,
 )
 from portable.converters.writers.plan import ConversionPlan, PlannedFile
-from portable.converters.writers.torchzip_writer import build_size, plan_torch_file, reopen_tensors
+from portable.converters.writers.torchzip_writer import build_torch_size, plan_torch_file, reopen_tensors
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint, OptimizerState
@@ -41,7 +41,7 @@ _STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def plan_universal(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
+def plan_universal(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan:
     """The plan of `--to deepspeed-universal`: a few files for each parameter, whatever `max_shard_size`.
 
     Raises:
@@ -50,24 +50,24 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
     """
     if not choices.optimizer:
         raise CommandError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
-    if parse_dtype(choices.dtype) not in (None, "F32"):
+    if parse_target_dtype(choices.dtype) not in (None, "F32"):
         raise CommandError("--to deepspeed-universal: its masters are float32; leave out --dtype")
-    optimizer = require_optimizer(checkpoint)
-    groups = to_plain_groups(optimizer)
+    optimizer = require_optimizer_state(checkpoint)
+    groups = convert_param_groups_to_plain(optimizer)
     group_names = [list(group.get("params", [])) for group in groups]
     model = {entry.name: entry for entry in list_model_entries(checkpoint, "keep")}
-    _check_optimizer(checkpoint, group_names, model)
-    total = _find_engine_step(checkpoint, optimizer)
-    tag = f"global_step{total}_universal"
+    _check_param_groups(checkpoint, group_names, model)
+    engine_step = _read_engine_step(checkpoint, optimizer)
+    tag = f"global_step{engine_step}_universal"
     values: dict[str, Any] = {}
     step: Any = 0
     for name in (name for group in group_names for name in group):
         master = model[name].tensor
-        kind = "F32" if master.dtype in CASTABLE else master.dtype
-        shaped = {MASTER: OutputTensor(f"{name}.{MASTER}", kind, master)}
+        master_dtype = "F32" if master.dtype in CASTABLE_DTYPES else master.dtype
+        parameter_entries = {MASTER: OutputTensor(f"{name}.{MASTER}", master_dtype, master)}
         for state_name, value in optimizer.state.get(name, {}).items():
-            scalar = not isinstance(value, Tensor) or not value.shape
-            if state_name == _STEP or (scalar and master.shape):
+            is_scalar = not isinstance(value, Tensor) or not value.shape
+            if state_name == _STEP or (is_scalar and master.shape):
                 # A number or a tensor, as the optimizer that wrote it counts in.
                 saved_value = (
                     OutputTensor(f"{name}.{state_name}", value.dtype, value)
@@ -82,39 +82,39 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> ConversionPlan:
                     "which a universal checkpoint cannot hold"
                 )
             else:
-                shaped[state_name] = OutputTensor(f"{name}.{state_name}", value.dtype, value)
-        for state_name, entry in shaped.items():
+                parameter_entries[state_name] = OutputTensor(f"{name}.{state_name}", value.dtype, value)
+        for state_name, entry in parameter_entries.items():
             values[f"{tag}/{ZERO}/{name}/{state_name}.pt"] = {"param": entry, "cat_dim": 0, NAME: name}
     saved_value = OutputTensor(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
-    values[f"{tag}/{COMMON}"] = _build_common_state(groups, group_names, saved_value)
-    sized = [{name: model[name] for name in group} for group in group_names]
+    values[f"{tag}/{COMMON}"] = _build_optimizer_common_state(groups, group_names, saved_value)
+    model_groups = [{name: model[name] for name in group} for group in group_names]
     trained = {name for group in group_names for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
     # Stage 3 opens the second, and reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
-        values[f"{tag}/{file}"] = _build_model_states(checkpoint, sized, tensors, total)
+        values[f"{tag}/{file}"] = _build_model_states(checkpoint, model_groups, tensors, engine_step)
     files = tuple(PlannedFile(name, tuple(plan_torch_file(value))) for name, value in values.items())
     written = [entry for file in files for entry in file.entries]
-    documents, companions = prepare_companions(checkpoint, written)
+    documents, companions = plan_companion_files(checkpoint, written)
     return ConversionPlan(
         files, {LATEST: tag.encode(), **documents}, companions, partial(reopen_tensors, values)
     )
 
 
-def _check_optimizer(
+def _check_param_groups(
     checkpoint: Checkpoint, group_names: list[list[str]], model: dict[str, OutputTensor]
 ) -> None:
-    location, flat = checkpoint.root, [name for group in group_names for name in group]
-    if not flat or len(set(flat)) != len(flat):
+    location, names = checkpoint.root, [name for group in group_names for name in group]
+    if not names or len(set(names)) != len(names):
         raise OptimizerStateError(f"{location}: its optimizer's groups do not list each parameter once")
-    for name in flat:
+    for name in names:
         if name not in model:
             raise OptimizerStateError(f"{location}: its optimizer names {name!r}, which is not in the model")
         if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
             raise CheckpointError(f"{location}: {name!r} cannot be the name of a folder")
 
 
-def _find_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
+def _read_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     """The step in the metadata, or the optimizer's where that is missing or behind it."""
     recorded_step = checkpoint.metadata.get("step")
     step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
@@ -122,17 +122,17 @@ def _find_engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     return max(counted, recorded_step if type(recorded_step) is int and recorded_step >= 0 else 0)
 
 
-def _build_common_state(
+def _build_optimizer_common_state(
     groups: list[dict[str, Any]], group_names: list[list[str]], step: Any
 ) -> dict[str, Any]:
     """`optimizer_state.pt`: stages 1 and 2 read the top, stage 3 reads `optimizer_state_dict`."""
-    listed = [{**group, "params": [i]} for i, group in enumerate(groups)]
+    indexed_groups = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {
         "zero_stage": 1,
         "partition_count": [1] * len(group_names),
         "ds_version": _VERSION,
-        "param_groups": listed,
-        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": listed},
+        "param_groups": indexed_groups,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": indexed_groups},
     }
 
 
@@ -140,7 +140,9 @@ def _build_model_states(
     checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
-    shapes = [{name: build_size(entry.tensor.shape) for name, entry in group.items()} for group in groups]
+    shapes = [
+        {name: build_torch_size(entry.tensor.shape) for name, entry in group.items()} for group in groups
+    ]
     return {
         "module": rest,
         "buffer_names": list(rest),

@@ -10,7 +10,7 @@ from portable.converters.errors import CheckpointError, to_printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.plan import ConversionPlan, PlannedFile
 
 
@@ -43,25 +43,27 @@ class WriterGroup(Protocol):
         """
 
 
-def deal_files(files: Sequence[PlannedFile], size: int) -> list[list[PlannedFile]]:
+def distribute_files(files: Sequence[PlannedFile], num_processes: int) -> list[list[PlannedFile]]:
     """Distribute files over processes so that each process writes about the same number of bytes.
 
     Every process computes the same distribution.
 
     Args:
         files: Files to write.
-        size: Number of processes.
+        num_processes: Number of processes.
 
     Returns:
         The files of each process, in the order of `files`.
     """
-    loads = [0] * size
-    owners: dict[str, int] = {}
+    bytes_by_process = [0] * num_processes
+    process_by_file: dict[str, int] = {}
     for file in sorted(files, key=lambda file: -file.nbytes):
-        owner = loads.index(min(loads))
-        loads[owner] += file.nbytes
-        owners[file.name] = owner
-    return [[file for file in files if owners[file.name] == number] for number in range(size)]
+        process = bytes_by_process.index(min(bytes_by_process))
+        bytes_by_process[process] += file.nbytes
+        process_by_file[file.name] = process
+    return [
+        [file for file in files if process_by_file[file.name] == number] for number in range(num_processes)
+    ]
 
 
 def compute_plan_digest(plan: ConversionPlan) -> str:
@@ -77,7 +79,7 @@ def compute_plan_digest(plan: ConversionPlan) -> str:
     return digest.hexdigest()
 
 
-def check_same_plan(digests: Sequence[str]) -> None:
+def check_equal_plan_digests(digests: Sequence[str]) -> None:
     """Raise CheckpointError if a process has planned other files than process 0."""
     for number, digest in enumerate(digests):
         if digest != digests[0]:
@@ -87,7 +89,7 @@ def check_same_plan(digests: Sequence[str]) -> None:
             )
 
 
-def check_size(path: Place, expected: int, actual: int | None) -> None:
+def check_written_size(path: AnyPath, expected: int, actual: int | None) -> None:
     """Check a file that another process has written.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DEFAULTS = {
+DEEPSPEED_DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_param_persistence_threshold": 100_000,
@@ -14,28 +14,28 @@ DEFAULTS = {
 }
 """DeepSpeed 0.19's defaults (deepspeed/runtime/zero/config.py and offload_config.py)."""
 
-SWAPPED_BYTES = 1 << 20
+MIN_SWAPPED_BYTES = 1 << 20
 """Smaller tensors stay in memory (MIN_AIO_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
 _ALIGNED_BYTES = 1 << 10
 # Swap buffers consist of whole blocks of this many elements.
 _SWAP_BLOCK = 1 << 18
 
 
-def compute_aligned_bytes(elements: int, size: int) -> int:
-    """Bytes of ``elements`` of ``size`` bytes each in a swap file or buffer, alignment included."""
-    return -(-elements * size // _ALIGNED_BYTES) * _ALIGNED_BYTES
+def compute_aligned_bytes(num_elements: int, element_bytes: int) -> int:
+    """Bytes of ``num_elements`` of ``element_bytes`` bytes each in a swap file or buffer, alignment included."""
+    return -(-num_elements * element_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def compute_swap_buffer(largest_parameter: int, ranks: int) -> int:
+def compute_swap_buffer_elements(largest_parameter_elements: int, num_ranks: int) -> int:
     """Elements of a swap buffer, which holds one parameter's shard.
 
     A smaller one fails in the first step, a larger one wastes memory.
     """
-    share = -(-largest_parameter // ranks)
+    share = -(-largest_parameter_elements // num_ranks)
     return (share // _SWAP_BLOCK + 1) * _SWAP_BLOCK
 
 
-def compute_auto_sizes(hidden_size: int) -> dict[str, int]:
+def compute_auto_bucket_sizes(hidden_size: int) -> dict[str, int]:
     """The sizes that ``auto`` means for a hidden size, as in the Hugging Face Trainer."""
     return {
         "reduce_bucket_size": hidden_size * hidden_size,

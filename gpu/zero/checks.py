@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, format_setting
-from portable.plugins import names_code
+from portable.config.rules import SettingProblem, format_setting_with_value
+from portable.plugins import is_plugin_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
 
-OPTIMIZERS = ("adamw", "sgd", "muon")
+ZERO_OPTIMIZERS = ("adamw", "sgd", "muon")
 """Built-in optimizers that ZeRO supports."""
 
 
@@ -68,34 +68,34 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
             key = f"fsdp.{name}"
             yield SettingProblem(
                 (key, "strategy"),
-                f"{format_setting(config, key)} has no effect with DeepSpeed's strategy {strategy}; remove "
-                "it, or use full_shard",
+                f"{format_setting_with_value(config, key)} has no effect with DeepSpeed's strategy "
+                f"{strategy}; remove it, or use full_shard",
             )
 
 
-def find_problems(config: RunConfig, *, late: bool, cuda: bool) -> Iterator[SettingProblem]:
+def find_problems(config: RunConfig, *, late: bool, has_cuda: bool) -> Iterator[SettingProblem]:
     """Yield the settings that ZeRO does not support on a backend.
 
     Args:
         config: Config of a run with a strategy of ZeRO.
         late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
-        cuda: Whether the backend has NVIDIA GPUs.
+        has_cuda: Whether the backend has NVIDIA GPUs.
     """
     optimizer = config.train.optimizer
-    if not cuda and config.precision == "fp16":
+    if not has_cuda and config.precision == "fp16":
         yield SettingProblem(
             ("precision", "backend", "strategy"),
             f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
             "DeepSpeed's; use fp32 or bf16",
         )
-    if optimizer not in OPTIMIZERS and not names_code(optimizer):
+    if optimizer not in ZERO_OPTIMIZERS and not is_plugin_name(optimizer):
         yield SettingProblem(
             ("train.optimizer",),
             f"train.optimizer: ZeRO does not support {optimizer}; use adamw, sgd or muon",
         )
     if late:
         yield from check_parameters(config)
-        if names_code(optimizer):
+        if is_plugin_name(optimizer):
             yield from check_custom_optimizer(config)
         if _is_swapping(config):
             yield from check_nvme(config)
@@ -115,7 +115,7 @@ def check_parameters(config: RunConfig) -> Iterator[SettingProblem]:
             "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
             "layers; use zero2 or full_shard",
         )
-    if config.train.freezes and config.memory.offload_params == "nvme":
+    if config.train.has_frozen_patterns and config.memory.offload_params == "nvme":
         yield SettingProblem(
             ("memory.offload_params",),
             "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or "
@@ -131,7 +131,7 @@ def check_custom_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     if not custom_optimizer.is_elementwise(config.train):
         reason = "is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
-    if custom_optimizer.constructs_state(config.train):
+    if custom_optimizer.has_state_before_first_step(config.train):
         reason = "its constructor makes state, of parameters that ZeRO replaces; use strategy full_shard"
         yield SettingProblem((key,), f"{key}: {optimizer}: {reason}")
 
@@ -148,7 +148,7 @@ def check_nvme(config: RunConfig) -> Iterator[SettingProblem]:
             (key, offloading),
             f"{key}: muon {reason}, which swap parts of matrices apart; use cpu",
         )
-    if names_code(optimizer):
+    if is_plugin_name(optimizer):
         yield SettingProblem(
             (key, offloading),
             f"{key}: {optimizer}: {reason}, since only DeepSpeed knows what it swaps; use cpu",

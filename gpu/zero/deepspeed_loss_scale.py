@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.engines.loss_scale import STATE, LossScale
+from portable.engines.loss_scale import STATE_NAMES, LossScaleSearch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class DeepSpeedLossScale(LossScale):
+class DeepSpeedLossScale(LossScaleSearch):
     """DeepSpeed itself advances the search.
 
     Args:
@@ -27,9 +27,9 @@ class DeepSpeedLossScale(LossScale):
         self._overflows += 1
 
     def read_state(self) -> dict[str, float]:
-        return {**{name: getattr(self._scaler, name) for name in STATE}, "overflows": self._overflows}
+        return {**{name: getattr(self._scaler, name) for name in STATE_NAMES}, "overflows": self._overflows}
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        for name in STATE:
+    def restore_state(self, state: Mapping[str, float]) -> None:
+        for name in STATE_NAMES:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

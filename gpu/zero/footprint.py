@@ -11,35 +11,35 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived_defaults import ZERO
-from portable.engines.communication_volume import compute_internode_bytes, count_elements
+from portable.config.derived_defaults import ZERO_STRATEGIES
+from portable.engines.communication_volume import compute_internode_bytes, sum_elements
 from portable.engines.fsdp.footprint import PassMemory
 from portable.gpu.zero import buckets
-from portable.gpu.zero.checks import OPTIMIZERS
+from portable.gpu.zero.checks import ZERO_OPTIMIZERS
 from portable.planner.memory_model import (
     COMPUTE_BYTES,
     Cluster,
     Footprint,
     StrategySetting,
     Traffic,
-    compute_muon_cost,
+    compute_muon_update_cost,
 )
-from portable.planner.optimizer_memory import MASTER, compute_custom_state_bytes
-from portable.plugins import names_code
+from portable.planner.optimizer_memory import FP32_BYTES, compute_custom_state_bytes
+from portable.plugins import is_plugin_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
-    from portable.planner.parameter_inventory import Inventory, Weight
+    from portable.planner.parameter_inventory import ModelInventory, ParameterEntry
 
 
 def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
-    """What ZeRO adds to :func:`portable.engines.footprint.settings`."""
+    """What ZeRO adds to :func:`portable.engines.footprint.iter_settings`."""
     train = config.train
-    if train.optimizer in OPTIMIZERS or _is_elementwise(train):
-        for strategy in ZERO:
+    if train.optimizer in ZERO_OPTIMIZERS or _is_elementwise(train):
+        for strategy in ZERO_STRATEGIES:
             yield StrategySetting(strategy)
             yield StrategySetting(strategy, "cpu")
         yield StrategySetting("zero3", "none", "cpu")
@@ -50,59 +50,59 @@ def iter_zero_settings(config: RunConfig) -> Iterator[StrategySetting]:
 
 
 def _is_elementwise(train: TrainConfig) -> bool:
-    if not names_code(train.optimizer):
+    if not is_plugin_name(train.optimizer):
         return False
     from portable.optim import custom_optimizer  # only here: it needs torch
 
-    return custom_optimizer.is_elementwise(train) and not custom_optimizer.constructs_state(train)
+    return custom_optimizer.is_elementwise(train) and not custom_optimizer.has_state_before_first_step(train)
 
 
-def compute_zero_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_zero_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
-    return _Zero(model, config, cluster).compute_footprint()
+    return _ZeroFootprint(model, config, cluster).compute_footprint()
 
 
-class _Shares:
+class _RankShares:
     """What a rank updates of each group. Sizes are in elements unless they say bytes."""
 
-    def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
+    def __init__(self, model: ModelInventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
-        self._section = _get_zero_section(config)
-        self._ranks = cluster.devices
+        self._zero_section = _get_zero_section(config)
+        self._num_ranks = cluster.devices
         self._stage = int(config.strategy[-1])
-        self._compute = COMPUTE_BYTES[config.precision]
+        self._compute_bytes = COMPUTE_BYTES[config.precision]
         self._model = model
         self._weights = model.weights
-        self._trained = model.trained
-        self._whole = model.elements
-        self._learning = count_elements(self._trained)
-        self._largest = max(w.elements for w in self._weights)
-        self._largest_gradient = max(w.elements for w in self._trained)
-        self._hidden = model.hidden_size
+        self._trained = model.trained_weights
+        self._total_elements = model.num_elements
+        self._trained_elements = sum_elements(self._trained)
+        self._largest_parameter = max(w.num_elements for w in self._weights)
+        self._largest_gradient = max(w.num_elements for w in self._trained)
+        self._hidden_size = model.hidden_size
         self._optimizer_on_host = config.memory.offload_optimizer != "none"
         self._parameters_on_host = config.memory.offload_params != "none"
         self._optimizer_on_disk = config.memory.offload_optimizer == "nvme"
         self._parameters_on_disk = config.memory.offload_params == "nvme"
 
     @cached_property
-    def _groups(self) -> list[list[Weight]]:
+    def _parameter_groups(self) -> list[list[ParameterEntry]]:
         """The optimizer's parameter groups; see :func:`portable.optim.optimizers.build_parameter_groups`."""
-        groups: dict[Any, list[Weight]] = {}
+        groups: dict[Any, list[ParameterEntry]] = {}
         for weight in self._trained:
             groups.setdefault(weight.group, []).append(weight)
         return [groups[group] for group in sorted(groups)]
 
     @cached_property
-    def _shard(self) -> int:
+    def _updated_elements(self) -> int:
         """Elements that a rank updates."""
-        return sum(map(self._count_share_elements, self._groups))
+        return sum(map(self._count_share_elements, self._parameter_groups))
 
-    def _count_shard_elements(self, weights: Iterable[Weight]) -> int:
-        return sum(-(-w.elements // self._ranks) for w in weights)
+    def _count_shard_elements(self, weights: Iterable[ParameterEntry]) -> int:
+        return sum(-(-w.num_elements // self._num_ranks) for w in weights)
 
     def _compute_moment_bytes(self) -> int:
         """Bytes of the moments of flat partitions, and their step counts."""
-        return int(self._moments_per_element * MASTER * self._shard) + self._step_counts
+        return int(self._moments_per_element * FP32_BYTES * self._updated_elements) + self._step_count_bytes
 
     @property
     def _moments_per_element(self) -> int | Fraction:
@@ -111,79 +111,85 @@ class _Shares:
 
     @property
     def _optimizer_moments(self) -> int | Fraction:
-        if names_code(self._config.train.optimizer):
-            return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, MASTER)
+        if is_plugin_name(self._config.train.optimizer):
+            return Fraction(compute_custom_state_bytes(self._config.train, (1,), 1).sharded, FP32_BYTES)
         if self._config.train.optimizer == "muon":
             moments = sum(
-                (1 if group[0].matrices else 2) * self._count_share_elements(group) for group in self._groups
+                (1 if group[0].uses_muon else 2) * self._count_share_elements(group)
+                for group in self._parameter_groups
             )
-            return Fraction(moments, self._shard)
+            return Fraction(moments, self._updated_elements)
         return {"adamw": 2, "sgd": 1 if self._config.train.betas[0] else 0}[self._config.train.optimizer]
 
-    def _count_share_elements(self, group: list[Weight]) -> int:
+    def _count_share_elements(self, group: list[ParameterEntry]) -> int:
         """Elements of a group of parameters that a rank updates."""
         if self._stage == 3:
             return self._count_shard_elements(group)
-        alignment = 2 * self._ranks
-        return -(-count_elements(group) // alignment) * 2
+        alignment = 2 * self._num_ranks
+        return -(-sum_elements(group) // alignment) * 2
 
     @property
-    def _step_counts(self) -> int:
+    def _step_count_bytes(self) -> int:
         """Bytes: one step count per group or sub-group."""
         if self._config.train.optimizer == "sgd":
             return 0
-        groups = self._groups if self._stage < 3 else self._sub_groups
-        if names_code(self._config.train.optimizer):
+        groups = self._parameter_groups if self._stage < 3 else self._sub_groups
+        if is_plugin_name(self._config.train.optimizer):
             return compute_custom_state_bytes(self._config.train, (1,), 1).replicated * len(groups)
-        return MASTER * sum(not group[0].matrices for group in groups)
+        return FP32_BYTES * sum(not group[0].uses_muon for group in groups)
 
     @cached_property
-    def _sub_groups(self) -> list[list[Weight]]:
+    def _sub_groups(self) -> list[list[ParameterEntry]]:
         """Parameters that stage 3 updates and swaps together."""
-        most = self._get_size("sub_group_size")
-        sub_groups: list[list[Weight]] = []
-        for group in self._groups:
-            filled = most  # start a new sub-group with each group
+        max_elements = self._get_deepspeed_size("sub_group_size")
+        sub_groups: list[list[ParameterEntry]] = []
+        for group in self._parameter_groups:
+            filled = max_elements  # start a new sub-group with each group
             for parameter in group:
-                if filled >= most:
+                if filled >= max_elements:
                     sub_groups.append([])
                     filled = 0
                 sub_groups[-1].append(parameter)
                 filled += self._count_shard_elements([parameter])
         return sub_groups
 
-    def _get_size(self, name: str) -> int:
-        value: Any = self._section
+    def _get_deepspeed_size(self, name: str) -> int:
+        value: Any = self._zero_section
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if value is None:
-            return buckets.DEFAULTS[name]
-        return buckets.compute_auto_sizes(self._hidden)[name] if value == "auto" else int(value)
+            return buckets.DEEPSPEED_DEFAULTS[name]
+        return buckets.compute_auto_bucket_sizes(self._hidden_size)[name] if value == "auto" else int(value)
 
 
-class _Zero(_Shares):
+class _ZeroFootprint(_RankShares):
     """What the stages of ZeRO in DeepSpeed 0.19 hold, and where."""
 
     def compute_footprint(self) -> Footprint:
-        total, learning, compute, share = self._whole, self._learning, self._compute, self._shard
-        master = MASTER * share
+        total, learning, compute, share = (
+            self._total_elements,
+            self._trained_elements,
+            self._compute_bytes,
+            self._updated_elements,
+        )
+        master = FP32_BYTES * share
         moments = self._compute_moment_bytes()
         gradients = self._compute_gradient_bytes()
         on_host = self._optimizer_on_host
         resident = compute * (
-            self._count_shard_elements(self._weights) if self._stage == 3 else self._flat_row
+            self._count_shard_elements(self._weights) if self._stage == 3 else self._padded_total_elements
         )
-        links = (self._ranks - 1) / self._ranks
-        summed = MASTER * learning * links
+        links = (self._num_ranks - 1) / self._num_ranks
+        summed = FP32_BYTES * learning * links
         if self._stage == 3:
-            gathers = 1 if total <= self._get_size("stage3_max_live_parameters") else 2
+            gathers = 1 if total <= self._get_deepspeed_size("stage3_max_live_parameters") else 2
             traffic = Traffic(per_pass=summed + gathers * compute * total * links)
         elif self._stage == 2:
             traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
         else:
             traffic = Traffic(per_step=summed + compute * learning * links)
         pass_memory = self._compute_pass_memory()
-        in_update, sent = compute_muon_cost(self._model, compute, self._ranks, replicated=False)
+        in_update, sent = compute_muon_update_cost(self._model, compute, self._num_ranks, replicated=False)
         traffic = replace(traffic, per_step=traffic.per_step + sent)
         network = Traffic(
             compute_internode_bytes(traffic.per_pass, self._cluster),
@@ -209,112 +215,118 @@ class _Zero(_Shares):
     # -- resident ------------------------------------------------------------------------------------------
 
     @cached_property
-    def _flat_row(self) -> int:
+    def _padded_total_elements(self) -> int:
         """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
-        return self._ranks * self._shard + self._whole - self._learning
+        return self._num_ranks * self._updated_elements + self._total_elements - self._trained_elements
 
     def _compute_gradient_bytes(self) -> int:
         """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
         if self._stage == 1:
-            return self._compute * self._learning
+            return self._compute_bytes * self._trained_elements
         if self._optimizer_on_host and self._stage == 3:
             return 0
-        if self._stage == 2 and self._compute == MASTER:
-            return MASTER * self._count_reached_elements()
-        return MASTER * self._shard
+        if self._stage == 2 and self._compute_bytes == FP32_BYTES:
+            return FP32_BYTES * self._count_overlapping_elements()
+        return FP32_BYTES * self._updated_elements
 
-    def _count_reached_elements(self) -> int:
+    def _count_overlapping_elements(self) -> int:
         """Elements of the parameters that overlap rank 0's share, which stage 2 keeps unsharded in fp32."""
-        reached = 0
-        for group in self._groups:
-            row, end = 0, -(-count_elements(group) // (2 * self._ranks)) * 2
+        overlapping_elements = 0
+        for group in self._parameter_groups:
+            group_offset, share_end = 0, -(-sum_elements(group) // (2 * self._num_ranks)) * 2
             for parameter in group:
-                if row < end:
-                    reached += parameter.elements
-                row += parameter.elements
-        return reached
+                if group_offset < share_end:
+                    overlapping_elements += parameter.num_elements
+                group_offset += parameter.num_elements
+        return overlapping_elements
 
     def _compute_host_bytes(self, resident: int) -> int:
         """Bytes in host memory, buffers for gradients and parameters included."""
-        host = MASTER * self._exact
+        host = FP32_BYTES * self._exact_frozen_elements
         if self._parameters_on_host:
             host += self._compute_swap_host_bytes() if self._parameters_on_disk else resident
         if not self._optimizer_on_host:
             return host
-        in_memory = self._shard
+        in_memory = self._updated_elements
         if self._optimizer_on_disk:
             largest = max(self._count_shard_elements(group) for group in self._sub_groups)
-            in_memory -= sum(self._count_shard_elements(group) for group in self._swapped_groups)
-            host += self._get_size("offload_optimizer.buffer_count") * buckets.compute_aligned_bytes(
-                largest, MASTER
-            )
-        moments = int(self._moments_per_element * MASTER * in_memory) + self._step_counts
-        host += 2 * MASTER * in_memory + moments  # with master weights and gradients
+            in_memory -= sum(self._count_shard_elements(group) for group in self._swapped_sub_groups)
+            host += self._get_deepspeed_size(
+                "offload_optimizer.buffer_count"
+            ) * buckets.compute_aligned_bytes(largest, FP32_BYTES)
+        moments = int(self._moments_per_element * FP32_BYTES * in_memory) + self._step_count_bytes
+        host += 2 * FP32_BYTES * in_memory + moments  # with master weights and gradients
         if self._stage == 3:
-            return host + MASTER * self._shard
-        return host + self._compute * (self._shard + self._largest_gradient)
+            return host + FP32_BYTES * self._updated_elements
+        return host + self._compute_bytes * (self._updated_elements + self._largest_gradient)
 
     @property
-    def _exact(self) -> int:
+    def _exact_frozen_elements(self) -> int:
         """Elements of the frozen weights that a rank keeps in fp32 too, which the compute type would round.
 
         Under stages 1 and 2 rank 0 has all of them: this is a rank's share of its node's memory.
         """
-        rounded = [w for w in self._weights if not w.trained and w.itemsize > self._compute]
+        rounded = [w for w in self._weights if not w.is_trained and w.itemsize > self._compute_bytes]
         if self._stage == 3:
             return self._count_shard_elements(rounded)
-        return -(-count_elements(rounded) // min(self._cluster.per_node, self._ranks))
+        return -(-sum_elements(rounded) // min(self._cluster.per_node, self._num_ranks))
 
     # -- on disk -------------------------------------------------------------------------------------------
 
     @cached_property
-    def _swapped_groups(self) -> list[list[Weight]]:
+    def _swapped_sub_groups(self) -> list[list[ParameterEntry]]:
         """The sub-groups whose master weights and moments are swapped."""
         if not self._optimizer_on_disk:
             return []
-        least = buckets.SWAPPED_BYTES
-        return [group for group in self._sub_groups if MASTER * self._count_shard_elements(group) >= least]
+        min_bytes = buckets.MIN_SWAPPED_BYTES
+        return [
+            group for group in self._sub_groups if FP32_BYTES * self._count_shard_elements(group) >= min_bytes
+        ]
 
     def _compute_swap_host_bytes(self) -> int:
         """Bytes of swap buffers, and of compute copies that stay in memory."""
-        compute, ranks = self._compute, self._ranks
-        buffers = self._get_size("offload_param.buffer_count") * buckets.compute_swap_buffer(
-            self._largest, ranks
-        )
-        most = self._get_size("offload_param.max_in_cpu")
-        in_memory = min(most, self._shard)
-        filled, outside = 0, 0
-        apart: list[list[Weight]] = []
+        compute, ranks = self._compute_bytes, self._num_ranks
+        buffers = self._get_deepspeed_size(
+            "offload_param.buffer_count"
+        ) * buckets.compute_swap_buffer_elements(self._largest_parameter, ranks)
+        max_in_memory = self._get_deepspeed_size("offload_param.max_in_cpu")
+        in_memory = min(max_in_memory, self._updated_elements)
+        filled, small_elements = 0, 0
+        groups_on_disk: list[list[ParameterEntry]] = []
         for group in self._sub_groups:
             share = self._count_shard_elements(group)
             if filled + share > in_memory:
-                apart.append(group)
-                outside += self._count_shard_elements([w for w in group if not self._is_swapped(w)])
+                groups_on_disk.append(group)
+                small_elements += self._count_shard_elements(
+                    [w for w in group if not self._is_parameter_swapped(w)]
+                )
             filled += share
-        outside += self._count_shard_elements(
-            [w for w in self._weights if not w.trained and not self._is_swapped(w)]
+        small_elements += self._count_shard_elements(
+            [w for w in self._weights if not w.is_trained and not self._is_parameter_swapped(w)]
         )
         # The rest is written through a buffer, which DeepSpeed sizes for unsharded parameters.
-        largest = max(apart, key=self._count_shard_elements, default=[])
-        written = sum(buckets.compute_aligned_bytes(w.elements, compute) for w in largest)
-        return compute * (buffers + in_memory + outside) + written
+        largest = max(groups_on_disk, key=self._count_shard_elements, default=[])
+        written = sum(buckets.compute_aligned_bytes(w.num_elements, compute) for w in largest)
+        return compute * (buffers + in_memory + small_elements) + written
 
-    def _is_swapped(self, parameter: Weight) -> bool:
+    def _is_parameter_swapped(self, parameter: ParameterEntry) -> bool:
         """Whether its compute copy is swapped to a file."""
-        return self._compute * self._count_shard_elements([parameter]) >= buckets.SWAPPED_BYTES
+        return self._compute_bytes * self._count_shard_elements([parameter]) >= buckets.MIN_SWAPPED_BYTES
 
     def _compute_disk_bytes(self) -> int:
         """Bytes of all swap files."""
         disk_bytes = 0
-        for group in self._swapped_groups:
+        for group in self._swapped_sub_groups:
             disk_bytes += int(1 + self._moments_per_element) * buckets.compute_aligned_bytes(
-                self._count_shard_elements(group), MASTER
+                self._count_shard_elements(group), FP32_BYTES
             )
-            gradients = [MASTER * self._count_shard_elements([parameter]) for parameter in group]
-            disk_bytes += sum(size for size in gradients if size >= buckets.SWAPPED_BYTES)
+            gradients = [FP32_BYTES * self._count_shard_elements([parameter]) for parameter in group]
+            disk_bytes += sum(size for size in gradients if size >= buckets.MIN_SWAPPED_BYTES)
         if self._parameters_on_disk:
-            swapped = [self._count_shard_elements([w]) for w in self._weights if self._is_swapped(w)]
-            disk_bytes += sum(buckets.compute_aligned_bytes(share, self._compute) for share in swapped)
+            swapped = [
+                self._count_shard_elements([w]) for w in self._weights if self._is_parameter_swapped(w)
+            ]
+            disk_bytes += sum(buckets.compute_aligned_bytes(share, self._compute_bytes) for share in swapped)
         return disk_bytes
 
     # -- temporary -----------------------------------------------------------------------------------------
@@ -322,55 +334,77 @@ class _Zero(_Shares):
     def _compute_pass_memory(self) -> PassMemory:
         """Bytes of buffers, gathered parameters and unreduced gradients: before the backward pass reaches the
         layers, in them, and at the end, when few activations are left."""
-        bucket = self._get_size("reduce_bucket_size")
-        compute = self._compute
-        cast = 0 if compute == MASTER else MASTER
-        layer = max((w.elements for w in self._trained if not w.table), default=0)
+        bucket = self._get_deepspeed_size("reduce_bucket_size")
+        compute = self._compute_bytes
+        fp32_copy_bytes = 0 if compute == FP32_BYTES else FP32_BYTES
+        largest_layer_gradient = max((w.num_elements for w in self._trained if not w.is_embedding), default=0)
         if self._stage < 3:
             buffer = compute * bucket
             if self._optimizer_on_host:
                 buffer += compute * self._largest_gradient
             # A gradient larger than the bucket is reduced alone, in an fp32 copy.
             layers = (
-                buffer + cast * min(bucket, self._learning) + (compute + cast) * self._count_unbucketed(layer)
+                buffer
+                + fp32_copy_bytes * min(bucket, self._trained_elements)
+                + (compute + fp32_copy_bytes) * self._get_unbucketed_elements(largest_layer_gradient)
             )
-            share_copy = compute * self._shard  # a copy of this rank's share after the reduction
+            share_copy = compute * self._updated_elements  # a copy of this rank's share after the reduction
             return PassMemory(
                 buffer,
                 layers,
-                buffer + share_copy + (compute + cast) * self._count_unbucketed(self._largest_gradient),
+                buffer
+                + share_copy
+                + (compute + fp32_copy_bytes) * self._get_unbucketed_elements(self._largest_gradient),
             )
-        threshold = self._get_size("stage3_param_persistence_threshold")
-        persistent = sum(w.elements for w in self._weights if w.elements <= threshold)
-        coming = self._whole - persistent
+        threshold = self._get_deepspeed_size("stage3_param_persistence_threshold")
+        persistent = sum(w.num_elements for w in self._weights if w.num_elements <= threshold)
+        gathered_elements = self._total_elements - persistent
         # Swapped parameters are released after each use.
-        most = 0 if self._parameters_on_disk else self._get_size("stage3_max_live_parameters")
-        live = min(coming, max(most, self._largest))
+        max_live_elements = (
+            0 if self._parameters_on_disk else self._get_deepspeed_size("stage3_max_live_parameters")
+        )
+        live_elements = min(gathered_elements, max(max_live_elements, self._largest_parameter))
         # Gathered into one flat buffer ahead of the layers, and copied out to each parameter.
-        row = min(coming, max(self._get_size("stage3_prefetch_bucket_size"), self._largest))
-        there = MASTER * bucket + compute * (persistent + live)
-        layers = there + (compute + 2 * MASTER) * self._count_unbucketed(layer)
-        if coming > live:  # gathering continues during the pass
-            there, layers = there + compute * row, layers + compute * row
-        end = (compute + 2 * MASTER) * self._count_unbucketed(self._largest_gradient)
-        at_end = MASTER * bucket + compute * (persistent + live) + max(compute * row, end)
-        return PassMemory(there, layers, at_end)
+        prefetch_elements = min(
+            gathered_elements,
+            max(self._get_deepspeed_size("stage3_prefetch_bucket_size"), self._largest_parameter),
+        )
+        bytes_before_layers = FP32_BYTES * bucket + compute * (persistent + live_elements)
+        layers = bytes_before_layers + (compute + 2 * FP32_BYTES) * self._get_unbucketed_elements(
+            largest_layer_gradient
+        )
+        if gathered_elements > live_elements:  # gathering continues during the pass
+            bytes_before_layers, layers = (
+                bytes_before_layers + compute * prefetch_elements,
+                layers + compute * prefetch_elements,
+            )
+        end_gradient_bytes = (compute + 2 * FP32_BYTES) * self._get_unbucketed_elements(
+            self._largest_gradient
+        )
+        at_end = (
+            FP32_BYTES * bucket
+            + compute * (persistent + live_elements)
+            + max(compute * prefetch_elements, end_gradient_bytes)
+        )
+        return PassMemory(bytes_before_layers, layers, at_end)
 
-    def _count_unbucketed(self, elements: int) -> int:
+    def _get_unbucketed_elements(self, elements: int) -> int:
         """``elements`` if a gradient of that size is too large for a bucket, else 0."""
-        return elements if elements > self._get_size("reduce_bucket_size") else 0
+        return elements if elements > self._get_deepspeed_size("reduce_bucket_size") else 0
 
     def _compute_update_bytes(self) -> int:
         """Bytes of the flat fp32 gradients for the optimizer."""
         if self._optimizer_on_host:
             return 0
         if self._stage == 1:
-            return (MASTER + 2 * self._compute) * self._shard - self._compute_gradient_bytes()
-        if self._stage == 2 and self._compute != MASTER:
-            return 2 * MASTER * self._largest_gradient
+            return (
+                FP32_BYTES + 2 * self._compute_bytes
+            ) * self._updated_elements - self._compute_gradient_bytes()
+        if self._stage == 2 and self._compute_bytes != FP32_BYTES:
+            return 2 * FP32_BYTES * self._largest_gradient
         if self._stage == 3:
-            return MASTER * max(self._count_shard_elements(group) for group in self._sub_groups)
-        return MASTER * self._shard
+            return FP32_BYTES * max(self._count_shard_elements(group) for group in self._sub_groups)
+        return FP32_BYTES * self._updated_elements
 
 
 def _get_zero_section(config: RunConfig) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import torch
 from portable.engines.engine_interface import COMPUTE_DTYPES
 from portable.errors import UserError, require, to_one_line
 from portable.gpu.zero import private_api
-from portable.gpu.zero.op_builds import wait_for_build
+from portable.gpu.zero.op_builds import wait_for_op_build
 from portable.optim import custom_optimizer
 from portable.optim.optimizers import build_optimizer, build_parameter_groups
-from portable.optim.stored_state import restore_groups
-from portable.optim.weight_average import keep_average
-from portable.plugins import names_code
+from portable.optim.stored_state import restore_custom_group_values
+from portable.optim.weight_average import install_weight_average
+from portable.plugins import is_plugin_name
 from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.converters.checkpoint import OptimizerState
     from portable.gpu.zero.config import DeepSpeedDocument
-    from portable.optim.optimizers import Group
+    from portable.optim.optimizers import OptimizerGroup
 
 _KEY = "zero_force_ds_cpu_optimizer"
 
 
-def check(config: RunConfig, document: DeepSpeedDocument | None) -> None:
+def check_zero_optimizer(config: RunConfig, document: DeepSpeedDocument | None) -> None:
     """Build DeepSpeed's CPU optimizer if it will be needed: minutes, once per machine.
 
     Raises:
@@ -39,7 +39,9 @@ def check(config: RunConfig, document: DeepSpeedDocument | None) -> None:
     """
     if document is None:
         return
-    tested = document.get("zero_allow_untested_optimizer") is not False or config.train.optimizer == "adamw"
+    tested = (
+        document.get_value("zero_allow_untested_optimizer") is not False or config.train.optimizer == "adamw"
+    )
     require(
         tested,
         f"{document.name}: zero_allow_untested_optimizer false: DeepSpeed has not tested "
@@ -56,7 +58,7 @@ def check(config: RunConfig, document: DeepSpeedDocument | None) -> None:
 
     try:
         builder = CPUAdamBuilder()
-        wait_for_build(builder.name)
+        wait_for_op_build(builder.name)
         with discard_native_stdout():
             builder.load()
     except Exception as error:
@@ -66,29 +68,32 @@ def check(config: RunConfig, document: DeepSpeedDocument | None) -> None:
         ) from error
 
 
-def build(
-    config: RunConfig, document: DeepSpeedDocument | None, model: nn.Module, groups: Mapping[str, Group]
+def build_zero_optimizer(
+    config: RunConfig,
+    document: DeepSpeedDocument | None,
+    model: nn.Module,
+    groups: Mapping[str, OptimizerGroup],
 ) -> Any:
     """The optimizer of ``model``, whose parameters may be partitioned already."""
     parameters = dict(model.named_parameters())
     if not _is_cpu_adam_forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
-        built = build_optimizer(config.train, parameters, groups, compute=compute)
-        return built.inner if isinstance(built, custom_optimizer.UserOptimizer) else built
+        built = build_optimizer(config.train, parameters, groups, compute_dtype=compute)
+        return built.inner if isinstance(built, custom_optimizer.CustomOptimizer) else built
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
     param_groups = build_parameter_groups(parameters, groups, train.learning_rate)
     forced = DeepSpeedCPUAdam(param_groups, lr=train.learning_rate, betas=train.betas, eps=train.eps)
     if train.ema is not None:
-        keep_average(forced, train.ema)
+        install_weight_average(forced, train.ema)
     return forced
 
 
 def restore_param_groups(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> None:
     """Restore the parameter groups of a custom optimizer. A no-op for built-in optimizers."""
-    if names_code(train.optimizer):
-        restore_groups(optimizer.param_groups, stored)
+    if is_plugin_name(train.optimizer):
+        restore_custom_group_values(optimizer.param_groups, stored)
 
 
 def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
@@ -97,17 +102,21 @@ def build_state_samples(optimizer: Any, train: TrainConfig) -> dict[str, Any]:
     Returns:
         The samples by state name. Empty for a built-in optimizer, whose state has known types.
     """
-    if not names_code(train.optimizer):
+    if not is_plugin_name(train.optimizer):
         return {}
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
     samples = custom_optimizer.build_sample_state(train)
     return {k: v for k, v in samples.items() if not (on_device and getattr(v, "shape", None) == ())}
 
 
-def catch_up(optimizer: Any, steps: int) -> None:
+def replay_optimizer_counters(optimizer: Any, steps: int) -> None:
     """Bring a restored optimizer's internal counters to where they were after ``steps`` updates."""
-    private_api.replay_cpu_adam(optimizer, steps, [torch.zeros(1) for _ in range(4)])
+    private_api.replay_cpu_adam_steps(optimizer, steps, [torch.zeros(1) for _ in range(4)])
 
 
 def _is_cpu_adam_forced(config: RunConfig, document: DeepSpeedDocument | None) -> bool:
-    return document is not None and document.get(_KEY) is True and config.memory.offload_optimizer != "none"
+    return (
+        document is not None
+        and document.get_value(_KEY) is True
+        and config.memory.offload_optimizer != "none"
+    )

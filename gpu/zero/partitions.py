@@ -18,10 +18,10 @@ import torch
 from portable.converters import CheckpointError
 from portable.converters import Tensor as StoredTensor
 from portable.gpu.zero import private_api
-from portable.model.weight_sources import fill
-from portable.optim.muon import Matrix, split_matrices
+from portable.model.weight_sources import copy_into_tensor
+from portable.optim.muon import ShardedMatrix, list_sharded_matrices
 from portable.optim.stored_state import cast_number
-from portable.optim.weight_average import exchange
+from portable.optim.weight_average import swap_weights_and_averages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ParameterFragment:
     """The slice of one parameter in a flat partition of this rank.
 
     Attributes:
-        name: of the parameter.
+        parameter_name: of the parameter.
         start, stop: the elements that this rank holds, in row-major order.
-        offset: of the slice in the flat partition.
+        partition_offset: of the slice in the flat partition.
     """
 
-    name: str
+    parameter_name: str
     start: int
     stop: int
-    offset: int
+    partition_offset: int
 
-    def get_slice(self, flat: Tensor) -> Tensor:
+    def slice_partition(self, flat: Tensor) -> Tensor:
         """The slice of ``flat``, the partition or a tensor of its shape."""
-        return flat[self.offset : self.offset + self.stop - self.start]
+        return flat[self.partition_offset : self.partition_offset + self.stop - self.start]
 
 
 @torch.no_grad()
@@ -59,14 +59,14 @@ def fill_slice(target: Tensor, source: ReadableTensor, start: int, stop: int) ->
         target: flat, of ``stop - start`` elements.
     """
     offset = 0
-    for index in _split_into_boxes(source.shape, start, stop):
+    for index in _iter_boxes(source.shape, start, stop):
         sizes = [part.stop - part.start for part in index]
         numel = math.prod(sizes)
-        fill(target[offset : offset + numel].view(sizes), source, index)
+        copy_into_tensor(target[offset : offset + numel].view(sizes), source, index)
         offset += numel
 
 
-def _split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+def _iter_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Yield the indices of the boxes that elements ``start`` to ``stop`` consist of, in row-major order.
 
     There are complete rows, and part of a row before and after them.
@@ -75,21 +75,21 @@ def _split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator
         if start < stop:
             yield ()
         return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    row_elements = math.prod(shape[1:])
+    first, last = -(-start // row_elements), stop // row_elements
     if first > last:  # all within one row
         parts = [(last, start, stop)]
         full_rows = None
     else:
-        parts = [(first - 1, start, first * row)] if start < first * row else []
+        parts = [(first - 1, start, first * row_elements)] if start < first * row_elements else []
         full_rows = (slice(first, last), *(slice(0, size) for size in shape[1:])) if first < last else None
     for number, low, high in parts:
-        for index in _split_into_boxes(shape[1:], low - number * row, high - number * row):
+        for index in _iter_boxes(shape[1:], low - number * row_elements, high - number * row_elements):
             yield slice(number, number + 1), *index
     if full_rows is not None:
         yield full_rows
-    if first <= last and last * row < stop:
-        for index in _split_into_boxes(shape[1:], 0, stop - last * row):
+    if first <= last and last * row_elements < stop:
+        for index in _iter_boxes(shape[1:], 0, stop - last * row_elements):
             yield slice(last, last + 1), *index
 
 
@@ -97,63 +97,69 @@ class FlatPartitions:
     """ZeRO-1 and 2: one flat partition per parameter group."""
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
-        self._zero = zero_optimizer
-        self._base = zero_optimizer.optimizer
+        self._zero_optimizer = zero_optimizer
+        self._base_optimizer = zero_optimizer.optimizer
         self._rank = rank
-        self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
+        self._flat_partitions: list[Tensor] = [
+            group["params"][0] for group in self._base_optimizer.param_groups
+        ]
         self._fragments = [
-            list(_iter_group_fragments(group, row, rank * flat.numel(), flat.numel(), names))
-            for (group, row), flat in zip(
-                private_api.list_flat_groups(zero_optimizer), self._flats, strict=True
+            list(_build_group_fragments(group, group_tensor, rank * flat.numel(), flat.numel(), names))
+            for (group, group_tensor), flat in zip(
+                private_api.list_flat_groups(zero_optimizer), self._flat_partitions, strict=True
             )
         ]
-        self._stale = False
+        self._has_stale_copies = False
 
-    def list_matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
+    def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
         """The matrices of each flat partition, see :mod:`portable.optim.muon`; vectors have none."""
         matrices = {}
-        for (group, row), flat in zip(private_api.list_flat_groups(self._zero), self._flats, strict=True):
+        for (group, group_tensor), flat in zip(
+            private_api.list_flat_groups(self._zero_optimizer), self._flat_partitions, strict=True
+        ):
             matrices[flat] = [
                 matrix
                 for parameter in group
                 if parameter.dim() > 1
-                for matrix in split_matrices(
+                for matrix in list_sharded_matrices(
                     parameter.shape,
-                    first=-_find_start(parameter, row),
-                    length=flat.numel(),
-                    ranks=ranks,
+                    first_element=-_compute_view_offset(parameter, group_tensor),
+                    elements_per_part=flat.numel(),
+                    num_ranks=ranks,
                     rank=self._rank,
                 )
             ]
         return matrices
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        """Fill the master weights; :meth:`refresh` then updates the compute copies."""
-        for flat, fragments in zip(self._flats, self._fragments, strict=True):
+        """Fill the master weights; :meth:`refresh_compute_copies` then updates the compute copies."""
+        for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
             _fill_weights(flat, fragments, weights)
-        self._stale = True
+        self._has_stale_copies = True
 
-    def iter_parts(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+    def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each parameter with this rank's part of its weight and optimizer state."""
-        for flat, fragments in zip(self._flats, self._fragments, strict=True):
-            state = {} if weights_only else self._base.state.get(flat, {})
-            yield from _iter_fragments(flat, fragments, state)
+        for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
+            state = {} if weights_only else self._base_optimizer.state.get(flat, {})
+            yield from _iter_fragment_values(flat, fragments, state)
 
-    def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_assemble_state`."""
-        for flat, fragments in zip(self._flats, self._fragments, strict=True):
-            self._base.state[flat] = _assemble_state(flat, fragments, state, self._base.state[flat], samples)
+    def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
+        """Fill the optimizer state, by parameter name; see :func:`_assemble_partition_state`."""
+        for flat, fragments in zip(self._flat_partitions, self._fragments, strict=True):
+            self._base_optimizer.state[flat] = _assemble_partition_state(
+                flat, fragments, state, self._base_optimizer.state[flat], state_samples
+            )
 
     def swap_ema_weights(self) -> None:
-        """Exchange master weights and their average; :meth:`refresh` then updates the compute copies."""
-        exchange(self._base.state.items())
-        self._stale = True
+        """Exchange master weights and their average; :meth:`refresh_compute_copies` then updates the compute copies."""
+        swap_weights_and_averages(self._base_optimizer.state.items())
+        self._has_stale_copies = True
 
-    def refresh(self) -> None:
+    def refresh_compute_copies(self) -> None:
         """Update all ranks' compute copies after loading. A collective the first time, then a no-op."""
-        if self._stale:
-            private_api.gather_compute_copies(self._zero)
-            self._stale = False
+        if self._has_stale_copies:
+            private_api.gather_compute_copies(self._zero_optimizer)
+            self._has_stale_copies = False
 
 
 class _ElementRange(NamedTuple):
@@ -167,35 +173,35 @@ class ShardedPartitions:
     """ZeRO-3: one flat partition per sub-group, in memory or on NVMe."""
 
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
-        self._zero = zero_optimizer
+        self._zero_optimizer = zero_optimizer
         self._rank = rank
-        self._fragments: list[list[Fragment]] = []
+        self._fragments: list[list[ParameterFragment]] = []
         for group in private_api.get_sub_groups(zero_optimizer):
             fragments, offset = [], 0
             for parameter in group:
-                size = private_api.get_shard_size(parameter)
+                size = private_api.get_shard_num_elements(parameter)
                 start, stop = self._get_local_range(parameter)
-                fragments.append(Fragment(names[parameter], start, stop, offset))
+                fragments.append(ParameterFragment(names[parameter], start, stop, offset))
                 offset += size
             self._fragments.append(fragments)
 
-    def list_matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
+    def list_matrices(self, ranks: int) -> dict[Tensor, list[ShardedMatrix]]:
         """See :meth:`FlatPartitions.list_matrices`."""
         matrices = {}
         for index, (group, fragments) in enumerate(
-            zip(private_api.get_sub_groups(self._zero), self._fragments, strict=True)
+            zip(private_api.get_sub_groups(self._zero_optimizer), self._fragments, strict=True)
         ):
-            matrices[private_api.get_master_weights(self._zero, index)] = [
+            matrices[private_api.get_master_weights(self._zero_optimizer, index)] = [
                 matrix
                 for parameter, fragment in zip(group, fragments, strict=True)
                 if len(shape := private_api.get_full_shape(parameter)) > 1
-                for matrix in split_matrices(
+                for matrix in list_sharded_matrices(
                     shape,
-                    first=0,
-                    length=private_api.get_shard_size(parameter),
-                    ranks=ranks,
+                    first_element=0,
+                    elements_per_part=private_api.get_shard_num_elements(parameter),
+                    num_ranks=ranks,
                     rank=self._rank,
-                    offset=fragment.offset,
+                    local_offset=fragment.partition_offset,
                 )
             ]
         return matrices
@@ -203,50 +209,54 @@ class ShardedPartitions:
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill the master weights and the compute copies."""
         for index, fragments in enumerate(self._fragments):
-            if any(fragment.name in weights for fragment in fragments):
-                with _SwappedIn(self._zero, index) as flat:
+            if any(fragment.parameter_name in weights for fragment in fragments):
+                with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
                     _fill_weights(flat, fragments, weights)
-                    private_api.update_compute_copies(self._zero, index)
-        private_api.drop_secondary_shards(self._zero)
+                    private_api.update_compute_copies(self._zero_optimizer, index)
+        private_api.drop_secondary_shards(self._zero_optimizer)
 
-    def iter_parts(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`FlatPartitions.iter_parts`. Sub-groups on NVMe are swapped in one after the other."""
+    def iter_local_values(self, *, weights_only: bool) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`FlatPartitions.iter_local_values`. Sub-groups on NVMe are swapped in one after the other."""
         for index, fragments in enumerate(self._fragments):
-            with _SwappedIn(self._zero, index) as flat:
-                state = {} if weights_only else self._zero.optimizer.state.get(flat, {})
-                yield from _iter_fragments(flat, fragments, state)
+            with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
+                state = {} if weights_only else self._zero_optimizer.optimizer.state.get(flat, {})
+                yield from _iter_fragment_values(flat, fragments, state)
 
-    def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name; see :func:`_assemble_state`."""
+    def load_optimizer_state(self, state: Mapping[str, Any], state_samples: Mapping[str, Any]) -> None:
+        """Fill the optimizer state, by parameter name; see :func:`_assemble_partition_state`."""
         for index, fragments in enumerate(self._fragments):
-            with _SwappedIn(self._zero, index) as flat:
-                states = self._zero.optimizer.state
+            with _SwappedInSubGroup(self._zero_optimizer, index) as flat:
+                states = self._zero_optimizer.optimizer.state
                 # Swapped-in state is in the swapper's buffers, which must not be reused here.
-                before = {} if private_api.is_swapped(self._zero, index) else states[flat]
-                states[flat] = _assemble_state(flat, fragments, state, before, samples)
+                current_state = (
+                    {} if private_api.is_sub_group_swapped(self._zero_optimizer, index) else states[flat]
+                )
+                states[flat] = _assemble_partition_state(flat, fragments, state, current_state, state_samples)
 
     def swap_ema_weights(self) -> None:
         """Exchange master weights and their average, and update the compute copies."""
-        exchange(self._zero.optimizer.state.items())
+        swap_weights_and_averages(self._zero_optimizer.optimizer.state.items())
         for index in range(len(self._fragments)):
-            private_api.update_compute_copies(self._zero, index)
-        private_api.drop_secondary_shards(self._zero)
-        private_api.gather_persistent(self._zero)
+            private_api.update_compute_copies(self._zero_optimizer, index)
+        private_api.drop_secondary_shards(self._zero_optimizer)
+        private_api.gather_persistent_parameters(self._zero_optimizer)
 
-    def refresh(self) -> None:
+    def refresh_compute_copies(self) -> None:
         """A no-op: every rank has updated its own compute copies."""
 
     @torch.no_grad()
-    def load_frozen(self, parameter: Any, source: ReadableTensor, *, exact: bool) -> Tensor | None:
+    def load_frozen_parameter(
+        self, parameter: Any, source: ReadableTensor, *, return_exact: bool
+    ) -> Tensor | None:
         """Fill this rank's shard of a frozen parameter, which has no master copy.
 
         Returns:
-            the shard in fp32 on the host, padding included, if ``exact``.
+            the shard in fp32 on the host, padding included, if ``return_exact``.
         """
         start, stop = self._get_local_range(parameter)
-        exact_shard = torch.zeros(private_api.get_shard_size(parameter)) if exact else None
+        exact_shard = torch.zeros(private_api.get_shard_num_elements(parameter)) if return_exact else None
         if stop > start:
-            with private_api.shard(parameter) as shard:
+            with private_api.open_parameter_shard(parameter) as shard:
                 fill_slice(shard[: stop - start], source, start, stop)
             if exact_shard is not None:
                 fill_slice(exact_shard[: stop - start], source, start, stop)
@@ -255,79 +265,94 @@ class ShardedPartitions:
 
     def _get_local_range(self, parameter: Any) -> _ElementRange:
         """The elements of ``parameter`` that this rank holds."""
-        size, full = private_api.get_shard_size(parameter), private_api.get_full_size(parameter)
+        size, full = (
+            private_api.get_shard_num_elements(parameter),
+            private_api.get_full_num_elements(parameter),
+        )
         start = min(self._rank * size, full)
         return _ElementRange(start, min(start + size, full))
 
 
-class _SwappedIn:
+class _SwappedInSubGroup:
     """Holds a sub-group's flat master weights in memory; swaps them in and out if they are on NVMe."""
 
     def __init__(self, zero_optimizer: Any, index: int) -> None:
-        self._zero, self._index = zero_optimizer, index
-        self._swapped = private_api.is_swapped(zero_optimizer, index)
+        self._zero_optimizer, self._index = zero_optimizer, index
+        self._is_swapped = private_api.is_sub_group_swapped(zero_optimizer, index)
 
     def __enter__(self) -> Tensor:
-        if self._swapped:
-            private_api.swap_in(self._zero, self._index)
-        return private_api.get_master_weights(self._zero, self._index)
+        if self._is_swapped:
+            private_api.swap_in_sub_group(self._zero_optimizer, self._index)
+        return private_api.get_master_weights(self._zero_optimizer, self._index)
 
     def __exit__(self, *_: object) -> None:
-        if self._swapped:
-            private_api.swap_out(self._zero, self._index)
+        if self._is_swapped:
+            private_api.swap_out_sub_group(self._zero_optimizer, self._index)
 
 
-def _iter_fragments(
-    flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any]
+def _iter_fragment_values(
+    flat: Tensor, fragments: list[ParameterFragment], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parts of a flat partition and its state that belong to parameters; the rest is padding."""
     tensors = [flat, *(value for value in state.values() if getattr(value, "shape", None) == flat.shape)]
     for fragment in fragments:
         for tensor in tensors:
-            yield fragment.name, fragment.get_slice(tensor)
+            yield fragment.parameter_name, fragment.slice_partition(tensor)
 
 
-def _iter_group_fragments(
-    group: list[Any], row: Tensor, first: int, size: int, names: Mapping[nn.Parameter, str]
-) -> Iterator[Fragment]:
-    """The fragments of ``group`` in the ``size`` elements of ``row`` from ``first`` on.
+def _build_group_fragments(
+    group: list[Any],
+    group_tensor: Tensor,
+    partition_start: int,
+    partition_size: int,
+    names: Mapping[nn.Parameter, str],
+) -> Iterator[ParameterFragment]:
+    """The fragments of ``group`` in the ``partition_size`` elements of ``group_tensor`` from ``partition_start`` on.
 
     Derived from memory addresses: DeepSpeed's own map (``_hp_mapping``) is wrong where the row is not in the
     model's order, as with ``round_robin_gradients``.
     """
     for parameter in group:
-        begin = _find_start(parameter, row)
-        start = max(first - begin, 0)
-        stop = min(first + size - begin, parameter.numel())
+        parameter_start = _compute_view_offset(parameter, group_tensor)
+        start = max(partition_start - parameter_start, 0)
+        stop = min(partition_start + partition_size - parameter_start, parameter.numel())
         if stop > start:
-            yield Fragment(names[parameter], start, stop, begin + start - first)
+            yield ParameterFragment(names[parameter], start, stop, parameter_start + start - partition_start)
 
 
-def _find_start(parameter: Tensor, row: Tensor) -> int:
-    """The element of ``row`` that ``parameter``, a view of it, begins with."""
-    return (parameter.data_ptr() - row.data_ptr()) // row.element_size()
+def _compute_view_offset(parameter: Tensor, group_tensor: Tensor) -> int:
+    """The element of ``group_tensor`` that ``parameter``, a view of it, begins with."""
+    return (parameter.data_ptr() - group_tensor.data_ptr()) // group_tensor.element_size()
 
 
 @torch.no_grad()
-def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str, ReadableTensor]) -> None:
+def _fill_weights(
+    flat: Tensor, fragments: list[ParameterFragment], weights: Mapping[str, ReadableTensor]
+) -> None:
     for fragment in fragments:
-        if fragment.name in weights and fragment.stop > fragment.start:
-            fill_slice(fragment.get_slice(flat), weights[fragment.name], fragment.start, fragment.stop)
+        if fragment.parameter_name in weights and fragment.stop > fragment.start:
+            fill_slice(
+                fragment.slice_partition(flat),
+                weights[fragment.parameter_name],
+                fragment.start,
+                fragment.stop,
+            )
 
 
 @torch.no_grad()
-def _assemble_state(
+def _assemble_partition_state(
     flat: Tensor,
-    fragments: list[Fragment],
+    fragments: list[ParameterFragment],
     state: Mapping[str, Any],
-    before: Mapping[str, Any],
-    samples: Mapping[str, Any],
+    current_state: Mapping[str, Any],
+    state_samples: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The state of one flat partition, assembled from the state of its parameters.
 
     Args:
-        before: its present state, whose memory is reused.
-        samples: entries of such a state of some small parameter, with their types, where these are not fp32
+        current_state: its present state, whose memory is reused.
+        state_samples: entries of such a state of some small parameter, with their types, where these are not
+        fp32
             tensors on the partition's device.
 
     Raises:
@@ -336,23 +361,25 @@ def _assemble_state(
     assembled: dict[str, Any] = {}
     numbers: defaultdict[str, set[float]] = defaultdict(set)
     for fragment in fragments:
-        for key, value in state.get(fragment.name, {}).items():
+        for key, value in state.get(fragment.parameter_name, {}).items():
             if not isinstance(value, StoredTensor) or not value.shape:
                 numbers[key].add(float(value.read() if isinstance(value, StoredTensor) else value))
                 continue
             if key not in assembled:
-                memory = before.get(key)
+                memory = current_state.get(key)
                 if not isinstance(memory, torch.Tensor) or memory.shape != flat.shape:
-                    memory = torch.empty_like(flat, dtype=getattr(samples.get(key), "dtype", flat.dtype))
+                    memory = torch.empty_like(
+                        flat, dtype=getattr(state_samples.get(key), "dtype", flat.dtype)
+                    )
                 assembled[key] = memory.zero_()
             if fragment.stop > fragment.start:
-                fill_slice(fragment.get_slice(assembled[key]), value, fragment.start, fragment.stop)
+                fill_slice(fragment.slice_partition(assembled[key]), value, fragment.start, fragment.stop)
     for key, values in numbers.items():
         if len(values) > 1:
             raise CheckpointError(
                 f"optimizer state {key!r} differs between parameters, but ZeRO has one value for all of "
                 "them; resume with strategy full_shard or no_shard"
             )
-        sample = samples.get(key, torch.zeros((), dtype=torch.float32, device=flat.device))
+        sample = state_samples.get(key, torch.zeros((), dtype=torch.float32, device=flat.device))
         assembled[key] = cast_number(sample, values.pop())
     return assembled

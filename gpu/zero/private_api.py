@@ -10,14 +10,14 @@ import inspect
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.private import Package
+from portable.private import GuardedPackage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-PACKAGE = Package("deepspeed", "0.19.8")
+PACKAGE = GuardedPackage("deepspeed", "0.19.8")
 _FEATURE = "strategy: zero1, zero2 and zero3"
 
 # -- process-wide state ----------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def disable_shared_memory_collectives(deepspeed: Any) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def restart_numbering(deepspeed: Any) -> None:
+def reset_parameter_numbering(deepspeed: Any) -> None:
     """Number parameters and modules from 0 again.
 
     DeepSpeed numbers them over the life of the process and names swap files by the numbers, so a second run
@@ -49,7 +49,7 @@ def drop_communicator(deepspeed: Any) -> None:
     deepspeed.comm.comm.cdb = None
 
 
-def release_models(deepspeed: Any) -> None:
+def release_cached_models(deepspeed: Any) -> None:
     """Drop the references to models that stage 3 keeps for the life of the process, and free their memory."""
     zero = deepspeed.runtime.zero
     # A release without these attributes only leaks memory: no reason to fail at the end of a run.
@@ -69,17 +69,17 @@ def get_basic_optimizer(engine: Any) -> Any:
     return engine.basic_optimizer
 
 
-def set_steps(engine: Any, steps: int) -> None:
+def set_step_count(engine: Any, steps: int) -> None:
     """Set the step count, by which DeepSpeed names its folder inside a checkpoint."""
     engine.global_steps = steps
 
 
-def count_samples(engine: Any, global_batch_size: int) -> None:
+def set_sample_count(engine: Any, global_batch_size: int) -> None:
     """Set the count of samples: DeepSpeed counts each part of a shared sequence, and this launch alone."""
     engine.global_samples = engine.global_steps * global_batch_size
 
 
-def set_max_norm(zero_optimizer: Any, max_norm: float) -> None:
+def set_clipping_norm(zero_optimizer: Any, max_norm: float) -> None:
     """Set the gradient norm to clip to; 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
@@ -95,9 +95,9 @@ def is_scale_exhausted(error: Exception) -> bool:
     return "loss scale already at minimum" in str(error)
 
 
-def save_files_by(engine: Any, save: Any) -> bool:
-    """Have ``save(state_dict, path)`` save files of checkpoints; return whether these shall be zips."""
-    engine.checkpoint_engine.save = save
+def replace_file_saver(engine: Any, save_file: Any) -> bool:
+    """Have ``save_file(state_dict, path)`` save files of checkpoints; return whether these shall be zips."""
+    engine.checkpoint_engine.save = save_file
     return bool(engine.checkpoint_engine.zipfile_serialization)
 
 
@@ -127,7 +127,7 @@ def gather_compute_copies(zero_optimizer: Any) -> None:
 # -- stage 3 ---------------------------------------------------------------------------------------------
 
 
-def partition(context: Any, parameter: nn.Parameter) -> None:
+def partition_parameter(context: Any, parameter: nn.Parameter) -> None:
     """Partition ``parameter`` in place. ``context`` is a ``deepspeed.zero.Init``."""
     context._convert_to_zero_parameters([parameter])
 
@@ -137,7 +137,7 @@ def is_partitioned(tensor: Any) -> bool:
     return hasattr(tensor, "ds_tensor")
 
 
-def get_full_size(parameter: Any) -> int:
+def get_full_num_elements(parameter: Any) -> int:
     """Elements of the whole parameter."""
     return int(parameter.ds_numel)
 
@@ -148,8 +148,8 @@ def get_full_shape(parameter: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-@PACKAGE.guard(_FEATURE)
-def shard(parameter: Any) -> Iterator[Tensor]:
+@PACKAGE.explain_missing_names(_FEATURE)
+def open_parameter_shard(parameter: Any) -> Iterator[Tensor]:
     """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
     if swapped:
@@ -160,7 +160,7 @@ def shard(parameter: Any) -> Iterator[Tensor]:
         parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
-def get_shard_size(parameter: Any) -> int:
+def get_shard_num_elements(parameter: Any) -> int:
     """Elements of a shard; the same on all ranks, since the last shards are padded."""
     return int(parameter.ds_tensor.ds_numel)
 
@@ -181,17 +181,17 @@ def get_sub_groups(zero_optimizer: Any) -> list[list[Any]]:
     return groups
 
 
-def is_swapped(zero_optimizer: Any, sub_group: int) -> bool:
+def is_sub_group_swapped(zero_optimizer: Any, sub_group: int) -> bool:
     """Whether the sub-group's optimizer state is on NVMe."""
     return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
 
 
-def swap_in(zero_optimizer: Any, sub_group: int) -> None:
+def swap_in_sub_group(zero_optimizer: Any, sub_group: int) -> None:
     """Read a sub-group's master weights and state from NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_in(sub_group)
 
 
-def swap_out(zero_optimizer: Any, sub_group: int) -> None:
+def swap_out_sub_group(zero_optimizer: Any, sub_group: int) -> None:
     """Write a sub-group's master weights and state back to NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
@@ -207,7 +207,7 @@ def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
-def gather_persistent(zero_optimizer: Any) -> None:
+def gather_persistent_parameters(zero_optimizer: Any) -> None:
     """Gather the small parameters anew, which stay gathered between steps. A collective."""
     zero_optimizer._partition_all_parameters()
     if zero_optimizer.persistent_parameters:
@@ -223,7 +223,7 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
     swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in buffer_ids])
 
 
-def finish_swapping(zero_optimizer: Any) -> None:
+def wait_for_swapping(zero_optimizer: Any) -> None:
     """Wait for all reads and writes under way. A handle that is freed before them ends the process."""
     states = getattr(zero_optimizer, "optimizer_swapper", None)
     if states is not None:
@@ -237,8 +237,8 @@ def finish_swapping(zero_optimizer: Any) -> None:
 # -- optimizers ------------------------------------------------------------------------------------------
 
 
-def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> None:
-    """Run ``steps`` updates of DeepSpeedCPUAdam on ``nothing``; a no-op for other optimizers.
+def replay_cpu_adam_steps(optimizer: Any, steps: int, scratch_tensors: Sequence[Tensor]) -> None:
+    """Run ``steps`` updates of DeepSpeedCPUAdam on ``scratch_tensors``; a no-op for other optimizers.
 
     Its C++ side keeps running powers of the betas outside the state, and powers recomputed for a later step
     round differently. An update takes a few microseconds.
@@ -246,14 +246,16 @@ def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> No
     Args:
         optimizer: of ``deepspeed.initialize``.
         steps: updates made so far.
-        nothing: parameter, gradient and two moments, one element each.
+        scratch_tensors: parameter, gradient and two moments, one element each.
     """
     if not hasattr(optimizer, "ds_opt_adam"):
         return
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
     for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, eps, 0.0, correct, *nothing)
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, 0.0, *betas, eps, 0.0, correct, *scratch_tensors
+        )
 
 
 # -- the configuration -----------------------------------------------------------------------------------
@@ -283,14 +285,16 @@ def get_config_models() -> dict[str, Any]:
     }
 
 
-def list_params(kind: str) -> set[str]:
+def list_type_params(type_name: str) -> set[str]:
     """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import lr_schedules
     from torch.optim import SGD, AdamW
 
     adams, switches = (AdamW, FusedAdam, DeepSpeedCPUAdam), {"torch_adam", "adam_w_mode"}
-    classes = {"sgd": (SGD,), "adam": adams, "adamw": adams}.get(kind) or (getattr(lr_schedules, kind),)
+    classes = {"sgd": (SGD,), "adam": adams, "adamw": adams}.get(type_name) or (
+        getattr(lr_schedules, type_name),
+    )
     names = {name for cls in classes for name in inspect.signature(cls).parameters}
     more = switches if classes is adams else set()
     return names - {"params", "model_params", "optimizer", "deepspeed_adamw_kwargs"} | more
@@ -308,20 +312,24 @@ def find_removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-def parse(values: dict[str, Any]) -> None:
+def parse_deepspeed_config(values: dict[str, Any]) -> None:
     """Parse a configuration as DeepSpeed does; raises whatever DeepSpeed raises."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(values)
 
 
-def is_dtype(name: Any) -> bool:
+def is_deepspeed_dtype(name: Any) -> bool:
     """Whether DeepSpeed reads ``name`` as a dtype."""
     from deepspeed.runtime.config import DtypeEnum
 
     return isinstance(name, str) and name in DtypeEnum._value2member_map_
 
 
-for _name, _one in list(globals().items()):
-    if inspect.isfunction(_one) and _one.__module__ == __name__ and _name != shard.__name__:
-        globals()[_name] = PACKAGE.guard(_FEATURE)(_one)
+for _name, _member in list(globals().items()):
+    if (
+        inspect.isfunction(_member)
+        and _member.__module__ == __name__
+        and _name != open_parameter_shard.__name__
+    ):
+        globals()[_name] = PACKAGE.explain_missing_names(_FEATURE)(_member)

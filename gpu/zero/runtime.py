@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or use strategy full_shard"
+INSTALL_REMEDY = "install it with: pip install 'portable-trainer[deepspeed]', or use strategy full_shard"
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -34,15 +34,17 @@ def import_deepspeed(device_type: str) -> Any:
         with discard_native_stdout():
             import deepspeed
     except Exception as error:  # built for another torch, or a CUDA toolkit is missing
-        raise UserError(f"strategy: deepspeed cannot be imported ({to_one_line(error)}); {REMEDY}") from error
+        raise UserError(
+            f"strategy: deepspeed cannot be imported ({to_one_line(error)}); {INSTALL_REMEDY}"
+        ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device_type == "cpu":  # its warning about a missing CUDA is expected here
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    _choose_accelerator(device_type)
+    _switch_accelerator(device_type)
     return deepspeed
 
 
-def _choose_accelerator(device_type: str) -> None:
+def _switch_accelerator(device_type: str) -> None:
     """Switch DeepSpeed's device if it was imported for another, as in a notebook."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -55,9 +57,9 @@ def _choose_accelerator(device_type: str) -> None:
     set_accelerator(Accelerator())
 
 
-def start(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
+def start_deepspeed(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
     """Start DeepSpeed on the run's process group; a single process gets a group of its own."""
-    at_stop.callback(_stop, deepspeed)
+    at_stop.callback(_stop_deepspeed, deepspeed)
     # DeepSpeed requires these variables. Left behind, they would make a notebook's next run a launcher's
     # rank.
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
@@ -69,16 +71,16 @@ def start(deepspeed: Any, device: torch.device, at_stop: ExitStack) -> None:
         with discard_native_stdout():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
-    private_api.restart_numbering(deepspeed)
+    private_api.reset_parameter_numbering(deepspeed)
     with discard_native_stdout():
         deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
 
 
-def _stop(deepspeed: Any) -> None:
+def _stop_deepspeed(deepspeed: Any) -> None:
     """Make DeepSpeed forget the models and the process group, so that this process can start another run."""
     if not private_api.has_communicator(deepspeed):
         return
-    private_api.release_models(deepspeed)
+    private_api.release_cached_models(deepspeed)
     if dist.is_initialized():
         deepspeed.comm.destroy_process_group()
     private_api.drop_communicator(deepspeed)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.checkpoint.store import run_in_background
-from portable.engines.background_saving import WriteHandle, copy_to_host
+from portable.checkpoint.store import start_background_call
+from portable.engines.background_saving import BackgroundWriteHandle, copy_state_to_host
 from portable.errors import to_one_line
 from portable.gpu.zero import private_api
-from portable.model.parameters import get_stored_tensors, has_peft_adapter
-from portable.ranks.collectives import gather_text, get_background_group
+from portable.model.parameters import get_checkpointed_tensors, has_peft_adapter
+from portable.ranks.collectives import gather_text, get_or_create_background_group
 from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
@@ -36,57 +36,61 @@ class ZeroSaver:
 
     Args:
         engine: DeepSpeed's.
-        exact: frozen parameters to save in place of their compute copies, by name.
+        exact_frozen: frozen parameters to save in place of their compute copies, by name.
     """
 
-    def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
-        self._engine, self._exact = engine, exact
-        self._adapted = has_peft_adapter(engine.module)
-        self._kept = set(get_stored_tensors(engine.module)) if self._adapted else None
-        self._held: list[_File] | None = None
+    def __init__(self, engine: Any, exact_frozen: Mapping[str, Tensor]) -> None:
+        self._engine, self._exact_frozen = engine, exact_frozen
+        self._has_adapter = has_peft_adapter(engine.module)
+        self._stored_names = set(get_checkpointed_tensors(engine.module)) if self._has_adapter else None
+        self._deferred_files: list[_CheckpointFile] | None = None
         """Files to write later; None to write each at once."""
-        self._zipfile = private_api.save_files_by(engine, self._save_file)
+        self._uses_zip_format = private_api.replace_file_saver(engine, self._save_or_defer_file)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
-        return get_background_group()
+        return get_or_create_background_group()
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save`.
+        """Write a checkpoint into ``folder``; see :meth:`portable.backend.Engine.save_shards`.
 
         State on NVMe is copied in the foreground: the next step overwrites the swap files.
         """
         group = self._group  # a collective: create it before a thread needs it
-        files: list[_File] = []
-        self._held = files if background else None
+        files: list[_CheckpointFile] = []
+        self._deferred_files = files if background else None
         with discard_native_stdout():
-            self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
+            self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._has_adapter)
         rank = self._engine.global_rank
 
         def write() -> None:
-            self._write_together(files, folder, rank, group)
+            self._write_files_collectively(files, folder, rank, group)
 
         if background:
-            return WriteHandle(run_in_background(write, name="checkpoint"))
+            return BackgroundWriteHandle(start_background_call(write, name="checkpoint"))
         write()
-        return WriteHandle(None)
+        return BackgroundWriteHandle(None)
 
-    def _save_file(self, state_dict: Any, path: str) -> None:
-        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
+    def _save_or_defer_file(self, state_dict: Any, path: str) -> None:
+        if self._stored_names is not None and "module" in state_dict:  # with other names of tied, frozen ones
             module_state = state_dict["module"]
-            state_dict["module"] = {name: module_state[name] for name in module_state if name in self._kept}
+            state_dict["module"] = {
+                name: module_state[name] for name in module_state if name in self._stored_names
+            }
         module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
-        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
-        for name, tensor in {**fragments, **self._exact}.items():
+        fragments.update({name: tensor for name, tensor in self._exact_frozen.items() if name in fragments})
+        for name, tensor in {**fragments, **self._exact_frozen}.items():
             if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
                 module[name] = tensor  # which is stored once then
-        if self._held is None:
-            _File(Path(path), state_dict, self._zipfile).write()
+        if self._deferred_files is None:
+            _CheckpointFile(Path(path), state_dict, self._uses_zip_format).write()
         else:
-            self._held.append(_File(Path(path), copy_to_host(state_dict), self._zipfile))
+            self._deferred_files.append(
+                _CheckpointFile(Path(path), copy_state_to_host(state_dict), self._uses_zip_format)
+            )
 
-    def _write_together(
-        self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
+    def _write_files_collectively(
+        self, files: list[_CheckpointFile], folder: Path, rank: int, group: dist.ProcessGroup | None
     ) -> None:
         """Write this rank's files; return when all ranks have, and raise on all if one failed."""
         failure: Exception | None = None
@@ -95,7 +99,7 @@ class ZeroSaver:
                 files.pop(0).write()  # and free its copy
             for path in folder.rglob("*"):
                 if path.is_file() and _is_written_by(rank, path.name):
-                    _sync(path)
+                    _sync_file(path)
         except Exception as error:
             failure = error
         reasons = gather_text("" if failure is None else to_one_line(failure), group)
@@ -106,7 +110,7 @@ class ZeroSaver:
             raise failure
 
 
-class _File:
+class _CheckpointFile:
     """A file to be written."""
 
     def __init__(self, path: Path, content: Any, zipfile_serialization: bool) -> None:
@@ -124,6 +128,6 @@ def _is_written_by(rank: int, name: str) -> bool:
     return f"pp_rank_{rank}_" in name or (rank == 0 and "pp_rank_" not in name)
 
 
-def _sync(path: Path) -> None:
+def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())

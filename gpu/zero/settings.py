@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.gpu.zero import config as deepspeed_json
 from portable.gpu.zero import nvme
-from portable.gpu.zero.buckets import compute_swap_buffer
+from portable.gpu.zero.buckets import compute_swap_buffer_elements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelElementCounts:
     """The model's sizes that buckets and buffers depend on, in elements."""
 
-    hidden: int
+    hidden_size: int
     largest_parameter: int
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> ModelSizes:
+    def from_model(cls, model: nn.Module) -> ModelElementCounts:
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         largest = max(parameter.numel() for parameter in model.parameters())
         return cls(int(getattr(text, "hidden_size", 1024)), largest)
 
 
-def build_settings(
+def build_deepspeed_config(
     config: RunConfig,
     plan: BatchPlan,
-    sizes: ModelSizes,
+    sizes: ModelElementCounts,
     document: deepspeed_json.DeepSpeedDocument | None,
     device_type: str,
 ) -> dict[str, Any]:
     """The ``config`` argument of ``deepspeed.initialize``."""
-    settings = _build_base_settings(config, plan)
+    deepspeed_config = _build_base_deepspeed_config(config, plan)
     if document is not None:
-        settings = deepspeed_json.merge_config(settings, document, sizes.hidden)
-    zero = settings["zero_optimization"]
+        deepspeed_config = deepspeed_json.build_merged_config(deepspeed_config, document, sizes.hidden_size)
+    zero = deepspeed_config["zero_optimization"]
     for part in ("offload_optimizer", "offload_param"):
         if part in zero and device_type == "cpu":
             zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
-        zero["offload_param"]["buffer_size"] = compute_swap_buffer(
-            sizes.largest_parameter, plan.world_size * plan.part.num_parts
+        zero["offload_param"]["buffer_size"] = compute_swap_buffer_elements(
+            sizes.largest_parameter, plan.world_size * plan.sequence_part.num_parts
         )
         # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
         # and the run would fail.
         zero["stage3_max_reuse_distance"] = 0
-    return settings
+    return deepspeed_config
 
 
-def _build_base_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+def _build_base_deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (
@@ -68,7 +68,7 @@ def _build_base_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
             zero[part]["nvme_path"] = str(nvme.get_swap_folder(config))
     settings: dict[str, Any] = {
         "train_batch_size": plan.padded_batch_size
-        * plan.part.num_parts,  # to DeepSpeed, each part is a sequence
+        * plan.sequence_part.num_parts,  # to DeepSpeed, each part is a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,
@@ -78,7 +78,7 @@ def _build_base_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
-    if nvme.is_swapping(config):
+    if nvme.is_swapping_to_disk(config):
         settings["aio"] = dict(nvme.AIO_DEFAULTS)
     if config.precision in ("bf16", "fp16"):
         search = config.fp16.model_dump() if config.precision == "fp16" else {}

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import Conv1D
 
-from portable.adapters.initial import NAME, TrainedTokenRows, compute_initial_values
+from portable.adapters.initial import ADAPTER_NAME, TrainedTokenRows, build_initial_values
 from portable.adapters.settings import (
     CONFIG_FILE,
-    as_json,
     build_peft_config,
-    find_adapter_folder,
-    find_weights_file,
+    find_adapter_weights,
+    resolve_adapter_folder,
+    to_peft_document,
 )
 from portable.converters import (
     Checkpoint,
@@ -29,18 +29,27 @@ from portable.converters import (
     find_adapter,
     open_checkpoint,
 )
-from portable.converters.adapters.names import PREFIX, parse_name, parse_replacement
-from portable.converters.adapters.patterns import Matcher, PatternError
+from portable.converters.adapters.names import PEFT_PREFIX, parse_adapter_name, parse_replaced_name
+from portable.converters.adapters.patterns import PatternError, PatternMatcher
 from portable.converters.errors import to_printable
-from portable.converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar_names
 from portable.errors import UserError, require, to_one_line
 from portable.model import build as models
-from portable.model.freezing import COMPUTE, find_frozen_names, freeze
+from portable.model.freezing import COMPUTE_DTYPES, freeze_parameters, list_frozen_names
 from portable.model.initialize import InitialWeights
-from portable.model.parameters import find_tied_names, get_state_tensors
+from portable.model.parameters import get_state_tensors, map_tied_names
 from portable.model.pretrained import open_pretrained_checkpoint
-from portable.model.quantized_linear import KINDS, QuantizedLinear, build_quantized_tensor, quantize
-from portable.model.unused_parameters import get_unreached_names, mark_unreached, summarize_parameters
+from portable.model.quantized_linear import (
+    QUANTIZATION_KINDS,
+    QuantizedLinear,
+    build_lazy_quantized_weight,
+    quantize_linear_layers,
+)
+from portable.model.unused_parameters import (
+    get_unreached_names,
+    record_unreached_names,
+    summarize_parameter_names,
+)
 from portable.model.weight_sources import to_torch
 from portable.paths import write_durably
 from portable.private import transformers_internals
@@ -58,9 +67,9 @@ if TYPE_CHECKING:
     from portable.converters.adapters.adapter import StoredAdapter as StoredAdapter
     from portable.model.weight_sources import ReadableTensor
 
-_COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
-_SHOWN, _ROWS = 8, 1024
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_TRAINED_COPY, _ORIGINAL = f".modules_to_save.{ADAPTER_NAME}.", ".original_module."
+_MAX_SHOWN, _COMPARED_ROWS = 8, 1024
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _SourceAdapter(NamedTuple):
@@ -83,7 +92,7 @@ class Adapter:
     Attributes:
         config: peft's.
         blueprint: the base model as it was before, on the meta device.
-        rows: of the embedding, if tokens were added to the base's; otherwise None.
+        grown_vocab_size: of the embedding, if tokens were added to the base's; otherwise None.
         notes: One line for each reason why ``all-linear`` excludes modules.
     """
 
@@ -100,28 +109,28 @@ class Adapter:
         self.config = config
         self.blueprint = blueprint
         self.notes: list[str] = []
-        self.rows = int(model.config.get_text_config().vocab_size) if grown else None
+        self.grown_vocab_size = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
-        self._names = names
-        self._quantized: dict[str, QuantizedLinear] = {}
-        self._initial, self._lengths = compute_initial_values(model, config, run.seed, names)
-        self._files = _map_saved_names(model)
-        self._computed = list(transformers_internals.get_unsaved_names(model) or ())
+        self._base_names = names
+        self._quantized_layers: dict[str, QuantizedLinear] = {}
+        self._initial, self._base_dependent = build_initial_values(model, config, run.seed, names)
+        self._saved_names = _map_saved_names(model)
+        self._unsaved_patterns = list(transformers_internals.get_unsaved_tensor_names(model) or ())
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
-    def quantize(self, model: PreTrainedModel) -> None:
+    def quantize_frozen_layers(self, model: PreTrainedModel) -> None:
         """Quantize the frozen linear layers of ``model``, as ``adapter.base`` says.
 
         Raises:
             UserError: if it has none, or bitsandbytes is not installed.
         """
         import_bitsandbytes()
-        kind, compute = self._run.adapter.base, COMPUTE.get(self._run.precision, torch.float32)
-        for name, layer in quantize(model, kind, compute).items():
-            self._names[f"{name}.bits"] = self._names.pop(f"{name}.weight")
-            self._quantized[f"{name}.bits"] = layer
+        kind, compute = self._run.adapter.base, COMPUTE_DTYPES.get(self._run.precision, torch.float32)
+        for name, layer in quantize_linear_layers(model, kind, compute).items():
+            self._base_names[f"{name}.bits"] = self._base_names.pop(f"{name}.weight")
+            self._quantized_layers[f"{name}.bits"] = layer
         require(
-            bool(self._quantized),
+            bool(self._quantized_layers),
             f"adapter.base: {type(model).__name__} has no linear layers to hold in {kind}; use auto",
         )
 
@@ -131,17 +140,17 @@ class Adapter:
         A module that is trained in full starts from the base's values. What else of the adapter depends on
         them, DoRA's lengths, is added.
         """
-        base_weights = {name: weights[base] for name, base in self._names.items() if base in weights}
-        for name, layer in self._quantized.items():
+        base_weights = {name: weights[base] for name, base in self._base_names.items() if base in weights}
+        for name, layer in self._quantized_layers.items():
             if name in base_weights:
-                base_weights[name] = build_quantized_tensor(base_weights[name], layer)
+                base_weights[name] = build_lazy_quantized_weight(base_weights[name], layer)
         if self._run.adapter.name_or_path is None:
-            for name, (lengths, base) in self._lengths.items():
+            for name, (lengths, base) in self._base_dependent.items():
                 if base in weights:
-                    base_weights[name] = lengths.compute_from_base(weights[base])
+                    base_weights[name] = lengths.build_tensor(weights[base])
         return base_weights
 
-    def check_base(self, missing: Sequence[str]) -> None:
+    def check_missing_base_weights(self, missing: Sequence[str]) -> None:
         """Raise UserError for weights that the base model's files lack and the adapter would not hold.
 
         They would be random here, and again where the adapter is loaded.
@@ -149,40 +158,44 @@ class Adapter:
         Args:
             missing: their names in the base model.
         """
-        stored_names = {base for name, base in self._names.items() if name in self._files}
-        lost = [
+        stored_names = {base for name, base in self._base_names.items() if name in self._saved_names}
+        lost_names = [
             name
             for name in missing
-            if name not in stored_names and not any(re.search(key, name) for key in self._computed)
+            if name not in stored_names and not any(re.search(key, name) for key in self._unsaved_patterns)
         ]
-        if lost:
-            around = lost[0].split(".")[-3:-1]
-            remedy = "put it into a module" if not around else f"add {around[0]} to adapter.modules_to_save"
+        if lost_names:
+            modules = lost_names[0].split(".")[-3:-1]
+            remedy = "put it into a module" if not modules else f"add {modules[0]} to adapter.modules_to_save"
             raise UserError(
-                f"adapter: {self._run.model.name_or_path} has no {lost[0]}, which would be random and not "
-                f"saved with the adapter; {remedy}, or take another base"
+                f"adapter: {self._run.model.name_or_path} has no {lost_names[0]}, which would be random and "
+                f"not saved with the adapter; {remedy}, or take another base"
             )
 
-    def get_initial_values(self, base: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
+    def get_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
         """The adapter's own values at the start, by parameter name.
 
         They depend on the seed and the name only, and are those that peft gives the layer after
         ``torch.manual_seed``; or they are those of ``adapter.name_or_path``.
 
         Args:
-            base: the weights in the files of the base model, by its names.
+            base_weights: the weights in the files of the base model, by its names.
 
         Raises:
             UserError: if that adapter cannot be read or does not fit.
         """
-        return self._initial if self._run.adapter.name_or_path is None else self._read_initial_values(base)
+        return (
+            self._initial
+            if self._run.adapter.name_or_path is None
+            else self._read_initial_values(base_weights)
+        )
 
     @cached_property
     def _source_adapter(self) -> _SourceAdapter:
         """The adapter ``adapter.name_or_path``, whose headers were checked against the model."""
-        folder = find_adapter_folder(str(self._run.adapter.name_or_path))
+        folder = resolve_adapter_folder(str(self._run.adapter.name_or_path))
         try:
-            stored_adapter = find_adapter(open_checkpoint(find_weights_file(folder)))
+            stored_adapter = find_adapter(open_checkpoint(find_adapter_weights(folder)))
         except CheckpointError as error:
             raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
         require(
@@ -191,26 +204,28 @@ class Adapter:
         )
         assert stored_adapter is not None
         tensors = stored_adapter.checkpoint.tensors
-        lacking = sorted(self._files.values() - tensors.keys())
-        unknown = sorted(tensors.keys() - self._files.values())
+        missing_keys = sorted(self._saved_names.values() - tensors.keys())
+        unknown_keys = sorted(tensors.keys() - self._saved_names.values())
         # peft also saves an adapted embedding or head itself, since its rows may have been resized.
-        of_base = [key for key in unknown if parse_replacement(key).name in self._names.values()]
-        unknown = [to_printable(key) for key in unknown if key not in of_base]
-        for names, problem in ((lacking, "has no"), (unknown, "has the unknown tensor")):
+        of_base = [
+            key for key in unknown_keys if parse_replaced_name(key).replaced_name in self._base_names.values()
+        ]
+        unknown_keys = [to_printable(key) for key in unknown_keys if key not in of_base]
+        for names, problem in ((missing_keys, "has no"), (unknown_keys, "has the unknown tensor")):
             require(
                 not names,
                 f"adapter.name_or_path: {folder} {problem} {(names or [''])[0]}; use an adapter of this "
                 "model",
             )
-        for name, key in self._files.items():
+        for name, key in self._saved_names.items():
             require(
-                tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOATS,
+                tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOAT_DTYPES,
                 f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
                 f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
             )
         return _SourceAdapter(folder, stored_adapter, of_base)
 
-    def check_given(self) -> None:
+    def check_source_adapter(self) -> None:
         """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.
 
         Raises:
@@ -219,7 +234,7 @@ class Adapter:
         if self._run.adapter.name_or_path is not None:
             assert self._source_adapter
 
-    def _read_initial_values(self, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+    def _read_initial_values(self, base_weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         folder, stored_adapter, of_base = self._source_adapter
         try:
             stored_adapter.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
@@ -227,23 +242,23 @@ class Adapter:
             raise UserError(f"adapter.name_or_path: {to_one_line(error)}") from error
         tensors = stored_adapter.checkpoint.tensors
         for key in of_base:
-            name, model = parse_replacement(key).name, self._run.model.name_or_path
+            name, model = parse_replaced_name(key).replaced_name, self._run.model.name_or_path
             require(
-                _have_equal_values(base.get(name), tensors[key]),
+                _have_equal_values(base_weights.get(name), tensors[key]),
                 f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
                 f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
             )
-        return {name: tensors[key] for name, key in self._files.items()}
+        return {name: tensors[key] for name, key in self._saved_names.items()}
 
     @property
-    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the trained tensors, keyed by their names in peft's files."""
-        return {saved: tuple(self._shapes[name]) for name, saved in self._files.items()}
+        return {saved: tuple(self._shapes[name]) for name, saved in self._saved_names.items()}
 
     @property
-    def files(self) -> list[str]:
+    def saved_names(self) -> list[str]:
         """The names of the trained tensors in peft's files, in the model's order."""
-        return list(self._files.values())
+        return list(self._saved_names.values())
 
     @property
     def largest_rank(self) -> int:
@@ -254,9 +269,9 @@ class Adapter:
     @property
     def has_stacked_experts(self) -> bool:
         """Whether the adapter changes a parameter that contains all experts of a layer."""
-        return any(".base_layer.lora_" in name for name in self.files)  # peft nests the wrappers
+        return any(".base_layer.lora_" in name for name in self.saved_names)  # peft nests the wrappers
 
-    def adopt_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+    def map_foreign_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         """Another program's checkpoint of this adapter under the names of the model.
 
         Raises:
@@ -280,16 +295,17 @@ class Adapter:
                 f"checkpoint.resume: {checkpoint.root} was trained with {name} {saved_value}, not "
                 f"{run_value}; set adapter.config to its adapter_config.json",
             )
-        live = {saved: name for name, saved in self._files.items()}
+        live_names = {saved: name for name, saved in self._saved_names.items()}
         adapter = stored_adapter.checkpoint
         shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
-        others = sorted(
-            name for name, shape in {*shapes.items()} ^ {*self.file_shapes.items()} if ".lora_" in name
+        mismatched_names = sorted(
+            name for name, shape in {*shapes.items()} ^ {*self.saved_shapes.items()} if ".lora_" in name
         )
         require(
-            not others,
+            not mismatched_names,
             f"checkpoint.resume: {checkpoint.root} was trained with other target_modules or another r "
-            f"({to_printable(others[0]) if others else ''}); set adapter.config to its adapter_config.json",
+            f"({to_printable(mismatched_names[0]) if mismatched_names else ''}); set adapter.config to its "
+            "adapter_config.json",
         )
 
         def open_optimizer(_: Any) -> OptimizerState | None:
@@ -297,15 +313,15 @@ class Adapter:
             if state is None:
                 return None
             groups = [
-                {**group, "params": [live.get(name, name) for name in group["params"]]}
+                {**group, "params": [live_names.get(name, name) for name in group["params"]]}
                 for group in state.param_groups
             ]
-            return OptimizerState({live.get(name, name): v for name, v in state.state.items()}, groups)
+            return OptimizerState({live_names.get(name, name): v for name, v in state.state.items()}, groups)
 
         return Checkpoint(
             format=adapter.format,
             root=adapter.root,
-            tensors={live.get(saved, saved): tensor for saved, tensor in adapter.tensors.items()},
+            tensors={live_names.get(saved, saved): tensor for saved, tensor in adapter.tensors.items()},
             optimizer=open_optimizer,
             metadata=adapter.metadata,
             companions=adapter.companions,
@@ -315,14 +331,14 @@ class Adapter:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in to be one of this adapter, as plain JSON values."""
-        values = as_json(self.config)
+        values = to_peft_document(self.config)
         for name in ("base_model_name_or_path", "revision", "peft_version", "inference_mode"):
             values.pop(name, None)
-        base = self.base
+        base = self.base_checkpoint
         return {"config": values, "base": None if base is None else compute_fingerprint(base)}
 
     @cached_property
-    def base(self) -> Checkpoint | None:
+    def base_checkpoint(self) -> Checkpoint | None:
         """The files of the base model; None if it starts from random weights, which follow from the seed.
 
         Raises:
@@ -335,23 +351,25 @@ class Adapter:
 
     def write_config(self, folder: Path) -> None:
         """Write ``adapter_config.json`` as peft does."""
-        text = json.dumps(as_json(self.config), indent=2, sort_keys=True)
+        text = json.dumps(to_peft_document(self.config), indent=2, sort_keys=True)
         write_durably(folder / CONFIG_FILE, text + "\n")
 
-    def check(self, stored: Any, source: object) -> None:
-        """Raise UserError unless the checkpoint ``source``, which holds the identity ``stored``, fits."""
+    def check_stored_identity(self, stored_identity: Any, source: object) -> None:
+        """Raise UserError unless the checkpoint ``source``, which holds the identity ``stored_identity``, fits."""
         require(
-            isinstance(stored, dict),
+            isinstance(stored_identity, dict),
             f"checkpoint.resume: {source} is no checkpoint of an adapter; choose another output_dir",
         )
         require(
-            stored.get("base") == self.identity["base"],
+            stored_identity.get("base") == self.identity["base"],
             f"checkpoint.resume: {source} belongs to another base model than {self._run.model.name_or_path}, "
             "whose weights differ; give the weights that the adapter was trained on",
         )
-        theirs, ours = stored.get("config"), self.identity["config"]
-        theirs = theirs if isinstance(theirs, dict) else {}
-        changed = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
+        stored_config, run_config = stored_identity.get("config"), self.identity["config"]
+        stored_config = stored_config if isinstance(stored_config, dict) else {}
+        changed = [
+            name for name in run_config if run_config[name] != stored_config.get(name, run_config[name])
+        ]
         base = self._run.model.name_or_path
         remedy = "choose another output_dir"
         if base is not None and {"target_modules", "exclude_modules"}.intersection(changed):
@@ -367,13 +385,13 @@ class Adapter:
 
 def build_training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
     """The model that a run trains, on the meta device: with its adapter, if it has one."""
-    model = models.build_base_model(model_config, config)
+    model = models.build_and_freeze_model(model_config, config)
     if config.adapter.type is not None:
-        adapt(model, model_config, config)
+        inject_adapter(model, model_config, config)
     return model
 
 
-def adapt(
+def inject_adapter(
     model: PreTrainedModel,
     model_config: PretrainedConfig,
     config: RunConfig,
@@ -390,55 +408,62 @@ def adapt(
     Raises:
         UserError: for an adapter that the model cannot have.
     """
-    from portable.private.peft_internals import is_magnitude, peft, use_matcher
+    from portable.private.peft_internals import is_dora_magnitude_layer, peft, use_pattern_matcher
 
-    heads = _find_heads(model) if config.model.task == "sequence-classification" else []
+    heads = _list_head_modules(model) if config.model.task == "sequence-classification" else []
     settings = build_peft_config(config, transformers_internals.get_commit_hash(model_config), heads)
-    matcher = Matcher()
-    notes = _exclude_modules(model, settings, config)
-    _check_targets(model, settings, config, matcher)
-    _check_ties(model, settings, matcher)
-    tied = any(find_tied_names(model).values())
+    matcher = PatternMatcher()
+    notes = _exclude_from_all_linear(model, settings, config)
+    _resolve_target_names(model, settings, config, matcher)
+    _check_tied_modules(model, settings, matcher)
+    tied = any(map_tied_names(model).values())
     blueprint = InitialWeights.from_model(model, config.model.function)
-    before = {id(tensor): name for name, tensor in get_state_tensors(model).items()}
+    base_names_by_id = {id(tensor): name for name, tensor in get_state_tensors(model).items()}
     try:
         # On the meta device from the start: peft only moves its tensors there, whatever their size.
-        with _ignore_peft_warnings(), use_matcher(matcher), torch.device("meta"):
-            peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
+        with _ignore_peft_warnings(), use_pattern_matcher(matcher), torch.device("meta"):
+            peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = to_one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
-    _prepare_tokens(model, tied, grown_from)
-    transformers_internals.require_input_gradients(model)
-    names = _map_base_names(model, before)
-    _mark_unreached(model, names)
+    _prepare_trained_tokens(model, tied, grown_from)
+    transformers_internals.require_reformer_input_gradients(model)
+    names = _map_base_names(model, base_names_by_id)
+    _mark_unreached_with_adapters(model, names)
     adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
     adapter.notes = notes
-    _freeze(model, names, _choose_base_dtype(config))
-    if config.adapter.base in KINDS:
-        adapter.quantize(model)
+    _cast_frozen_weights(model, names, _choose_frozen_dtype(config))
+    if config.adapter.base in QUANTIZATION_KINDS:
+        adapter.quantize_frozen_layers(model)
     for module in model.modules():
-        if is_magnitude(module):
-            module.get_lora_weight = _compute_lora_product
-    for name, (lengths, _) in adapter._lengths.items():
+        if is_dora_magnitude_layer(module):
+            module.get_lora_weight = _compute_lora_update
+    for name, (lengths, _) in adapter._base_dependent.items():
         if isinstance(lengths, TrainedTokenRows):
             continue
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
     return adapter
 
 
-def _have_equal_values(left: ReadableTensor | None, right: StoredTensor) -> bool:
+def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor) -> bool:
     """Whether two tensors have the same values; a few of their rows are in memory at a time."""
-    if left is None or tuple(left.shape) != tuple(right.shape) or right.dtype not in _FLOATS:
+    if (
+        base_weight is None
+        or tuple(base_weight.shape) != tuple(stored.shape)
+        or stored.dtype not in _FLOAT_DTYPES
+    ):
         return False
-    rest = tuple(slice(0, size) for size in left.shape[1:])
+    rest = tuple(slice(0, size) for size in base_weight.shape[1:])
     parts = [
-        (slice(start, min(start + _ROWS, left.shape[0])), *rest) for start in range(0, left.shape[0], _ROWS)
+        (slice(start, min(start + _COMPARED_ROWS, base_weight.shape[0])), *rest)
+        for start in range(0, base_weight.shape[0], _COMPARED_ROWS)
     ]
-    return all(torch.equal(to_torch(left.read(p)).float(), to_torch(right.read(p)).float()) for p in parts)
+    return all(
+        torch.equal(to_torch(base_weight.read(p)).float(), to_torch(stored.read(p)).float()) for p in parts
+    )
 
 
-def _compute_lora_product(**layers: Any) -> Tensor:
+def _compute_lora_update(**layers: Any) -> Tensor:
     """What DoRA adds to a weight. peft takes a unit matrix through both layers, to run hooks of FSDP1.
 
     The unit matrix, of the layer's inputs, can be larger than the layer.
@@ -458,7 +483,7 @@ def _ignore_peft_warnings() -> Iterator[None]:
 # -- what is adapted -----------------------------------------------------------------------------------------
 
 
-def _find_heads(model: PreTrainedModel) -> list[str]:
+def _list_head_modules(model: PreTrainedModel) -> list[str]:
     """The modules outside the base model: what a classifier has that its checkpoint may not have."""
     names = [
         name
@@ -468,7 +493,7 @@ def _find_heads(model: PreTrainedModel) -> list[str]:
     return names if model.base_model_prefix in dict(model.named_children()) else []
 
 
-def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
+def _exclude_from_all_linear(model: PreTrainedModel, settings: Any, config: RunConfig) -> list[str]:
     """Exclude modules from ``all-linear`` that do not process text or that peft does not support.
 
     Sets ``exclude_modules`` of ``settings``, unless the adapter was defined in peft's format.
@@ -481,7 +506,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     Returns:
         Notes for the user about the excluded modules.
     """
-    from portable.private.peft_internals import find_renamed_tensors, is_module_rejected
+    from portable.private.peft_internals import find_renamed_tensors, is_target_module_rejected
 
     in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
     targets = settings.target_modules
@@ -489,40 +514,49 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
         return []
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     unreached = get_unreached_names(model)
-    tower = [f"{name}.weight" for name in linear if f"{name}.weight" in unreached]
-    rejected = sorted({last for last in _get_last_parts(linear) if is_module_rejected(settings, model, last)})
+    unreached_weights = [f"{name}.weight" for name in linear if f"{name}.weight" in unreached]
+    rejected = sorted(
+        {last for last in _list_last_components(linear) if is_target_module_rejected(settings, model, last)}
+    )
     patterns, notes = [], []
-    if tower:
-        parts = [part for part in summarize_parameters(model, unreached, full=True) if _covers(part, tower)]
-        patterns += [_build_pattern(part) + r"(\..*)?" for part in parts]
+    if unreached_weights:
+        parts = [
+            part
+            for part in summarize_parameter_names(model, unreached, keep_base_prefix=True)
+            if _contains_any(part, unreached_weights)
+        ]
+        patterns += [_build_name_pattern(part) + r"(\..*)?" for part in parts]
         shown = ", ".join(part.removeprefix(f"{model.base_model_prefix}.") for part in parts)
         notes.append(
             f"adapter.target_modules: all-linear excludes {shown}, because text does not reach these "
             "modules; list module names in adapter.target_modules to adapt them"
         )
     head = model.get_output_embeddings()  # peft leaves it out of all-linear
-    others = [
+    candidates = [
         name for name in linear if f"{name}.weight" not in unreached and model.get_submodule(name) is not head
     ]
-    tied = _find_shared_weights(model)
-    shared = [name for name in others if f"{name}.weight" in tied]
+    tied = _find_tied_weights(model)
+    shared = [name for name in candidates if f"{name}.weight" in tied]
     if shared:
         patterns += [re.escape(name) for name in shared]
         notes.append(
-            f"adapter.target_modules: all-linear excludes {', '.join(_get_last_parts(shared))}, because "
-            "these modules share their weights with other modules (tied), which an adapter would not change"
+            f"adapter.target_modules: all-linear excludes {', '.join(_list_last_components(shared))}, "
+            "because these modules share their weights with other modules (tied), which an adapter would not "
+            "change"
         )
-        others = [name for name in others if name not in shared]
-    custom = _get_last_parts([name for name in others if not _is_linear(model.get_submodule(name))])
+        candidates = [name for name in candidates if name not in shared]
+    custom = _list_last_components(
+        [name for name in candidates if not _has_linear_output(model.get_submodule(name))]
+    )
     if custom:
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in custom]
         notes.append(
             f"adapter.target_modules: all-linear excludes {', '.join(custom)}, because LoRA cannot adapt "
             "these modules: their output is not that of a linear layer"
         )
-    files = {f"{PREFIX}{name}.lora_A.weight": name for name in others}
+    files = {f"{PEFT_PREFIX}{name}.lora_A.weight": name for name in candidates}
     renamed = [files[key] for key in find_renamed_tensors(settings, model, files)]
-    if len(renamed) < len(set(others) - set(custom)):
+    if len(renamed) < len(set(candidates) - set(custom)):
         patterns += [re.escape(name) for name in renamed]
         excluded = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in renamed}))
         notes += renamed and [
@@ -541,8 +575,11 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
             f"support these modules in models of type {model.config.model_type}"
         )
     saved = tuple(settings.modules_to_save or ())
-    adapted = [name for name in others if not any(f".{module}." in f".{name}." for module in saved)]
-    if not set(_get_last_parts(adapted)).difference(custom, rejected) and not settings.target_parameters:
+    adapted = [name for name in candidates if not any(f".{module}." in f".{name}." for module in saved)]
+    if (
+        not set(_list_last_components(adapted)).difference(custom, rejected)
+        and not settings.target_parameters
+    ):
         raise UserError(
             f"adapter.target_modules: all-linear matches no module of {type(model).__name__}; list the "
             "modules to adapt, or remove adapter.type to train the complete model"
@@ -559,7 +596,7 @@ def _exclude_modules(model: PreTrainedModel, settings: Any, config: RunConfig) -
     return notes
 
 
-def _is_linear(module: Any) -> bool:
+def _has_linear_output(module: Any) -> bool:
     """Return whether a module computes one output vector for each input vector, as LoRA requires."""
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
@@ -572,53 +609,55 @@ def _is_linear(module: Any) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (1, 2, module.out_features)
 
 
-def _find_shared_weights(model: PreTrainedModel) -> set[str]:
+def _find_tied_weights(model: PreTrainedModel) -> set[str]:
     """Return the names of the parameters that are tied to a parameter of another kind of module.
 
     The layers of Zamba that share one module are of the same kind: each has its own adapter.
     """
-    groups = [{first, *others} for first, others in find_tied_names(model).items() if others]
+    groups = [{first, *others} for first, others in map_tied_names(model).items() if others]
     return {
         name for group in groups if len({re.sub(r"\d+", "*", name) for name in group}) > 1 for name in group
     }
 
 
-def _build_pattern(part: str) -> str:
-    """Build a regular expression for a name that ``summarize_parameters`` returns."""
+def _build_name_pattern(part: str) -> str:
+    """Build a regular expression for a name that ``summarize_parameter_names`` returns."""
     return re.escape(part).replace(r"\*", r"\d+")
 
 
-def _covers(part: str, names: list[str]) -> bool:
-    """Return whether one of the parameters belongs to a module from ``summarize_parameters``."""
-    pattern = re.compile(_build_pattern(part) + r"(\..*)?")
+def _contains_any(part: str, names: list[str]) -> bool:
+    """Return whether one of the parameters belongs to a module from ``summarize_parameter_names``."""
+    pattern = re.compile(_build_name_pattern(part) + r"(\..*)?")
     return any(pattern.fullmatch(name) for name in names)
 
 
-def _mark_unreached(model: PreTrainedModel, names: Mapping[str, str]) -> None:
+def _mark_unreached_with_adapters(model: PreTrainedModel, base_names: Mapping[str, str]) -> None:
     """Record which parameters never receive a gradient, including adapters of modules that skip text.
 
     Args:
         model: The model with the adapter.
-        names: Names of the tensors in the base model, keyed by the names in ``model``.
+        base_names: Names of the tensors in the base model, keyed by the names in ``model``.
     """
     before = get_unreached_names(model)
-    unreached = {name for name, base in names.items() if base in before}
-    around = {name.partition(".base_layer.")[0] for name in unreached if ".base_layer." in name}
+    unreached = {name for name, base in base_names.items() if base in before}
+    wrapped_modules = {name.partition(".base_layer.")[0] for name in unreached if ".base_layer." in name}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and any(name.startswith(f"{prefix}.") for prefix in around):
+        if parameter.requires_grad and any(name.startswith(f"{prefix}.") for prefix in wrapped_modules):
             unreached.add(name)
-    mark_unreached(model, frozenset(unreached))
+    record_unreached_names(model, frozenset(unreached))
 
 
-def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, matcher: Matcher) -> None:
+def _resolve_target_names(
+    model: PreTrainedModel, settings: Any, run_config: RunConfig, matcher: PatternMatcher
+) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
     Raises:
         UserError: for a name that matches nothing, with the nearest that the model has. Those in a file of
             peft's may, as lists in it are often for several models; but not all of a list of targets.
     """
-    layers = config.adapter.layers
-    in_peft_format = config.adapter.name_or_path is not None or config.adapter.config is not None
+    layers = run_config.adapter.layers
+    in_peft_format = run_config.adapter.name_or_path is not None or run_config.adapter.config is not None
     modules = [name for name, _ in model.named_modules() if name]
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     targets = settings.target_modules
@@ -646,22 +685,26 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
         names = [name.strip() for name in targets.split(",")]
         if targets == "all":
             remedy = "write all-linear to adapt every linear module"
-        elif set(names) <= set(_get_last_parts(linear)):
+        elif set(names) <= set(_list_last_components(linear)):
             remedy = f"write them as a list: [{', '.join(names)}]"
         else:
-            remedy = f"give names in a list, such as [{_get_last_parts(linear)[0] if linear else 'q_proj'}]"
+            remedy = (
+                f"give names in a list, such as [{_list_last_components(linear)[0] if linear else 'q_proj'}]"
+            )
         require(
             bool(matches) or bool(getattr(settings, "target_parameters", None)),
             f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
-            f"{_format_names(linear)}; {remedy}",
+            f"{_format_last_components(linear)}; {remedy}",
         )
     else:
-        _check_names("target_modules", targets or (), modules, linear, one_is_enough=in_peft_format)
+        _check_names_exist(
+            "target_modules", targets or (), modules, linear, any_match_suffices=in_peft_format
+        )
     if not in_peft_format:
-        _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
+        _check_names_exist("modules_to_save", settings.modules_to_save or (), modules, modules)
     parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     chosen = getattr(settings, "target_parameters", None) or ()
-    _check_names("target_parameters", chosen, parameters, parameters, one_is_enough=in_peft_format)
+    _check_names_exist("target_parameters", chosen, parameters, parameters, any_match_suffices=in_peft_format)
     for setting, used in (
         ("layers", layers is not None),
         ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),
@@ -677,63 +720,72 @@ def _parse_layer_index(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _check_names(
-    key: str, names: Any, module_names: list[str], suggested: list[str], *, one_is_enough: bool = False
+def _check_names_exist(
+    key: str,
+    requested_names: Any,
+    module_names: list[str],
+    suggested: list[str],
+    *,
+    any_match_suffices: bool = False,
 ) -> None:
-    lacking = [
+    missing_names = [
         name
-        for name in sorted(names)
+        for name in sorted(requested_names)
         if not any(candidate == name or candidate.endswith(f".{name}") for candidate in module_names)
     ]
-    if not one_is_enough or len(lacking) == len(names):
-        for name in lacking:
+    if not any_match_suffices or len(missing_names) == len(requested_names):
+        for name in missing_names:
             tails = {".".join(candidate.split(".")[-depth:]) for candidate in suggested for depth in (1, 2)}
             tails = {tail for tail in tails if not tail.isdigit()}
-            near = find_similar(name, sorted(tails), count=3)
-            hint = f"the nearest are {', '.join(near)}" if near else f"it has {_format_names(suggested)}"
+            similar_names = find_similar_names(name, sorted(tails), max_results=3)
+            hint = (
+                f"the nearest are {', '.join(similar_names)}"
+                if similar_names
+                else f"it has {_format_last_components(suggested)}"
+            )
             raise UserError(f"adapter.{key}: the model has no {name}; {hint}")
 
 
-def _get_last_parts(names: list[str]) -> list[str]:
+def _list_last_components(names: list[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _format_names(names: list[str]) -> str:
-    tails = _get_last_parts(names)
-    more = f" and {len(tails) - _SHOWN} more" if len(tails) > _SHOWN else ""
-    return ", ".join(tails[:_SHOWN]) + more
+def _format_last_components(names: list[str]) -> str:
+    tails = _list_last_components(names)
+    more = f" and {len(tails) - _MAX_SHOWN} more" if len(tails) > _MAX_SHOWN else ""
+    return ", ".join(tails[:_MAX_SHOWN]) + more
 
 
-def _check_ties(model: PreTrainedModel, settings: Any, matcher: Matcher) -> None:
+def _check_tied_modules(model: PreTrainedModel, settings: Any, matcher: PatternMatcher) -> None:
     """Raise UserError if something trained would come apart from what it is tied to."""
-    tied = {name: others for name, others in find_tied_names(model).items() if others}
-    holders = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
+    tied = {name: others for name, others in map_tied_names(model).items() if others}
+    tied_modules = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
     for name in sorted(settings.modules_to_save or ()):
-        for holder in holders:
-            if holder == name or f".{holder}.".find(f".{name}.") >= 0:
+        for tied_module in tied_modules:
+            if tied_module == name or f".{tied_module}.".find(f".{name}.") >= 0:
                 raise UserError(
                     f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
                     "copy would not; leave it out, and train rows of both with trainable_token_indices"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()
-    for name in sorted(holders):
+    for name in sorted(tied_modules):
         module = model.get_submodule(name)
         if module is not head or not isinstance(module, nn.Linear):
             continue
-        hit = (
+        is_targeted = (
             targets.lower() != "all-linear" and matcher.fullmatch(targets, name)
             if isinstance(targets, str)
             else any(name == target or name.endswith(f".{target}") for target in targets or ())
         )
-        if hit:
+        if is_targeted:
             raise UserError(
                 f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
                 "or use a model with tie_word_embeddings: false"
             )
 
 
-def _prepare_tokens(model: PreTrainedModel, tied: bool, old: int | None) -> None:
+def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: int | None) -> None:
     """Check the tokens whose rows are trained, and put the rows in without a wait for the device.
 
     Raises:
@@ -745,95 +797,97 @@ def _prepare_tokens(model: PreTrainedModel, tied: bool, old: int | None) -> None
     for name, layer in layers:
         if hasattr(layer, "trainable_tokens_delta"):
             layer.trainable_tokens_original = nn.ParameterDict()  # a second copy of the rows
-            layer.get_merged_weights = _WithRows(layer)
+            layer.get_merged_weights = _TableWithTrainedRows(layer)
             table, count = name.removesuffix(".token_adapter"), layer.base_layer.weight.shape[0]
-            trained[table] = tokens = layer.token_indices[NAME]
+            trained[table] = tokens = layer.token_indices[ADAPTER_NAME]
             require(
                 max(tokens) < count and len(set(tokens)) == len(tokens),
                 f"adapter.trainable_token_indices: {table} has the tokens 0 to {count - 1}, each once; "
                 f"correct {tokens}",
             )
-    if old is None:
+    if num_base_rows is None:
         return
-    new = list(range(old, model.config.get_text_config().vocab_size))
+    new = list(range(num_base_rows, model.config.get_text_config().vocab_size))
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name: layer for name, layer in layers if any(layer is table for table in tables)}
-    lost = [
+    lost_tables = [
         name
         for name, layer in names.items()
         if not (hasattr(layer, "modules_to_save") or {*new} <= {*trained.get(name, ())})
     ]
     saved = f"modules_to_save: [{', '.join(name.rpartition('.')[2] for name in names)}]"
     require(
-        not lost,
+        not lost_tables,
         f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
         f"them: adapter.{f'trainable_token_indices: {new}' if tied else saved}",
     )
 
 
-class _WithRows:
+class _TableWithTrainedRows:
     """The table of a module with its trained rows. peft sends their numbers to the device in each pass."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._numbers: dict[torch.device, Tensor] = {}
+        self._row_indices: dict[torch.device, Tensor] = {}
 
     def __call__(self, active: Sequence[str]) -> Tensor:
         table: Tensor = self._module.base_layer.weight
         for name in active:
-            if table.device not in self._numbers:
-                self._numbers[table.device] = torch.tensor(
+            if table.device not in self._row_indices:
+                self._row_indices[table.device] = torch.tensor(
                     self._module.token_indices[name], device=table.device
                 )
             rows = self._module.trainable_tokens_delta[name].to(table.dtype)
-            table = table.index_copy(0, self._numbers[table.device], rows)
+            table = table.index_copy(0, self._row_indices[table.device], rows)
         return table
 
 
 # -- names ---------------------------------------------------------------------------------------------------
 
 
-def _map_base_names(model: PreTrainedModel, before: Mapping[int, str]) -> dict[str, str]:
+def _map_base_names(model: PreTrainedModel, base_names_by_id: Mapping[int, str]) -> dict[str, str]:
     """For each tensor of ``model`` that starts from one of the base, the name of that one.
 
     Args:
         model: with its adapter; the base's tensors in it are the same objects as before.
-        before: their names, by identity.
+        base_names_by_id: their names, by identity.
     """
     live = get_state_tensors(model)
-    base_names = {name: before[id(tensor)] for name, tensor in live.items() if id(tensor) in before}
-    assert len(base_names) == len(before)
+    base_names = {
+        name: base_names_by_id[id(tensor)] for name, tensor in live.items() if id(tensor) in base_names_by_id
+    }
+    assert len(base_names) == len(base_names_by_id)
     for name in live:
-        if name.replace(_COPY, _ORIGINAL) in base_names:
-            base_names[name] = base_names[name.replace(_COPY, _ORIGINAL)]
+        if name.replace(_TRAINED_COPY, _ORIGINAL) in base_names:
+            base_names[name] = base_names[name.replace(_TRAINED_COPY, _ORIGINAL)]
     return base_names
 
 
 def _map_saved_names(model: PreTrainedModel) -> dict[str, str]:
     """For each trained tensor its name in peft's files."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: (parse_name(name) or parse_replacement(name)).saved for name in trained}
+    return {name: (parse_adapter_name(name) or parse_replaced_name(name)).saved_name for name in trained}
 
 
 # -- frozen weights ------------------------------------------------------------------------------------------
 
 
-def _choose_base_dtype(config: RunConfig) -> torch.dtype:
-    compute = COMPUTE.get(config.precision, torch.float32)
-    wanted = {"auto": compute, **dict.fromkeys(KINDS, compute), **COMPUTE}.get(
+def _choose_frozen_dtype(config: RunConfig) -> torch.dtype:
+    compute = COMPUTE_DTYPES.get(config.precision, torch.float32)
+    dtype = {"auto": compute, **dict.fromkeys(QUANTIZATION_KINDS, compute), **COMPUTE_DTYPES}.get(
         config.adapter.base, torch.float32
     )
     require(
-        wanted in (compute, torch.float32),
+        dtype in (compute, torch.float32),
         f"adapter.base: {config.adapter.base} does not work with precision {config.precision}, which has "
         "another compute type; use auto or fp32",
     )
-    return wanted
+    return dtype
 
 
-def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
+def _cast_frozen_weights(model: PreTrainedModel, base_names: Mapping[str, str], dtype: torch.dtype) -> None:
     """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
-    fp32_names = transformers_internals.list_fp32_modules(model, fp16=dtype == torch.float16)
+    fp32_names = transformers_internals.list_fp32_name_parts(model, fp16=dtype == torch.float16)
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in fp32_names) or "$^")
-    stays = {name for name in find_frozen_names(model) if pattern.search(names[name])}
-    freeze(model, [name for name in find_frozen_names(model) if name not in stays], dtype)
+    fp32_weights = {name for name in list_frozen_names(model) if pattern.search(base_names[name])}
+    freeze_parameters(model, [name for name in list_frozen_names(model) if name not in fp32_weights], dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from portable.model.initialize import derive_named_seed
-from portable.model.parameter_groups import CONVOLUTIONS
+from portable.model.parameter_groups import CONVOLUTION_CLASSES
 from portable.model.weight_sources import ComputedTensor, to_numpy, to_torch
 from portable.private import torch_internals
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import Index, ReadableTensor
 
-NAME = "default"
+ADAPTER_NAME = "default"
 """What peft calls the adapter inside a model; its files leave it out."""
-_ROWS = 1024
+_BLOCK_ROWS = 1024
 """Of a weight whose lengths are computed, in memory at a time."""
 
 
@@ -35,7 +35,7 @@ class BaseDependentValue(NamedTuple):
         base_name: Name of the weight in the base model.
     """
 
-    value: DoraLengths | TrainedTokenRows
+    value: DoraMagnitudes | TrainedTokenRows
     base_name: str
 
 
@@ -51,8 +51,8 @@ class InitialValues(NamedTuple):
     base_dependent: dict[str, BaseDependentValue]
 
 
-def compute_initial_values(
-    model: nn.Module, config: Any, seed: int, base: Mapping[str, str]
+def build_initial_values(
+    model: nn.Module, config: Any, seed: int, base_names: Mapping[str, str]
 ) -> InitialValues:
     """Describe the values that peft initializes in each of its layers, without computing them.
 
@@ -60,7 +60,7 @@ def compute_initial_values(
         model: with its adapter, on the meta device.
         config: peft's.
         seed: of the run.
-        base: the base model's names of its tensors.
+        base_names: the base model's names of its tensors.
 
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -68,154 +68,168 @@ def compute_initial_values(
     from portable.private import peft_internals
 
     values: dict[str, ReadableTensor] = {}
-    lengths: dict[str, BaseDependentValue] = {}
+    base_dependent: dict[str, BaseDependentValue] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
         if peft_internals.is_trainable_tokens_layer(module):
             if module.tied_adapter is None:
                 rows, name = (
-                    TrainedTokenRows(module.token_indices[NAME]),
-                    f"{prefix}.trainable_tokens_delta.{NAME}",
+                    TrainedTokenRows(module.token_indices[ADAPTER_NAME]),
+                    f"{prefix}.trainable_tokens_delta.{ADAPTER_NAME}",
                 )
-                lengths[name] = BaseDependentValue(rows, base[f"{prefix}.base_layer.weight"])
+                base_dependent[name] = BaseDependentValue(rows, base_names[f"{prefix}.base_layer.weight"])
         elif isinstance(module, BaseTunerLayer):
-            layer = _PeftLayer(module, init, derive_named_seed(seed, prefix))
+            layer = _DetachedPeftLayer(module, init, derive_named_seed(seed, prefix))
             values |= {
-                f"{prefix}.{name}": ComputedTensor(shape, partial(layer.get_value, name))
+                f"{prefix}.{name}": ComputedTensor(shape, partial(layer.compute_value, name))
                 for name, shape in layer.shapes.items()
             }
             if getattr(module, "lora_magnitude_vector", None):
-                name = f"{prefix}.lora_magnitude_vector.{NAME}.weight"
-                magnitudes = DoraLengths(layer, module)
-                lengths[name] = BaseDependentValue(magnitudes, base[f"{prefix}.base_layer.weight"])
-    return InitialValues(values, lengths)
+                name = f"{prefix}.lora_magnitude_vector.{ADAPTER_NAME}.weight"
+                magnitudes = DoraMagnitudes(layer, module)
+                base_dependent[name] = BaseDependentValue(
+                    magnitudes, base_names[f"{prefix}.base_layer.weight"]
+                )
+    return InitialValues(values, base_dependent)
 
 
-class _PeftLayer:
+class _DetachedPeftLayer:
     """One of peft's layers without the module that it adapts; initialized by peft's own code."""
 
     # The layer that was computed last: its tensors are mostly read one after the other.
-    _latest: tuple[_PeftLayer, dict[str, torch.Tensor]] | None = None
+    _latest_values: tuple[_DetachedPeftLayer, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, module: Any, init: Any, seed: int) -> None:
         self._init, self._seed = init, seed
-        self._module = _copy_without_base(module)
+        self._module = _copy_layer_without_base(module)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
 
-    def compute_values(self) -> dict[str, torch.Tensor]:
-        if _PeftLayer._latest is None or _PeftLayer._latest[0] is not self:
-            _PeftLayer._latest = (self, self._initialize())
-        return _PeftLayer._latest[1]
+    def compute_all_values(self) -> dict[str, torch.Tensor]:
+        if _DetachedPeftLayer._latest_values is None or _DetachedPeftLayer._latest_values[0] is not self:
+            _DetachedPeftLayer._latest_values = (self, self._initialize_on_cpu())
+        return _DetachedPeftLayer._latest_values[1]
 
-    def get_value(self, name: str) -> torch.Tensor:
-        return self.compute_values()[name]
+    def compute_value(self, name: str) -> torch.Tensor:
+        return self.compute_all_values()[name]
 
-    def _initialize(self) -> dict[str, torch.Tensor]:
+    def _initialize_on_cpu(self) -> dict[str, torch.Tensor]:
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
-        module = torch_internals.copy_with_children(self._module, parts)
+        module = torch_internals.copy_with_submodules(self._module, parts)
         for child in parts.values():
             child.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seed)
             with torch.no_grad():
-                _reset(module, self._init)
+                _initialize_parameters(module, self._init)
         return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def _reset(module: Any, init: Any) -> None:
+def _initialize_parameters(module: Any, init: Any) -> None:
     """Initialize the parameters of one of peft's layers."""
     if hasattr(module, "reset_ia3_parameters"):
-        module.reset_ia3_parameters(NAME)
+        module.reset_ia3_parameters(ADAPTER_NAME)
         return
     for child in module.modules():  # what peft leaves as it was made
-        if isinstance(child, (nn.Linear, *CONVOLUTIONS)):
+        if isinstance(child, (nn.Linear, *CONVOLUTION_CLASSES)):
             child.reset_parameters()
     for holder in (module.lora_embedding_A, module.lora_embedding_B):
         for parameter in holder.values():
             nn.init.normal_(parameter)
     if init == "orthogonal" and module.lora_A:
-        module.orthogonal_init(NAME)
+        module.orthogonal_init(ADAPTER_NAME)
     elif init == "orthogonal":
-        module.reset_lora_parameters(NAME, True)
+        module.reset_lora_parameters(ADAPTER_NAME, True)
     elif init:
-        module.reset_lora_parameters(NAME, init)
+        module.reset_lora_parameters(ADAPTER_NAME, init)
 
 
-class _Nothing(nn.Module):
+class _BaseLayerStub(nn.Module):
     """In place of the module that is adapted: peft asks it for the dtype."""
 
     weight = torch.zeros(())
 
 
-def _copy_without_base(module: Any) -> Any:
+def _copy_layer_without_base(module: Any) -> Any:
     """A copy of one of peft's layers, on the meta device, around nothing."""
     children = {
         name: copy.deepcopy(child)
         for name, child in module.named_children()
         if name not in ("base_layer", "lora_magnitude_vector")
     }
-    return torch_internals.copy_with_children(module, {**children, "base_layer": _Nothing()})
+    return torch_internals.copy_with_submodules(module, {**children, "base_layer": _BaseLayerStub()})
 
 
 class TrainedTokenRows:
     """The rows of trained tokens at the start: those of the base."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+        self.token_indices = tokens
 
-    def compute_from_base(self, weight: ReadableTensor) -> ReadableTensor:
+    def build_tensor(self, weight: ReadableTensor) -> ReadableTensor:
         """Those of ``weight``, ``[tokens, hidden]``."""
         width = slice(0, weight.shape[1])
         return ComputedTensor.from_tensor(
-            torch.cat([to_torch(weight.read((slice(token, token + 1), width))) for token in self.tokens])
+            torch.cat(
+                [to_torch(weight.read((slice(token, token + 1), width))) for token in self.token_indices]
+            )
         )
 
 
-class DoraLengths:
+class DoraMagnitudes:
     """DoRA's lengths at the start: of each output's row of the base weight plus what the adapter adds."""
 
-    def __init__(self, layer: _PeftLayer, module: Any) -> None:
+    def __init__(self, layer: _DetachedPeftLayer, module: Any) -> None:
         self._layer = layer
-        self._scale = module.scaling[NAME]
-        self._table = bool(module.lora_embedding_A)
+        self._scale = module.scaling[ADAPTER_NAME]
+        self._is_embedding = bool(module.lora_embedding_A)
         # Weights that are stored as [in, out], and tables, have their outputs along the second dim.
-        self._across = self._table or bool(module.fan_in_fan_out)
+        self._outputs_in_columns = self._is_embedding or bool(module.fan_in_fan_out)
         self.dtype = torch.float32
         """Of the base weight in training."""
 
-    def compute_from_base(self, weight: ReadableTensor) -> _DoraLengthsTensor:
-        return _DoraLengthsTensor(self, weight)
+    def build_tensor(self, weight: ReadableTensor) -> _DoraMagnitudesTensor:
+        return _DoraMagnitudesTensor(self, weight)
 
-    def compute_lengths(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
+    def compute_magnitudes(self, weight: ReadableTensor, rows: slice | None) -> torch.Tensor:
         """The lengths, fp32 ``[out]``; of a part of the outputs."""
-        layer_values = self._layer.compute_values()
-        if self._table:
-            down, up = layer_values[f"lora_embedding_A.{NAME}"], layer_values[f"lora_embedding_B.{NAME}"]
+        layer_values = self._layer.compute_all_values()
+        if self._is_embedding:
+            down, up = (
+                layer_values[f"lora_embedding_A.{ADAPTER_NAME}"],
+                layer_values[f"lora_embedding_B.{ADAPTER_NAME}"],
+            )
         else:
-            down, up = layer_values[f"lora_A.{NAME}.weight"], layer_values[f"lora_B.{NAME}.weight"]
-        first, last = (0, weight.shape[0]) if rows is None or self._across else (rows.start, rows.stop)
+            down, up = (
+                layer_values[f"lora_A.{ADAPTER_NAME}.weight"],
+                layer_values[f"lora_B.{ADAPTER_NAME}.weight"],
+            )
+        first, last = (
+            (0, weight.shape[0]) if rows is None or self._outputs_in_columns else (rows.start, rows.stop)
+        )
         squares = []
-        for start in range(first, last, _ROWS):
-            part = slice(start, min(start + _ROWS, last))
+        for start in range(first, last, _BLOCK_ROWS):
+            part = slice(start, min(start + _BLOCK_ROWS, last))
             stored = to_torch(weight.read((part, slice(0, weight.shape[1])))).to(self.dtype).float()
-            if self._across:
+            if self._outputs_in_columns:
                 squares.append((stored + self._scale * (up @ down[:, part]).t()).square().sum(dim=0))
             else:
                 squares.append((stored + self._scale * (up[part] @ down)).square().sum(dim=1))
-        totals = torch.stack(squares).sum(dim=0) if self._across else torch.cat(squares)
-        lengths = totals.sqrt()
-        return lengths[rows] if self._across and rows is not None else lengths
+        totals = torch.stack(squares).sum(dim=0) if self._outputs_in_columns else torch.cat(squares)
+        magnitudes = totals.sqrt()
+        return magnitudes[rows] if self._outputs_in_columns and rows is not None else magnitudes
 
 
-class _DoraLengthsTensor:
+class _DoraMagnitudesTensor:
     """A tensor of lengths, computed on reading."""
 
-    def __init__(self, lengths: DoraLengths, weight: ReadableTensor) -> None:
-        self._lengths, self._weight = lengths, weight
+    def __init__(self, lengths: DoraMagnitudes, weight: ReadableTensor) -> None:
+        self._magnitudes, self._weight = lengths, weight
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self._weight.shape[1 if self._lengths._across else 0],)
+        return (self._weight.shape[1 if self._magnitudes._outputs_in_columns else 0],)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        return to_numpy(self._lengths.compute_lengths(self._weight, None if index is None else index[0]))
+        return to_numpy(
+            self._magnitudes.compute_magnitudes(self._weight, None if index is None else index[0])
+        )

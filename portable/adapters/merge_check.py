@@ -6,8 +6,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from portable.converters import Checkpoint, CheckpointError, Tensor, find_adapter
-from portable.converters.adapters.merging import check_base
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.adapters.merging import check_mergeable_into
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.errors import UserError
 from portable.temporary_folder import create_scratch_folder
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from portable.adapters.adapter import Adapter
 
 
-def check_merge(adapter: Adapter) -> None:
+def check_adapter_can_be_merged(adapter: Adapter) -> None:
     """Check that every tensor that the adapter changes is in the base model's files and can be changed.
 
     The check uses only names and shapes.
@@ -26,25 +26,25 @@ def check_merge(adapter: Adapter) -> None:
     Raises:
         UserError: If the base model lacks a parameter, or stores it in a format that cannot be changed.
     """
-    if adapter.base is None:
+    if adapter.base_checkpoint is None:
         return
     with create_scratch_folder("portable-adapter") as folder:
         adapter.write_config(folder)
         tensors = {
-            name: Tensor.from_source(name, "F32", shape, _Unread(4 * prod(shape)))
-            for name, shape in adapter.file_shapes.items()
+            name: Tensor.from_source(name, "F32", shape, _UnreadableBytes(4 * prod(shape)))
+            for name, shape in adapter.saved_shapes.items()
         }
         try:
             opened = find_adapter(Checkpoint(format="adapter", root=folder, tensors=tensors, ties=False))
             if opened is not None:
-                check_base(opened, adapter.base)
+                check_mergeable_into(opened, adapter.base_checkpoint)
         except CheckpointError as error:
             # Hide the temporary folder, because the user has not exported the adapter yet.
             reason = str(error).replace(str(folder), "the adapter")
             raise UserError(f"checkpoint.export: {reason}") from error
 
 
-class _Unread(Memory):
+class _UnreadableBytes(InMemorySource):
     """Placeholder for the bytes of a tensor of which only the shape is used."""
 
     def __init__(self, nbytes: int) -> None:

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.keys import to_plain
+from portable.config.keys import to_plain_value
 from portable.config.origins import format_short_value
 from portable.errors import UserError, require, to_one_line
-from portable.hub_requests import ask_hub
+from portable.hub_requests import read_hub_once_per_node
 from portable.paths import CONFIG_FILE as RUN_CONFIG
-from portable.paths import FINAL, check_folder, open_file
+from portable.paths import FINAL_FOLDER, check_folder_files, open_file
 from portable.untrusted_settings import describe_download_error
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """As peft names them; the first is preferred."""
-_DOCUMENT = "adapter"
+_DOCUMENT_KEY = "adapter"
 """The key of the parsed file among the documents of a config."""
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 
-KINDS: dict[str, dict[str, str]] = {
+PEFT_KEYS: dict[str, dict[str, str]] = {
     "lora": {
         "r": "r",
         "alpha": "lora_alpha",
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, str]] = {
 }
 """For each type of adapter, what peft calls the settings of the section."""
 
-_DETAILS: dict[str, tuple[str, ...]] = {
+_EXTRA_KEYS: dict[str, tuple[str, ...]] = {
     "lora": (
         "exclude_modules",
         "fan_in_fan_out",
@@ -61,7 +61,7 @@ _DETAILS: dict[str, tuple[str, ...]] = {
 }
 """Keys of peft's files that the section has no name for."""
 
-_INFORMATION = (
+_IGNORED_KEYS = (
     "peft_type",
     "task_type",
     "auto_mapping",
@@ -80,7 +80,7 @@ _INFORMATION = (
 )
 """Keys that change nothing in training."""
 
-_BY_MODEL: dict[str, dict[str, str]] = {
+_TARGET_TABLES: dict[str, dict[str, str]] = {
     "lora": {"target_modules": "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"},
     "ia3": {
         "target_modules": "TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING",
@@ -89,8 +89,8 @@ _BY_MODEL: dict[str, dict[str, str]] = {
 }
 """The settings that peft finds by the type of the model where they are null, and its tables for them."""
 
-_INITS = (True, False, "gaussian", "orthogonal")
-_TASKS = {
+_SUPPORTED_INITS = (True, False, "gaussian", "orthogonal")
+_PEFT_TASKS = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
@@ -98,7 +98,7 @@ _TASKS = {
 }
 
 
-def resolve_adapter(config: RunConfig) -> RunConfig:
+def resolve_adapter_config(config: RunConfig) -> RunConfig:
     """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
 
     Folders of runs become those of their exported models.
@@ -106,7 +106,7 @@ def resolve_adapter(config: RunConfig) -> RunConfig:
     Raises:
         UserError: if the file cannot be used, or contradicts a setting.
     """
-    config = with_exports(config)
+    config = replace_runs_by_exports(config)
     adapter = config.adapter
     key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
     if adapter.name_or_path is None and adapter.config is None:
@@ -114,18 +114,18 @@ def resolve_adapter(config: RunConfig) -> RunConfig:
     path = (
         Path(str(adapter.config))
         if adapter.name_or_path is None
-        else find_adapter_folder(adapter.name_or_path)
+        else resolve_adapter_folder(adapter.name_or_path)
     )
     folder = None if path.is_file() else path
     path = path if folder is None else folder / CONFIG_FILE
-    document = _read(path, key, folder)
+    document = _read_peft_config(path, key, folder)
     kind = str(document.get("peft_type", "")).lower()
     require(
-        kind in KINDS,
+        kind in PEFT_KEYS,
         f"{key}: {path}: adapters of type {document.get('peft_type')} are not supported, only "
-        f"{' and '.join(name.upper() for name in KINDS)}; use another adapter",
+        f"{' and '.join(name.upper() for name in PEFT_KEYS)}; use another adapter",
     )
-    if (init := document.get("init_lora_weights", True)) not in _INITS:
+    if (init := document.get("init_lora_weights", True)) not in _SUPPORTED_INITS:
         # Its adapters belong to a base whose weights were changed, or need data; eva has such a start only.
         require(
             init is None or (init == "eva" and adapter.name_or_path is not None),
@@ -133,32 +133,34 @@ def resolve_adapter(config: RunConfig) -> RunConfig:
             "gaussian or orthogonal, or an adapter that peft has converted to plain LoRA",
         )
         document = {**document, "init_lora_weights": init == "eva"}
-    document = _with_targets(config, document, kind, path, key)
+    document = _add_default_targets(config, document, kind, path, key)
     defaults = _get_peft_defaults(kind)
     values: dict[str, Any] = {}
-    for name, theirs in {"type": "peft_type", **KINDS[kind]}.items():
-        value = document.get(theirs)
+    for name, peft_key in {"type": "peft_type", **PEFT_KEYS[kind]}.items():
+        value = document.get(peft_key)
         value = (
-            kind if name == "type" else _to_setting_value(name, defaults[theirs] if value is None else value)
+            kind
+            if name == "type"
+            else _to_setting_value(name, defaults[peft_key] if value is None else value)
         )
-        mine = to_plain(getattr(adapter, name))
+        setting_value = to_plain_value(getattr(adapter, name))
         if name == "dropout" and config.is_set("adapter.dropout"):
             continue
         if name == "target_modules" and value is None:  # beside target_parameters
             value = []
-        if config.is_set(f"adapter.{name}") and mine is not None:
+        if config.is_set(f"adapter.{name}") and setting_value is not None:
             require(
-                _to_setting_value(name, mine) == value,
-                f"adapter.{name}: {format_short_value(mine)}, but {path} has {format_short_value(value)}; "
-                f"remove adapter.{name}",
+                _to_setting_value(name, setting_value) == value,
+                f"adapter.{name}: {format_short_value(setting_value)}, but {path} has "
+                f"{format_short_value(value)}; remove adapter.{name}",
             )
         else:
             values[f"adapter.{name}"] = value
-    _refuse_unknown(document, kind, path, key)
-    return config.with_document(_DOCUMENT, document).replaced(values)
+    _check_supported_keys(document, kind, path, key)
+    return config.with_document(_DOCUMENT_KEY, document).replaced(values)
 
 
-def with_exports(config: RunConfig) -> RunConfig:
+def replace_runs_by_exports(config: RunConfig) -> RunConfig:
     """``config`` with the exported model of each run that it names in place of a model or tokenizer.
 
     Raises:
@@ -169,15 +171,15 @@ def with_exports(config: RunConfig) -> RunConfig:
     for key, folder in ((key, Path(config.get(key))) for key in keys if config.get(key) is not None):
         if (folder / RUN_CONFIG).is_file() and not (folder / "config.json").is_file():
             require(
-                (folder / FINAL).is_dir(),
-                f"{key}: {folder} is a run without {FINAL}/, which checkpoint.export writes; train it to the "
-                f"end, or write a folder for {key} with: portable-convert {folder} OUT",
+                (folder / FINAL_FOLDER).is_dir(),
+                f"{key}: {folder} is a run without {FINAL_FOLDER}/, which checkpoint.export writes; train it "
+                f"to the end, or write a folder for {key} with: portable-convert {folder} OUT",
             )
-            changes[key] = str(folder / FINAL)
+            changes[key] = str(folder / FINAL_FOLDER)
     config = config.replaced(changes) if changes else config
     folder = Path(config.model.name_or_path or CONFIG_FILE)
     if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
-        document = _read(folder / CONFIG_FILE, "model.name_or_path", folder)
+        document = _read_peft_config(folder / CONFIG_FILE, "model.name_or_path", folder)
         base = document.get("base_model_name_or_path") or "BASE"
         raise UserError(
             f"model.name_or_path: {folder} is an adapter; to train it on, set model.name_or_path to {base} "
@@ -187,7 +189,7 @@ def with_exports(config: RunConfig) -> RunConfig:
     return config
 
 
-def _with_targets(
+def _add_default_targets(
     config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
 ) -> dict[str, Any]:
     """``document`` with the modules that peft adapts where it names none, which depend on the model's type.
@@ -195,16 +197,16 @@ def _with_targets(
     Raises:
         UserError: if peft has no such modules for the model.
     """
-    lacking = [name for name in _BY_MODEL[kind] if document.get(name) is None]
-    if not lacking:
+    missing_keys = [name for name in _TARGET_TABLES[kind] if document.get(name) is None]
+    if not missing_keys:
         return document
     from portable.model.build import load_model_config
-    from portable.private.peft_internals import get_target_modules
+    from portable.private.peft_internals import get_default_target_modules
 
     model_type = load_model_config(config.model).model_type
     values = dict(document)
-    for name in lacking:
-        modules = get_target_modules(_BY_MODEL[kind][name], model_type)
+    for name in missing_keys:
+        modules = get_default_target_modules(_TARGET_TABLES[kind][name], model_type)
         require(
             modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
             f"{key}: {path}: has no {name}, and peft has none for models of type {model_type}; add them",
@@ -224,7 +226,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
+def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
     """Read an ``adapter_config.json``.
 
     Args:
@@ -234,7 +236,7 @@ def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
     """
     try:
         with open_file(path, folder) as file:
-            document = json.loads(file.read(_MOST_BYTES))
+            document = json.loads(file.read(_MAX_BYTES))
     except FileNotFoundError as error:
         raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -246,9 +248,9 @@ def _read(path: Path, key: str, folder: Path | None) -> dict[str, Any]:
     return settings
 
 
-def _refuse_unknown(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
+def _check_supported_keys(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
     """Raise UserError for a key of peft's file that would change the training and is not supported."""
-    supported = {*KINDS[kind].values(), *_DETAILS[kind], *_INFORMATION}
+    supported = {*PEFT_KEYS[kind].values(), *_EXTRA_KEYS[kind], *_IGNORED_KEYS}
     defaults = _get_peft_defaults(kind)
     for name, value in document.items():
         if name not in supported and value not in (defaults.get(name, False), None, {}, []):
@@ -261,20 +263,20 @@ def _get_peft_defaults(kind: str) -> dict[str, Any]:
     """What peft takes for the settings that a file lacks."""
     return {
         field.name: field.default_factory() if field.default_factory is not MISSING else field.default
-        for field in fields(_get_config_class(kind))
+        for field in fields(_get_peft_config_class(kind))
     }
 
 
-def _get_config_class(kind: str) -> Any:
+def _get_peft_config_class(kind: str) -> Any:
     from portable.private.peft_internals import peft
 
     return {"lora": peft.LoraConfig, "ia3": peft.IA3Config}[kind]
 
 
-def find_adapter_folder(name_or_path: str) -> Path:
+def resolve_adapter_folder(name_or_path: str) -> Path:
     """The folder of an adapter. Downloads one from the hub if it is not cached."""
     path = Path(name_or_path)
-    check_folder("adapter.name_or_path", name_or_path)
+    check_folder_files("adapter.name_or_path", name_or_path)
     if path.is_dir():
         return path
     require(
@@ -287,12 +289,12 @@ def find_adapter_folder(name_or_path: str) -> Path:
 
     try:
         download = partial(snapshot_download, name_or_path, allow_patterns=[CONFIG_FILE, *WEIGHTS_FILES])
-        return Path(ask_hub(name_or_path, "adapter", download))
+        return Path(read_hub_once_per_node(name_or_path, "adapter", download))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"adapter.name_or_path: {describe_download_error(name_or_path, error)}") from error
 
 
-def find_weights_file(folder: Path) -> Path:
+def find_adapter_weights(folder: Path) -> Path:
     """The file with the weights of an adapter in ``folder``, or the folder itself."""
     return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
 
@@ -301,7 +303,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
     """peft's config of the run's adapter.
 
     Args:
-        config: of the run, :func:`resolve_adapter`.
+        config: of the run, :func:`resolve_adapter_config`.
         revision: commit of the base model on the hub.
         modules_to_save: that are trained in full whatever the section says.
 
@@ -311,7 +313,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
     adapter, kind = config.adapter, config.adapter.type
     assert kind is not None
     values: dict[str, Any] = {
-        theirs: to_plain(getattr(adapter, name)) for name, theirs in KINDS[kind].items()
+        peft_key: to_plain_value(getattr(adapter, name)) for name, peft_key in PEFT_KEYS[kind].items()
     }
     saved = dict.fromkeys([*(values["modules_to_save"] or []), *modules_to_save])
     values["modules_to_save"] = list(saved) or None
@@ -322,12 +324,12 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
         values["lora_alpha"] = int(alpha) if alpha == int(alpha) else alpha
     else:
         values["feedforward_modules"] = []
-    document = config.documents.get(_DOCUMENT, {})
-    values |= {name: document[name] for name in _DETAILS[kind] if document.get(name) is not None}
+    document = config.documents.get(_DOCUMENT_KEY, {})
+    values |= {name: document[name] for name in _EXTRA_KEYS[kind] if document.get(name) is not None}
     try:
-        return _get_config_class(kind)(
+        return _get_peft_config_class(kind)(
             **values,
-            task_type=_TASKS[config.model.task],
+            task_type=_PEFT_TASKS[config.model.task],
             base_model_name_or_path=config.model.name_or_path,
             revision=revision,
         )
@@ -335,7 +337,7 @@ def build_peft_config(config: RunConfig, revision: str | None, modules_to_save: 
         raise UserError(f"adapter: {to_one_line(error)}") from error
 
 
-def as_json(config: Any) -> dict[str, Any]:
+def to_peft_document(config: Any) -> dict[str, Any]:
     """The content of ``adapter_config.json``, the same in every process."""
     values = {**config.to_dict(), "inference_mode": True}
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in values.items()}

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpoint.store import resolve_checkpoint
+from portable.checkpoint.store import resolve_to_newest_checkpoint
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.converters import CheckpointError, open_checkpoint, read_pickled
 from portable.converters import Tensor as StoredTensor
 from portable.converters.naming import rename_to_live
 from portable.errors import DamagedError
 from portable.model.published_names import build_name_rules
-from portable.paths import convert_storage_errors, path_exists, read_json
+from portable.paths import convert_storage_errors, path_exists, read_json_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
     from portable.adapters.adapter import Adapter
     from portable.converters import Checkpoint, OptimizerState
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # The names of this program's checkpoints, including unfinished and damaged ones.
-_OUR_FOLDERS = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
+_OWN_FOLDER_NAME = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")
 # Subfolders with the shards. The program's other files are in the parent folder.
-_PART = re.compile(r"global_step\d+|pytorch_model(_\d+)?|pytorch_model_fsdp_0|optimizer_0")
-_SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+_SHARD_FOLDER_NAME = re.compile(r"global_step\d+|pytorch_model(_\d+)?|pytorch_model_fsdp_0|optimizer_0")
+_SCHEDULER_FILES = ("scheduler.pt", "scheduler.bin")
 # Counters of optimizer steps in the shards. A checkpoint has at most one of them.
 _STEP_COUNTERS = ("train_state.step", "global_steps", "step")
-HALF_TYPES = ("BF16", "F16")
+HALF_DTYPES = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
 class SourcedCount:
     """Count of steps or samples, with a description of where it was read."""
 
-    number: int
+    count: int
     source: str
 
     def __str__(self) -> str:
-        return f"{self.number} ({self.source})"
+        return f"{self.count} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,21 @@ class ExternalCheckpoint:
     Attributes:
         checkpoint: Contents of the shards.
         folder: Folder with the other files of the program.
-        trainer: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is none.
+        hf_trainer_state: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is
+        none.
     """
 
     checkpoint: Checkpoint
-    folder: Place
-    trainer: Mapping[str, Any] | None
+    folder: AnyPath
+    hf_trainer_state: Mapping[str, Any] | None
 
     @property
-    def root(self) -> Place:
+    def root(self) -> AnyPath:
         """Folder or file of the shards."""
         return self.checkpoint.root
 
     @property
-    def writer(self) -> str:
+    def writer_description(self) -> str:
         """Description of the program that wrote the checkpoint, as far as its files show it."""
         checkpoint, facts = self.checkpoint, self.checkpoint.metadata
         if checkpoint.format.startswith("deepspeed"):
@@ -87,7 +88,7 @@ class ExternalCheckpoint:
             engine = "PyTorch/XLA FSDP"
         else:
             engine = f"a full state dict ({checkpoint.format})"
-        if self.trainer is not None:
+        if self.hf_trainer_state is not None:
             engine = f"the Hugging Face Trainer, {engine}"
         world = facts.get("world_size")
         return f"{engine}, {world} ranks" if isinstance(world, int) and world > 1 else engine
@@ -98,11 +99,11 @@ class ExternalCheckpoint:
         return self.checkpoint.optimizer
 
     @cached_property
-    def steps(self) -> list[SourcedCount]:
+    def step_counts(self) -> list[SourcedCount]:
         """Step counts from all sources except the optimizer."""
         counts = []
-        if self.trainer is not None:
-            counts.append(SourcedCount(self.trainer["global_step"], f"global_step of {STATE_FILE}"))
+        if self.hf_trainer_state is not None:
+            counts.append(SourcedCount(self.hf_trainer_state["global_step"], f"global_step of {STATE_FILE}"))
         for name in _STEP_COUNTERS:
             value = self.checkpoint.counters.get(name)
             if isinstance(value, int):
@@ -110,7 +111,7 @@ class ExternalCheckpoint:
         return counts
 
     @cached_property
-    def optimizer_steps(self) -> Counter[int]:
+    def num_parameters_by_optimizer_step(self) -> Counter[int]:
         """Number of parameters for each step count of the optimizer.
 
         Empty if the optimizer does not count steps.
@@ -122,18 +123,18 @@ class ExternalCheckpoint:
         return counts
 
     @property
-    def samples(self) -> SourcedCount | None:
+    def sample_count(self) -> SourcedCount | None:
         """Number of sequences consumed, or None if the program did not count them."""
         counted = self.checkpoint.counters.get("global_samples")
         return SourcedCount(counted, "global_samples in the shards") if isinstance(counted, int) else None
 
     @cached_property
-    def scheduler(self) -> Mapping[str, Any]:
+    def scheduler_state(self) -> Mapping[str, Any]:
         """State of the learning rate scheduler that the Trainer or Accelerate saved.
 
         Empty if the state is missing or is not plain data. It is only shown to the user.
         """
-        for path in (self.folder / name for name in _SCHEDULERS):
+        for path in (self.folder / name for name in _SCHEDULER_FILES):
             if path.is_file():
                 try:
                     state = read_pickled(path)
@@ -143,7 +144,7 @@ class ExternalCheckpoint:
                     return state
         return {}
 
-    def rename_for(self, model: Any) -> ExternalCheckpoint:
+    def rename_to_model_names(self, model: Any) -> ExternalCheckpoint:
         """Return this checkpoint with the parameter names of ``model``.
 
         torchtitan uses its own names, and for many models the published names differ from the names in
@@ -158,29 +159,31 @@ class ExternalCheckpoint:
         from portable.converters.formats.torchtitan import rename_from_torchtitan
 
         checkpoint = rename_from_torchtitan(self.checkpoint, model.config.to_dict())
-        live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if not checkpoint.tensors.keys() <= live.keys():
-            checkpoint = rename_to_live(checkpoint, build_name_rules(model), live)
+        shapes_in_model = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if not checkpoint.tensors.keys() <= shapes_in_model.keys():
+            checkpoint = rename_to_live(checkpoint, build_name_rules(model), shapes_in_model)
         return replace(self, checkpoint=checkpoint)
 
-    def build_rows(self) -> list[tuple[str, str]]:
+    def build_info_rows(self) -> list[tuple[str, str]]:
         """Build the table that ``--resume-info`` prints."""
         tensors = self.checkpoint.tensors
         elements = sum(tensor.numel for tensor in tensors.values())
         rows = [
             ("checkpoint", str(self.root)),
-            ("written by", self.writer),
+            ("written by", self.writer_description),
             (
                 "weights",
                 f"{len(tensors)} tensors, {elements:,} elements, {_format_dtypes(list(tensors.values()))}",
             ),
             ("optimizer", self._describe_optimizer()),
-            ("step", ", ".join(map(str, self.steps)) or "only the optimizer's step count"),
+            ("step", ", ".join(map(str, self.step_counts)) or "only the optimizer's step count"),
         ]
-        if self.samples is not None:
-            rows.append(("samples", str(self.samples)))
-        rows += _build_row("trainer", self.trainer or {}, ("epoch", "max_steps", "train_batch_size"))
-        rows += _build_row("scheduler", self.scheduler, ("last_epoch", "base_lrs"))
+        if self.sample_count is not None:
+            rows.append(("samples", str(self.sample_count)))
+        rows += _build_optional_row(
+            "trainer", self.hf_trainer_state or {}, ("epoch", "max_steps", "train_batch_size")
+        )
+        rows += _build_optional_row("scheduler", self.scheduler_state, ("last_epoch", "base_lrs"))
         return rows
 
     def _describe_optimizer(self) -> str:
@@ -191,8 +194,12 @@ class ExternalCheckpoint:
         if optimizer is None:
             return "none: a run can start from the weights (model.name_or_path), but not resume"
         names = sorted({name for values in optimizer.state.values() for name in values})
-        moments = [v for values in optimizer.state.values() for v in values.values() if _is_moment(v)]
-        steps = " or ".join(str(step) for step in sorted(self.optimizer_steps)) or "uncounted"
+        moments = [
+            v for values in optimizer.state.values() for v in values.values() if _is_nonscalar_tensor(v)
+        ]
+        steps = (
+            " or ".join(str(step) for step in sorted(self.num_parameters_by_optimizer_step)) or "uncounted"
+        )
         return (
             f"{', '.join(names)} of {len(optimizer.state)} parameters, {_format_dtypes(moments)}; {steps} "
             "steps"
@@ -201,9 +208,9 @@ class ExternalCheckpoint:
         )
 
 
-def open_external(
-    path: Place,
-    order: Sequence[str] = (),
+def open_external_checkpoint(
+    path: AnyPath,
+    parameter_order: Sequence[str] = (),
     *,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> ExternalCheckpoint | None:
@@ -211,7 +218,7 @@ def open_external(
 
     Args:
         path: Path or URL that the user has set.
-        order: Names of the model's parameters in module order. Empty if the model is not known.
+        parameter_order: Names of the model's parameters in module order. Empty if the model is not known.
         build_once: Function that writes a file in one process of each node; None if only one rank opens the
             checkpoint.
 
@@ -224,49 +231,49 @@ def open_external(
     """
     try:
         with convert_storage_errors("checkpoint.resume"):
-            if not path_exists(path) or is_run_checkpoint(resolve_checkpoint(path)):
+            if not path_exists(path) or is_run_checkpoint(resolve_to_newest_checkpoint(path)):
                 return None
-            checkpoint = open_checkpoint(path, order=order, build_once=build_once)
+            checkpoint = open_checkpoint(path, order=parameter_order, build_once=build_once)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
     if is_run_checkpoint(root):
         return None
     folder = root if root.is_dir() else root.parent
-    if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
+    if _SHARD_FOLDER_NAME.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
         folder = folder.parent
     return ExternalCheckpoint(checkpoint, folder, _read_hf_trainer_state(folder))
 
 
-def open_for_model(
-    path: Place,
+def open_external_for_model(
+    path: AnyPath,
     model: nn.Module,
     adapter: Adapter | None,
     *,
     build_once: Callable[[str, Callable[[Path], None]], Path | None] | None = None,
 ) -> ExternalCheckpoint | None:
-    """Open the checkpoint of another program for ``model``; see :func:`open_external`.
+    """Open the checkpoint of another program for ``model``; see :func:`open_external_checkpoint`.
 
     Args:
         path: Path or URL that the user has set.
         model: Model of the run.
         adapter: Adapter in ``model``, or None. The checkpoint must then contain the same adapter.
-        build_once: See :func:`open_external`.
+        build_once: See :func:`open_external_checkpoint`.
 
     Returns:
-        The checkpoint; see :func:`open_external`.
+        The checkpoint; see :func:`open_external_checkpoint`.
 
     Raises:
         UserError: If the checkpoint contains another adapter, or none.
     """
-    names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.files
-    external = open_external(path, names, build_once=build_once)
+    names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.saved_names
+    external = open_external_checkpoint(path, names, build_once=build_once)
     if external is None or adapter is None:
         return external
-    return replace(external, checkpoint=adapter.adopt_checkpoint(external.checkpoint))
+    return replace(external, checkpoint=adapter.map_foreign_checkpoint(external.checkpoint))
 
 
-def is_run_checkpoint(folder: Place) -> bool:
+def is_run_checkpoint(folder: AnyPath) -> bool:
     """Return whether ``folder`` is a checkpoint of this program, complete or not.
 
     A ``trainer_state.json`` that is not the Hugging Face Trainer's decides, even if it is damaged. Without
@@ -274,10 +281,10 @@ def is_run_checkpoint(folder: Place) -> bool:
     """
     if path_exists(folder / STATE_FILE):
         return _read_hf_trainer_state(folder) is None
-    return _OUR_FOLDERS.fullmatch(folder.name) is not None and (folder / "config.json").exists()
+    return _OWN_FOLDER_NAME.fullmatch(folder.name) is not None and (folder / "config.json").exists()
 
 
-def read_run_state(path: Place) -> TrainerState | None:
+def read_run_state(path: AnyPath) -> TrainerState | None:
     """Read the state of a checkpoint of this program.
 
     Returns:
@@ -285,29 +292,29 @@ def read_run_state(path: Place) -> TrainerState | None:
     """
     if not path_exists(path):
         return None
-    folder = resolve_checkpoint(path)
+    folder = resolve_to_newest_checkpoint(path)
     return TrainerState.read(folder) if is_run_checkpoint(folder) else None
 
 
-def read_run_step(path: Place, updates: int) -> int:
+def read_step_of_any_checkpoint(path: AnyPath, external_step: int) -> int:
     """Return the step of a checkpoint, including skipped steps.
 
     Args:
         path: Path of the checkpoint.
-        updates: Step to return if another program wrote the checkpoint.
+        external_step: Step to return if another program wrote the checkpoint.
     """
     state = read_run_state(path)
-    return updates if state is None else state.step
+    return external_step if state is None else state.step
 
 
-def _read_hf_trainer_state(folder: Place) -> dict[str, Any] | None:
+def _read_hf_trainer_state(folder: AnyPath) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``.
 
     Returns:
         The contents. None if there is no such file, or if it is this program's, which has other keys.
     """
     try:
-        values = read_json(folder / STATE_FILE)
+        values = read_json_file(folder / STATE_FILE)
     except (OSError, ValueError):
         return None
     if not isinstance(values, dict) or "format_version" in values or "samples" in values:
@@ -321,13 +328,13 @@ def to_float(value: StoredTensor | float | bool) -> float:
     return float(value.read().reshape(-1)[0]) if isinstance(value, StoredTensor) else float(value)
 
 
-def _build_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
+def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, str]]:
     """Build a row with the ``keys`` that ``values`` has. Returns no row if it has none of them."""
     parts = [f"{key} {values[key]}" for key in keys if values.get(key) is not None]
     return [(title, ", ".join(parts))] if parts else []
 
 
-def _is_moment(value: object) -> bool:
+def _is_nonscalar_tensor(value: object) -> bool:
     return isinstance(value, StoredTensor) and bool(value.shape)
 
 

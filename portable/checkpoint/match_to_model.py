@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.converters import CheckpointError
-from portable.model.parameters import find_tied_names, get_stored_tensors
+from portable.model.parameters import get_checkpointed_tensors, map_tied_names
 from portable.model.unused_parameters import get_unreached_names
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class StoredState:
     optimizer: Mapping[str, Mapping[str, StoredTensor | float | bool]]
 
 
-def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
+def match_checkpoint_to_model(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
     """Match the tensors of a checkpoint to a model.
 
     Args:
@@ -47,12 +47,12 @@ def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
         CheckpointError: If a tensor of the model or the optimizer state of a trained parameter is missing.
     """
     weights: dict[str, ReadableTensor] = dict(checkpoint.tensors)
-    for name, others in find_tied_names(model).items():
+    for name, others in map_tied_names(model).items():
         alias = next((other for other in others if other in weights), None)
         if name not in weights and alias is not None:
             weights[name] = weights[alias]
-    wanted = get_stored_tensors(model)
-    missing = wanted.keys() - weights.keys()
+    model_tensors = get_checkpointed_tensors(model)
+    missing = model_tensors.keys() - weights.keys()
     if missing:
         remedy = "it belongs to another model"
         if "config.json" in checkpoint.companions and "adapter_config.json" not in checkpoint.companions:
@@ -63,7 +63,7 @@ def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
         raise CheckpointError(f"{checkpoint.root}: has no {min(missing)}; {remedy}")
     if checkpoint.optimizer is None:
         raise CheckpointError(f"{checkpoint.root}: has no optimizer state")
-    optimized = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
+    names_in_optimizer = {name for group in checkpoint.optimizer.param_groups for name in group["params"]}
     optimizer, unreached = {}, get_unreached_names(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -71,6 +71,6 @@ def match_stored_state(checkpoint: Checkpoint, model: nn.Module) -> StoredState:
         state = checkpoint.optimizer.state.get(name)
         if state is not None:
             optimizer[name] = state
-        elif name not in optimized and name not in unreached:
+        elif name not in names_in_optimizer and name not in unreached:
             raise CheckpointError(f"{checkpoint.root}: has no optimizer state for {name}")
-    return StoredState({name: weights[name] for name in wanted}, optimizer)
+    return StoredState({name: weights[name] for name in model_tensors}, optimizer)

@@ -11,18 +11,18 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint, SourcedCount
+from portable.checkpoint.external import HALF_DTYPES, ExternalCheckpoint, SourcedCount
 from portable.config.origins import format_short_value
 from portable.converters import Checkpoint, CheckpointError
 from portable.converters import Tensor as StoredTensor
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.errors import OptimizerStateError
 from portable.errors import DamagedError, UserError
-from portable.model.parameter_groups import assign_groups
-from portable.model.parameters import find_embedding_weights, find_tied_names, get_stored_tensors
+from portable.model.parameter_groups import assign_parameter_groups
+from portable.model.parameters import get_checkpointed_tensors, list_embedding_weights, map_tied_names
 from portable.model.unused_parameters import get_unreached_names
 from portable.optim.optimizers import build_optimizer
-from portable.private.transformers_internals import get_ignored_names
+from portable.private.transformers_internals import get_ignored_checkpoint_patterns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-State = dict[str, "StoredTensor | float | bool"]
-_SHOWN = 3
+ParameterState = dict[str, "StoredTensor | float | bool"]
+_MAX_NAMES_SHOWN = 3
 # Settings of parameter groups that change the update rule, with the values of our optimizers.
-_RULES: dict[str, dict[str, bool]] = {
+_UPDATE_RULE_FLAGS: dict[str, dict[str, bool]] = {
     "adamw": {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True},
     "adamw_8bit": {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True},
     "sgd": {"nesterov": False, "maximize": False},
@@ -51,28 +51,31 @@ class AdoptedCheckpoint:
         checkpoint: Tensors and optimizer state of the model, for an engine to load.
         step: Number of optimizer steps that count as taken.
         samples: Number of sequences that count as consumed.
-        rows: Table for the user with two columns.
+        summary_rows: Table for the user with two columns.
         warnings: Warnings for the user.
     """
 
     checkpoint: Checkpoint
     step: int
     samples: int
-    rows: list[tuple[str, str]]
+    summary_rows: list[tuple[str, str]]
     warnings: list[str]
 
-    def check_length(self, until: int) -> None:
+    def check_steps_remain(self, end_step: int) -> None:
         """Raise UserError if the run would end before its first step."""
-        if self.step >= until:
+        if self.step >= end_step:
             raise UserError(
                 f"checkpoint.resume: {self.checkpoint.root} is at step {self.step}, and this run ends after "
-                f"step {until}; raise train.steps (or train.stop_after), or set checkpoint.resume_step to 0 "
-                "to restart the schedule"
+                f"step {end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step to "
+                "0 to restart the schedule"
             )
 
 
-def adopt_checkpoint(
-    external: ExternalCheckpoint, config: RunConfig, model: nn.Module, rate: Callable[[int], float]
+def adopt_external_checkpoint(
+    external: ExternalCheckpoint,
+    config: RunConfig,
+    model: nn.Module,
+    learning_rate_at: Callable[[int], float],
 ) -> AdoptedCheckpoint:
     """Match a checkpoint of another program to the run.
 
@@ -80,7 +83,7 @@ def adopt_checkpoint(
         external: Checkpoint that was opened with the order of the model's parameters.
         config: Config of the run.
         model: Unsharded model on any device.
-        rate: Function that returns the run's learning rate of a step.
+        learning_rate_at: Function that returns the run's learning rate of a step.
 
     Returns:
         The matched checkpoint.
@@ -90,12 +93,12 @@ def adopt_checkpoint(
         DamagedError: If the checkpoint is damaged.
     """
     try:
-        external = external.rename_for(model)
-        weights = _match_weights(external, model)  # before the optimizer, whose errors say less
+        external = external.rename_to_model_names(model)
+        weights = _match_weights_to_model(external, model)  # before the optimizer, whose errors say less
         if external.optimizer is None:
-            raise _build_error(external, "has no optimizer state", _describe_weights_only(external))
-        return _CheckpointMatcher(external, external.optimizer, config, model).adopt(
-            weights.tensors, weights.warnings, rate
+            raise _build_resume_error(external, "has no optimizer state", _suggest_weights_only(external))
+        return _ResumeMatcher(external, external.optimizer, config, model).build_adopted_checkpoint(
+            weights.tensors, weights.warnings, learning_rate_at
         )
     except OptimizerStateError as error:
         raise DamagedError(f"checkpoint.resume: {error.reason}; choose another checkpoint") from error
@@ -103,11 +106,11 @@ def adopt_checkpoint(
         raise DamagedError(f"checkpoint.resume: {error}") from error
 
 
-def _build_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
+def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
     return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
 
 
-def _describe_weights_only(external: ExternalCheckpoint) -> str:
+def _suggest_weights_only(external: ExternalCheckpoint) -> str:
     """Describe how to start from the weights without the optimizer state."""
     checkpoint = external.checkpoint
     if checkpoint.format in ("safetensors", "torch") and "config.json" in checkpoint.companions:
@@ -127,66 +130,66 @@ class MatchedWeights(NamedTuple):
     """Warnings for the user, such as about weights that are only stored in 16 bits."""
 
 
-def _match_weights(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
+def _match_weights_to_model(external: ExternalCheckpoint, model: nn.Module) -> MatchedWeights:
     """Match the weights to the model, and rename tied weights to the name that the model uses.
 
     Raises:
         UserError: If a tensor is missing, unexpected, or has another shape.
     """
-    wanted = get_stored_tensors(model)
+    model_tensors = get_checkpointed_tensors(model)
     tensors = dict(external.checkpoint.tensors)
     aliases = external.checkpoint.aliases
-    for name, others in find_tied_names(model).items():
+    for name, others in map_tied_names(model).items():
         stored = [other for other in (name, *others) if other in tensors]
         if len(stored) > 1:
-            raise _build_error(
+            raise _build_resume_error(
                 external,
                 f"has separate tensors {stored[0]} and {stored[1]}, which the model ties",
                 "set model.config.tie_word_embeddings to false",
             )
         if stored:
             tensors[name] = tensors.pop(stored[0])
-    missing = [name for name in wanted if name not in tensors]
-    ignored = get_ignored_names(model) or ()
+    missing = [name for name in model_tensors if name not in tensors]
+    ignored = get_ignored_checkpoint_patterns(model) or ()
     unexpected = [
         name
         for name in tensors
-        if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)
+        if name not in model_tensors and not any(re.search(pattern, name) for pattern in ignored)
     ]
     remedy = "use the model that it was trained with (model.name_or_path or model.config)"
     if missing and missing[0] in aliases:
-        raise _build_error(
+        raise _build_resume_error(
             external,
             f"ties {missing[0]} to {aliases[missing[0]]}, but the model does not",
             "set model.config.tie_word_embeddings to true",
         )
     if missing:
-        beside = f", but has {_shorten_names(unexpected)}" if unexpected else ""
-        raise _build_error(external, f"has no {_shorten_names(missing)}{beside}", remedy)
+        unexpected_text = f", but has {_shorten_names(unexpected)}" if unexpected else ""
+        raise _build_resume_error(external, f"has no {_shorten_names(missing)}{unexpected_text}", remedy)
     if unexpected:
-        raise _build_error(
+        raise _build_resume_error(
             external, f"has {_shorten_names(unexpected)}, which the model does not have", remedy
         )
-    for name, tensor in wanted.items():
+    for name, tensor in model_tensors.items():
         if tensors[name].shape != tuple(tensor.shape):
-            raise _build_error(
+            raise _build_resume_error(
                 external,
                 f"has {name} of shape {list(tensors[name].shape)}, the model of {list(tensor.shape)}",
                 remedy,
             )
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    half = [name for name in trained if tensors[name].dtype in HALF_TYPES]
+    half_precision_names = [name for name in trained if tensors[name].dtype in HALF_DTYPES]
     warnings = []
-    if half:
+    if half_precision_names:
         warnings.append(
-            f"{external.root} has {len(half)} of {len(trained)} weights only in "
-            f"{tensors[half[0]].dtype}, without 32-bit master weights; training continues from the rounded "
-            "values"
+            f"{external.root} has {len(half_precision_names)} of {len(trained)} weights only in "
+            f"{tensors[half_precision_names[0]].dtype}, without 32-bit master weights; training continues "
+            "from the rounded values"
         )
-    return MatchedWeights({name: tensors[name] for name in wanted}, warnings)
+    return MatchedWeights({name: tensors[name] for name in model_tensors}, warnings)
 
 
-class _CheckpointMatcher:
+class _ResumeMatcher:
     """Matches a checkpoint that has optimizer state to a run."""
 
     def __init__(
@@ -199,27 +202,27 @@ class _CheckpointMatcher:
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.notes: list[str] = []
 
-    def adopt(
-        self, tensors: dict[str, StoredTensor], warnings: list[str], rate: Callable[[int], float]
+    def build_adopted_checkpoint(
+        self, tensors: dict[str, StoredTensor], warnings: list[str], learning_rate_at: Callable[[int], float]
     ) -> AdoptedCheckpoint:
-        """Check the optimizer, and build the result of :func:`adopt_checkpoint`.
+        """Check the optimizer, and build the result of :func:`adopt_external_checkpoint`.
 
         Args:
             tensors: Weights by the names of the model.
             warnings: Warnings about the weights. Warnings about the optimizer state are added.
-            rate: Function that returns the run's learning rate of a step.
+            learning_rate_at: Function that returns the run's learning rate of a step.
         """
-        self.check_rule()
-        counted_steps = self.find_step()
-        step = counted_steps.number
-        counted_samples = self.find_samples(step)
-        state = self.build_state(step)
-        self.compare_settings()
+        self.check_update_rule()
+        counted_steps = self.determine_step_count()
+        step = counted_steps.count
+        counted_samples = self.determine_sample_count(step)
+        state = self.build_optimizer_state(step)
+        self.check_optimizer_settings()
         moments = [value for values in state.values() for value in values.values()]
-        kinds = sorted({v.dtype for v in moments if isinstance(v, StoredTensor) and v.shape})
+        moment_dtypes = sorted({v.dtype for v in moments if isinstance(v, StoredTensor) and v.shape})
         names = list(dict.fromkeys(name for values in state.values() for name in values))
         rows = [
-            ("from", f"{self.external.root}, written by {self.external.writer}"),
+            ("from", f"{self.external.root}, written by {self.external.writer_description}"),
             (
                 "restored",
                 f"{len(tensors)} weights and buffers; {', '.join(names)} of {len(state)} parameters",
@@ -227,16 +230,16 @@ class _CheckpointMatcher:
             ("step", f"{step}: {counted_steps.source}"),
             (
                 "samples",
-                f"{counted_samples.number}: {counted_samples.source}; the data order is this run's own",
+                f"{counted_samples.count}: {counted_samples.source}; the data order is this run's own",
             ),
-            ("rate", self._describe_rates(step, rate)),
+            ("rate", self._describe_learning_rate(step, learning_rate_at)),
             ("not restored", "data order, random number generators, loss scales"),
             *(("differs", note) for note in self.notes),
         ]
-        narrow = [kind for kind in kinds if kind in HALF_TYPES]
-        if narrow:
+        half_dtypes = [kind for kind in moment_dtypes if kind in HALF_DTYPES]
+        if half_dtypes:
             warnings.append(
-                f"{self.external.root} has the optimizer state only in {' and '.join(narrow)}; it is "
+                f"{self.external.root} has the optimizer state only in {' and '.join(half_dtypes)}; it is "
                 "converted to 32 bits"
             )
         checkpoint = Checkpoint(
@@ -246,11 +249,11 @@ class _CheckpointMatcher:
             optimizer=OptimizerState(state, [{"params": list(self.trained)}]),
             metadata={"step": step},
         )
-        return AdoptedCheckpoint(checkpoint, step, counted_samples.number, rows, warnings)
+        return AdoptedCheckpoint(checkpoint, step, counted_samples.count, rows, warnings)
 
     # -- the optimizer -----------------------------------------------------------------------------------
 
-    def build_state(self, step: int) -> dict[str, State]:
+    def build_optimizer_state(self, step: int) -> dict[str, ParameterState]:
         """Build the run's optimizer state for every trained parameter that has had an update.
 
         Args:
@@ -260,27 +263,27 @@ class _CheckpointMatcher:
             UserError: If the state is of another optimizer, or if a trained parameter has no state.
         """
         optimizer, kind = self.optimizer, self.config.train.optimizer
-        tables = set(find_embedding_weights(self.model))
-        ours = build_optimizer(
+        tables = set(list_embedding_weights(self.model))
+        run_optimizer = build_optimizer(
             self.config.train.model_copy(update={"ema": None}),  # it begins here
             self.trained,
-            assign_groups(self.model, self.config.train),
+            assign_parameter_groups(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
         )
-        owners = {alias: name for name, others in find_tied_names(self.model).items() for alias in others}
-        theirs = {owners.get(name, name): values for name, values in optimizer.state.items()}
+        owners = {alias: name for name, others in map_tied_names(self.model).items() for alias in others}
+        stored_state = {owners.get(name, name): values for name, values in optimizer.state.items()}
         groups = {owners.get(name, name): g for g in optimizer.param_groups for name in g.get("params", ())}
         unused, unreached = set[str](), get_unreached_names(self.model)
-        state: dict[str, State] = {}
+        state: dict[str, ParameterState] = {}
         for name, parameter in self.trained.items():
-            wanted: Mapping[str, Tensor] = ours.build_initial_state(parameter)
-            if name not in theirs and name not in groups and name not in unreached:
-                raise _build_error(
+            wanted: Mapping[str, Tensor] = run_optimizer.build_initial_state(parameter)
+            if name not in stored_state and name not in groups and name not in unreached:
+                raise _build_resume_error(
                     self.external,
                     f"has no optimizer state for {name}, which this run trains",
-                    f"it may have been frozen; {_describe_weights_only(self.external)}",
+                    f"it may have been frozen; {_suggest_weights_only(self.external)}",
                 )
-            values = dict(theirs.get(name, {}))
+            values = dict(stored_state.get(name, {}))
             if not values:
                 continue  # it has had no gradient
             if "step" in wanted and "step" not in values:
@@ -290,19 +293,21 @@ class _CheckpointMatcher:
                 value = values.get(key)
                 shape = value.shape if isinstance(value, StoredTensor) else ()
                 if value is None or (tensor.dim() and shape != tuple(tensor.shape)):
-                    raise _build_error(
+                    raise _build_resume_error(
                         self.external,
                         f"has {', '.join(sorted(values))} for {name}, but train.optimizer {kind} needs "
                         f"{', '.join(sorted(wanted))}",
-                        self._suggest_remedy(values),
+                        self._suggest_other_optimizer(values),
                     )
             unused |= values.keys() - wanted.keys()
             state[name] = {key: values[key] for key in wanted}
-        if not state and any(ours.build_initial_state(parameter) for parameter in self.trained.values()):
-            raise _build_error(
+        if not state and any(
+            run_optimizer.build_initial_state(parameter) for parameter in self.trained.values()
+        ):
+            raise _build_resume_error(
                 self.external,
                 "has an optimizer that has not taken a step",
-                _describe_weights_only(self.external),
+                _suggest_weights_only(self.external),
             )
         if unused:
             self.notes.append(
@@ -310,40 +315,40 @@ class _CheckpointMatcher:
             )
         return state
 
-    def _suggest_remedy(self, values: Mapping[str, object]) -> str:
+    def _suggest_other_optimizer(self, values: Mapping[str, object]) -> str:
         """Suggest the optimizer that uses the stored values, or to start from the weights."""
         fits = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}
         for name, needed in fits.items():
             if needed <= values.keys() and name != self.config.train.optimizer:
                 return f"set train.optimizer to {name}"
-        return _describe_weights_only(self.external)
+        return _suggest_weights_only(self.external)
 
-    def check_rule(self) -> None:
+    def check_update_rule(self) -> None:
         """Raise UserError if the checkpoint's optimizer has the same state but another update rule."""
         kind = self.config.train.optimizer
         for group in self.optimizer.param_groups:
-            for name, ours in _RULES.get(kind, {}).items():
+            for name, ours in _UPDATE_RULE_FLAGS.get(kind, {}).items():
                 theirs = group.get(name, ours)
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:
-                    raise _build_error(
+                    raise _build_resume_error(
                         self.external,
                         f"was trained with {name} {bool(theirs)}, which train.optimizer {kind} has not",
-                        _describe_weights_only(self.external),
+                        _suggest_weights_only(self.external),
                     )
 
-    def compare_settings(self) -> None:
+    def check_optimizer_settings(self) -> None:
         """Compare the settings of the checkpoint's optimizer with the run's, and note the differences.
 
         Raises:
             UserError: If a setting differs that the run does not set explicitly.
         """
-        differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_settings()]
+        differing = [(key, theirs, self.config.get(key)) for key, theirs in self._iter_stored_settings()]
         differing = [(key, theirs, ours) for key, theirs, ours in differing if not _is_close(theirs, ours)]
         unset = [(key, theirs) for key, theirs, _ in differing if not self.config.is_set(key)]
         if unset:
             wanted = ", ".join(f"{key} {format_short_value(value)}" for key, value in unset)
-            raise _build_error(
+            raise _build_resume_error(
                 self.external,
                 f"was trained with {wanted}, and this run has other defaults",
                 f"set {' and '.join(key for key, _ in unset)}, to these values to continue as before",
@@ -353,7 +358,7 @@ class _CheckpointMatcher:
             for key, theirs, ours in differing
         ]
 
-    def _iter_settings(self) -> Iterator[tuple[str, Any]]:
+    def _iter_stored_settings(self) -> Iterator[tuple[str, Any]]:
         """Yield the settings of the checkpoint's optimizer, named as in the run's config.
 
         Settings with different values per parameter group are not yielded. They are added to the notes.
@@ -366,12 +371,12 @@ class _CheckpointMatcher:
                 continue
             for name in group["params"]:
                 if name in self.trained:
-                    which = "matrices" if self.trained[name].dim() >= 2 else "vectors"
-                    decay[which].add(float(group["weight_decay"]))
+                    parameter_kind = "matrices" if self.trained[name].dim() >= 2 else "vectors"
+                    decay[parameter_kind].add(float(group["weight_decay"]))
         if len(decay["matrices"]) == 1:
             yield "train.weight_decay", next(iter(decay["matrices"]))
         elif decay["matrices"]:
-            self._compare_groups("weight_decay", "train.weight_decay")
+            self._note_group_differences("weight_decay", "train.weight_decay")
         if any(decay["vectors"]):
             value = max(decay["vectors"])
             self.notes.append(f"weight decay of biases and norms: {value:g} there, none here")
@@ -390,16 +395,16 @@ class _CheckpointMatcher:
                     self.notes.append(f"train.{key}: several values there, per group; one here")
         peaks = {float(group["initial_lr"]) for group in groups if _is_number(group.get("initial_lr"))}
         if not peaks:
-            bases = self.external.scheduler.get("base_lrs")
+            bases = self.external.scheduler_state.get("base_lrs")
             peaks = {float(v) for v in bases if _is_number(v)} if isinstance(bases, list) else set()
         if len(peaks) == 1 and (peak := next(iter(peaks))) > 0:
             yield "train.learning_rate", peak
         elif peaks:
-            self._compare_groups("initial_lr", "train.learning_rate")
+            self._note_group_differences("initial_lr", "train.learning_rate")
 
-    def _compare_groups(self, key: str, setting: str) -> None:
+    def _note_group_differences(self, key: str, setting: str) -> None:
         """Add a note if parameters have another value of a parameter group than in the run."""
-        ours = assign_groups(self.model, self.config.train)
+        ours = assign_parameter_groups(self.model, self.config.train)
         theirs = {
             name: group[key]
             for group in self.optimizer.param_groups
@@ -415,60 +420,66 @@ class _CheckpointMatcher:
                 "parameters (train.parameter_groups)"
             )
 
-    def _describe_rates(self, step: int, rate: Callable[[int], float]) -> str:
+    def _describe_learning_rate(self, step: int, learning_rate_at: Callable[[int], float]) -> str:
         train = self.config.train
         rates = [group["lr"] for group in self.optimizer.param_groups if _is_number(group.get("lr"))]
         last = f" of {float(rates[0]):.4g}" if rates else ""
         return (
-            f"{rate(step):.4g} in the next step, by this run's schedule ({train.schedule}, peak "
+            f"{learning_rate_at(step):.4g} in the next step, by this run's schedule ({train.schedule}, peak "
             f"{train.learning_rate:g}); the checkpoint's rate{last} is not used"
         )
 
     # -- step and samples --------------------------------------------------------------------------------
 
-    def find_step(self) -> SourcedCount:
+    def determine_step_count(self) -> SourcedCount:
         """Return the number of steps taken, and where it was read.
 
         Raises:
             UserError: If no source has the number, or if the sources disagree.
         """
-        counts, stepped = self.external.steps, self.external.optimizer_steps
-        most = max(stepped, default=0)
+        counts, parameters_by_step = self.external.step_counts, self.external.num_parameters_by_optimizer_step
+        most_optimizer_steps = max(parameters_by_step, default=0)
         resume_step = self.config.checkpoint.resume_step
         if resume_step is not None:
-            others = [*map(str, counts), *([f"{most} (optimizer)"] if stepped else [])]
-            aside = f"; the checkpoint has {', '.join(others)}" if others else ""
-            return SourcedCount(resume_step, f"checkpoint.resume_step{aside}")
+            others = [
+                *map(str, counts),
+                *([f"{most_optimizer_steps} (optimizer)"] if parameters_by_step else []),
+            ]
+            checkpoint_text = f"; the checkpoint has {', '.join(others)}" if others else ""
+            return SourcedCount(resume_step, f"checkpoint.resume_step{checkpoint_text}")
         remedy = "set checkpoint.resume_step to the number of steps done"
-        if len({count.number for count in counts}) > 1:
-            raise _build_error(
+        if len({count.count for count in counts}) > 1:
+            raise _build_resume_error(
                 self.external, f"has different step counts: {', '.join(map(str, counts))}", remedy
             )
         if counts:
-            done = counts[0].number
-            if most > done:
-                raise _build_error(
-                    self.external, f"is at step {counts[0]}, but its optimizer has taken {most}", remedy
+            done = counts[0].count
+            if most_optimizer_steps > done:
+                raise _build_resume_error(
+                    self.external,
+                    f"is at step {counts[0]}, but its optimizer has taken {most_optimizer_steps}",
+                    remedy,
                 )
             source = " and ".join(count.source for count in counts)
-            if stepped and most < done:
-                return SourcedCount(done, f"{source}; the optimizer has taken {most} of them")
-            return SourcedCount(done, f"{source}{' and the optimizer' if stepped else ''}")
-        if len(stepped) == 1:
-            return SourcedCount(most, "the optimizer's step count")
+            if parameters_by_step and most_optimizer_steps < done:
+                return SourcedCount(done, f"{source}; the optimizer has taken {most_optimizer_steps} of them")
+            return SourcedCount(done, f"{source}{' and the optimizer' if parameters_by_step else ''}")
+        if len(parameters_by_step) == 1:
+            return SourcedCount(most_optimizer_steps, "the optimizer's step count")
         reason = (
-            f"has no step count, and its optimizer has taken {min(stepped)} to {most} steps by parameter"
-            if stepped
+            f"has no step count, and its optimizer has taken {min(parameters_by_step)} to "
+            f"{most_optimizer_steps} steps by parameter"
+            if parameters_by_step
             else "has no step count"
         )
-        raise _build_error(self.external, reason, remedy)
+        raise _build_resume_error(self.external, reason, remedy)
 
-    def find_samples(self, step: int) -> SourcedCount:
+    def determine_sample_count(self, step: int) -> SourcedCount:
         """Return the number of consumed sequences, computed from the step if the checkpoint has no count."""
-        resume_samples, counted = self.config.checkpoint.resume_samples, self.external.samples
+        resume_samples, counted = self.config.checkpoint.resume_samples, self.external.sample_count
         if resume_samples is not None:
-            aside = f"; the checkpoint has {counted}" if counted is not None else ""
-            return SourcedCount(resume_samples, f"checkpoint.resume_samples{aside}")
+            checkpoint_text = f"; the checkpoint has {counted}" if counted is not None else ""
+            return SourcedCount(resume_samples, f"checkpoint.resume_samples{checkpoint_text}")
         if counted is not None and self.config.checkpoint.resume_step is None:
             return counted
         batch = self.config.train.global_batch_size
@@ -476,8 +487,8 @@ class _CheckpointMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 
 
 def _is_number(value: object) -> bool:

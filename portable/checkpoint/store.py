@@ -23,45 +23,45 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
-from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_step
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, parse_checkpoint_step
 from portable.converters import compute_manifest_entries, format_manifest
 from portable.converters.manifest import MANIFEST
 from portable.converters.storage.folder_operations import (
-    PARTIAL,
+    PARTIAL_SUFFIX,
     P,
-    folders_in,
-    is_left_over,
+    find_unused_path,
+    is_abandoned_folder,
+    is_incomplete_folder,
     is_taken,
-    is_unfinished,
+    list_subfolders,
     move_folder,
+    quarantine_folder,
     remove_folder,
-    set_aside,
-    unused_name,
 )
 from portable.converters.storage.path_or_url import is_within, resolve_links
-from portable.converters.storage.store_errors import RetriesUsedUpError
-from portable.converters.writers.replace_folder import exchange
+from portable.converters.storage.store_errors import RetriesExhaustedError
+from portable.converters.writers.replace_folder import exchange_paths
 from portable.errors import RunError, UserError, to_one_line
-from portable.paths import convert_storage_errors, path_exists, place_of, sync_folder, sync_tree
-from portable.terminal import tell
+from portable.paths import convert_storage_errors, parse_place_setting, path_exists, sync_folder, sync_tree
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from portable.backend import Backend, SaveHandle
     from portable.config import RunConfig
-    from portable.converters.manifest import Entries
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.manifest import ManifestEntries
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.output.publisher import Publisher
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 """Folder of the checkpoints in a run's output folder."""
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _RETRY_SECONDS = 5.0
 """Time between attempts to write the last checkpoint of a run."""
 
 
-class AwayError(RunError):
+class StoreUnavailableError(RunError):
     """Raised if a save fails because the object store is unavailable. A later save may succeed."""
 
 
@@ -73,53 +73,57 @@ class CompleteCheckpoint(NamedTuple, Generic[P]):
 
 
 @dataclass
-class _Save(Generic[P]):
+class _PendingSave(Generic[P]):
     """A save in progress.
 
     Attributes:
         final: Path of the checkpoint.
-        written: Local folder that this rank writes to.
-        write: Function that waits for the shards, adds the other files, and returns this rank's manifest
+        local_folder: Local folder that this rank writes to.
+        write_files: Function that waits for the shards, adds the other files, and returns this rank's
+        manifest
             entries.
-        manifest: Function that formats the manifest, given the entries of all ranks.
-        best: Steps of the best checkpoints, which must not be deleted.
+        build_manifest: Function that formats the manifest, given the entries of all ranks.
+        best_steps: Steps of the best checkpoints, which must not be deleted.
         completion: Future that completes once the checkpoint is complete, or holds the exception if the save
             failed.
     """
 
     final: P
-    written: Path
-    write: Callable[[], Entries]
-    manifest: Callable[[Entries], str]
-    best: set[int]
+    local_folder: Path
+    write_files: Callable[[], ManifestEntries]
+    build_manifest: Callable[[ManifestEntries], str]
+    best_steps: set[int]
     completion: Future[None] = field(init=False)
 
     @cached_property
-    def entries(self) -> Entries:
-        """This rank's manifest entries, as returned by :attr:`write`."""
-        return self.write()
+    def entries(self) -> ManifestEntries:
+        """This rank's manifest entries, as returned by :attr:`write_files`."""
+        return self.write_files()
 
 
-class _AllRanks:
+class _AllRanksCaller:
     """Calls functions on all ranks, and raises on every rank if a function fails on any of them.
 
     Args:
-        outage: Time in seconds for which the object store may be unavailable before failures become errors.
+        max_outage_seconds: Time in seconds for which the object store may be unavailable before failures
+        become errors.
     """
 
-    def __init__(self, outage: float) -> None:
-        self._outage = outage
-        self.away_since: float | None = None
+    def __init__(self, max_outage_seconds: float) -> None:
+        self._max_outage_seconds = max_outage_seconds
+        self.unavailable_since: float | None = None
         """Time of the first failure in the current outage. None if the object store is available."""
 
     @cached_property
     def group(self) -> Any:
         """Process group for collectives in background threads. None if there is only one rank."""
-        from portable.ranks.collectives import get_background_group  # imported here because it imports torch
+        from portable.ranks.collectives import (
+            get_or_create_background_group,  # imported here because it imports torch
+        )
 
-        return get_background_group()
+        return get_or_create_background_group()
 
-    def __call__(self, function: Callable[[], Entries | None]) -> Entries:
+    def __call__(self, function: Callable[[], ManifestEntries | None]) -> ManifestEntries:
         """Call ``function`` on every rank and gather the manifest entries it returns.
 
         Returns:
@@ -131,35 +135,37 @@ class _AllRanks:
             RunError: If the function failed on another rank for any other reason.
         """
         failure: BaseException | None = None
-        entries: Entries | None = None
+        entries: ManifestEntries | None = None
         try:
             entries = function()
         except BaseException as error:
             failure = error
-        temporary = isinstance(failure, RetriesUsedUpError)
-        if temporary:
-            self.away_since = self.away_since or time.monotonic()
-            temporary = time.monotonic() - self.away_since < self._outage
-        ours = (None if failure is None else to_one_line(failure), temporary, entries or {})
-        everyone = [ours]
+        is_temporary = isinstance(failure, RetriesExhaustedError)
+        if is_temporary:
+            self.unavailable_since = self.unavailable_since or time.monotonic()
+            is_temporary = time.monotonic() - self.unavailable_since < self._max_outage_seconds
+        own_result = (None if failure is None else to_one_line(failure), is_temporary, entries or {})
+        all_results = [own_result]
         if self.group is not None:
             import torch.distributed as dist
 
-            everyone = [ours] * dist.get_world_size(self.group)
-            dist.all_gather_object(everyone, ours, group=self.group)
-        failures = [(rank, text, away) for rank, (text, away, _) in enumerate(everyone) if text is not None]
+            all_results = [own_result] * dist.get_world_size(self.group)
+            dist.all_gather_object(all_results, own_result, group=self.group)
+        failures = [
+            (rank, text, away) for rank, (text, away, _) in enumerate(all_results) if text is not None
+        ]
         if failures and all(away for _, _, away in failures):
-            self.away_since = self.away_since or time.monotonic()
-            raise AwayError(failures[0][1])
-        if failure is not None and not temporary:
+            self.unavailable_since = self.unavailable_since or time.monotonic()
+            raise StoreUnavailableError(failures[0][1])
+        if failure is not None and not is_temporary:
             raise failure
         for rank, text, away in failures:
             if not away:
                 raise RunError(f"rank {rank}: {text}")
-        return {name: entry for _, _, rank_entries in everyone for name, entry in rank_entries.items()}
+        return {name: entry for _, _, rank_entries in all_results for name, entry in rank_entries.items()}
 
 
-class Checkpoints(Generic[P]):
+class CheckpointStore(Generic[P]):
     """Checkpoints of a run.
 
     At most one save is in progress at a time. Waiting for the shards, completing the checkpoint, and deleting
@@ -184,18 +190,18 @@ class Checkpoints(Generic[P]):
         self._keep = keep
         self._rank = rank
         self._publisher = publisher
-        self._on_all_ranks = _AllRanks(0.0 if publisher is None else publisher.outage_seconds)
-        self._to_delete: list[P] = []
+        self._on_all_ranks = _AllRanksCaller(0.0 if publisher is None else publisher.outage_seconds)
+        self._folders_to_delete: list[P] = []
         """Folders to delete: old checkpoints, and leftovers of failed saves in the object store."""
-        self._pending: _Save[P] | None = None
-        self._postponed: _Save[P] | None = None
+        self._pending_save: _PendingSave[P] | None = None
+        self._postponed_save: _PendingSave[P] | None = None
         """The save that failed because the object store was unavailable. It is dropped when the next save
         starts."""
-        self._newest: P | None = None
+        self._newest_known: P | None = None
         """Newest complete checkpoint that this rank has seen."""
         self.on_complete: Callable[[P], None] = lambda folder: None
         """Callback that rank 0 invokes with each new checkpoint, usually in a background thread."""
-        self.in_use: Callable[[], set[int]] = set
+        self.get_steps_in_use: Callable[[], set[int]] = set
         """Callback that returns the steps of checkpoints that must not be deleted yet."""
 
     def list_complete(self) -> list[CompleteCheckpoint[P]]:
@@ -204,151 +210,158 @@ class Checkpoints(Generic[P]):
         Returns:
             The steps and folders, oldest first.
         """
-        steps = [(parse_step(folder.name), folder) for folder in folders_in(self.path)]
+        steps = [(parse_checkpoint_step(folder.name), folder) for folder in list_subfolders(self.path)]
         return sorted(
             (
                 CompleteCheckpoint(step, folder)
                 for step, folder in steps
-                if step is not None and (folder / STATE_FILE).is_file() and not is_unfinished(folder)
+                if step is not None and (folder / STATE_FILE).is_file() and not is_incomplete_folder(folder)
             ),
             key=lambda checkpoint: checkpoint.step,
         )
 
     def find_latest(self) -> P | None:
         """Return the newest complete checkpoint, or None if there is none."""
-        self._newest = next((folder for _, folder in reversed(self.list_complete())), None)
-        return self._newest
+        self._newest_known = next((folder for _, folder in reversed(self.list_complete())), None)
+        return self._newest_known
 
     def find_newest_known(self) -> P | None:
         """Return the newest complete checkpoint.
 
         If the object store is unavailable, return the newest checkpoint this rank has seen so far.
         """
-        with suppress(RetriesUsedUpError):
+        with suppress(RetriesExhaustedError):
             return self.find_latest()
-        return self._newest
+        return self._newest_known
 
-    def set_aside(self, folder: P) -> P:
+    def mark_damaged(self, folder: P) -> P:
         """Mark a checkpoint as damaged so that it is no longer used. Its files are kept.
 
         Returns:
             The new path of the damaged checkpoint.
         """
-        damaged_folder = set_aside(folder)
+        damaged_folder = quarantine_folder(folder)
         self.find_latest()
         return damaged_folder
 
-    def remove_partial(self) -> None:
+    def remove_interrupted_saves(self) -> None:
         """Delete files left behind by interrupted saves.
 
         Must only be called on rank 0, which holds the run's lock.
         """
-        for entry in folders_in(self.path):
-            if is_left_over(entry):
+        for entry in list_subfolders(self.path):
+            if is_abandoned_folder(entry):
                 remove_folder(entry)
             elif (
-                parse_step(entry.name) is not None
+                parse_checkpoint_step(entry.name) is not None
                 and not (entry / STATE_FILE).is_file()
-                and not is_unfinished(entry)
+                and not is_incomplete_folder(entry)
             ):
-                tell(f"warning: {entry}: {NO_CHECKPOINT}")
+                print_status(f"warning: {entry}: {NO_CHECKPOINT}")
 
-    def begin(
+    def begin_save(
         self,
         backend: Backend,
         state: TrainerState,
-        save: Callable[[Path], SaveHandle],
-        add_files: Callable[[Path], None],
+        save_shards: Callable[[Path], SaveHandle],
+        write_other_files: Callable[[Path], None],
     ) -> None:
         """Start writing a checkpoint. Must be called on all ranks.
 
-        The checkpoint is complete once :meth:`finish` has returned.
+        The checkpoint is complete once :meth:`finish_save` has returned.
 
         Args:
             backend: Backend to use for the barrier.
             state: Contents of ``trainer_state.json``.
-            save: Function that writes this rank's shards to a folder, possibly in the background.
-            add_files: Function that writes all other files to a folder. Only called on rank 0.
+            save_shards: Function that writes this rank's shards to a folder, possibly in the background.
+            write_other_files: Function that writes all other files to a folder. Only called on rank 0.
         """
-        self.finish()
+        self.finish_save()
         final = self.path / f"step-{state.step:06d}"
-        if self._postponed is not None:
-            shutil.rmtree(self._postponed.written, ignore_errors=True)
-            self._to_delete.append(self._postponed.final)
-            self._postponed = None
-        with self._wrap_errors(final):
-            written = self._create_folder(final)
+        if self._postponed_save is not None:
+            shutil.rmtree(self._postponed_save.local_folder, ignore_errors=True)
+            self._folders_to_delete.append(self._postponed_save.final)
+            self._postponed_save = None
+        with self._convert_save_errors(final):
+            local_folder = self._create_local_folder(final)
         backend.barrier()
-        with self._wrap_errors(final):
-            handle = save(written)
+        with self._convert_save_errors(final):
+            handle = save_shards(local_folder)
 
-        def write() -> Entries:
+        def write() -> ManifestEntries:
             handle.wait()
             if self._rank == 0:
-                add_files(written)
-                state.write(written)
-            return compute_manifest_entries(written) if self._publisher is not None or self._rank == 0 else {}
+                write_other_files(local_folder)
+                state.write(local_folder)
+            return (
+                compute_manifest_entries(local_folder)
+                if self._publisher is not None or self._rank == 0
+                else {}
+            )
 
-        def format_lines(entries: Entries) -> str:
+        def format_lines(entries: ManifestEntries) -> str:
             return format_manifest(entries, step=state.step, run=state.run_digest)
 
         best = {step for step, _ in state.eval_history.best}
-        self._pending = _Save(final, written, write, format_lines, best)
-        self._start_completion()
+        self._pending_save = _PendingSave(final, local_folder, write, format_lines, best)
+        self._start_completion_thread()
 
-    def finish_if_written(self) -> None:
-        """Call :meth:`finish` if the save in progress has ended, without blocking.
+    def finish_save_if_written(self) -> None:
+        """Call :meth:`finish_save` if the save in progress has ended, without blocking.
 
         Raises:
             RunError: If the save failed.
         """
-        if self._pending is not None and self._pending.completion.done():
-            self.finish()
+        if self._pending_save is not None and self._pending_save.completion.done():
+            self.finish_save()
 
-    def finish(self, *, last: bool = False) -> None:
+    def finish_save(self, *, is_last_save: bool = False) -> None:
         """Wait for the save in progress, if any, to complete.
 
         If the object store is unavailable, a warning is printed and training continues without this
         checkpoint.
 
         Args:
-            last: Whether this is the last save of the run. If so, a save that fails because the object store
+            is_last_save: Whether this is the last save of the run. If so, a save that fails because the
+            object store
                 is unavailable is retried until it succeeds or the outage lasts longer than the time limit.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.
         """
-        if last and self._pending is None:
-            self._pending, self._postponed = self._postponed, None
-            self._start_completion()
-        while (pending := self._pending) is not None:
-            self._pending = None
+        if is_last_save and self._pending_save is None:
+            self._pending_save, self._postponed_save = self._postponed_save, None
+            self._start_completion_thread()
+        while (pending := self._pending_save) is not None:
+            self._pending_save = None
             try:
-                with self._wrap_errors(pending.final):
+                with self._convert_save_errors(pending.final):
                     pending.completion.result()
-                self._newest = pending.final
-            except AwayError as error:
+                self._newest_known = pending.final
+            except StoreUnavailableError as error:
                 if self._rank == 0:
                     consequence = (
-                        "trying again" if last else "training continues, and the next save tries again"
+                        "trying again"
+                        if is_last_save
+                        else "training continues, and the next save tries again"
                     )
-                    tell(f"warning: {error}; {consequence}")
-                if last:
+                    print_status(f"warning: {error}; {consequence}")
+                if is_last_save:
                     time.sleep(_RETRY_SECONDS)
-                    self._pending = pending
-                    self._start_completion()
+                    self._pending_save = pending
+                    self._start_completion_thread()
                 else:
-                    self._postponed = pending
+                    self._postponed_save = pending
 
-    def _start_completion(self) -> None:
+    def _start_completion_thread(self) -> None:
         """Start a background thread that completes the pending save, if any."""
         # Syncing, uploading, and deleting files take time, and training should not wait for them.
-        if self._pending is not None:
-            complete_save = partial(self._complete, self._pending)
-            self._pending.completion = run_in_background(complete_save, name="checkpoint")
+        if self._pending_save is not None:
+            complete_save = partial(self._complete_save, self._pending_save)
+            self._pending_save.completion = start_background_call(complete_save, name="checkpoint")
 
     @contextmanager
-    def _wrap_errors(self, folder: P) -> Iterator[None]:
+    def _convert_save_errors(self, folder: P) -> Iterator[None]:
         """Convert any exception during a save to a RunError.
 
         The error names the folder and the last good checkpoint. An AwayError remains an AwayError.
@@ -362,34 +375,35 @@ class Checkpoints(Generic[P]):
                 raise
             reason = to_one_line(_find_root_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
-            error_type = AwayError if isinstance(error, AwayError) else RunError
+            error_type = StoreUnavailableError if isinstance(error, StoreUnavailableError) else RunError
             raise error_type(
-                f"{folder}: could not be written ({reason}); last good checkpoint: {self._newest or 'none'}"
+                f"{folder}: could not be written ({reason}); last good checkpoint: "
+                f"{self._newest_known or 'none'}"
             ) from error
 
-    def prune(self, best: set[int]) -> None:
+    def delete_old_checkpoints(self, best_steps: set[int]) -> None:
         """Delete old checkpoints.
 
         Recent checkpoints, the best checkpoints, and checkpoints in use are kept.
 
         Args:
-            best: Steps of the best checkpoints.
+            best_steps: Steps of the best checkpoints.
         """
         if self._keep is not None:
-            protected_steps = best | self.in_use()
+            protected_steps = best_steps | self.get_steps_in_use()
             old = [
                 folder for step, folder in self.list_complete()[: -self._keep] if step not in protected_steps
             ]
-            self._to_delete += [folder for folder in old if folder not in self._to_delete]
+            self._folders_to_delete += [folder for folder in old if folder not in self._folders_to_delete]
         # Only remove a folder from the list once it is deleted. Otherwise, an interrupted deletion would
         # never be resumed, because a partially deleted checkpoint is no longer listed as complete.
-        while self._to_delete:
-            remove_folder(self._to_delete[-1])
-            self._to_delete.pop()
+        while self._folders_to_delete:
+            remove_folder(self._folders_to_delete[-1])
+            self._folders_to_delete.pop()
 
     # -- Completion of a save, in the background thread ------------------------------------------------------
 
-    def _create_folder(self, final: P) -> Path:
+    def _create_local_folder(self, final: P) -> Path:
         """Create an empty local folder for this rank's files of the checkpoint ``final``.
 
         Must be called on all ranks and followed by a barrier, because ranks may share the folder.
@@ -397,91 +411,93 @@ class Checkpoints(Generic[P]):
         if self._publisher is not None:
             # Create the process group here, because that is a collective and must not happen in a thread.
             self._on_all_ranks.group  # noqa: B018
-            written = self._publisher.shards / final.name
+            local_folder = self._publisher.shards_folder / final.name
         else:
-            written = Path(str(self.path)) / f".{final.name}{PARTIAL}"
+            local_folder = Path(str(self.path)) / f".{final.name}{PARTIAL_SUFFIX}"
         if self._publisher is not None or self._rank == 0:
-            shutil.rmtree(written, ignore_errors=True)
-            written.mkdir(parents=True)
+            shutil.rmtree(local_folder, ignore_errors=True)
+            local_folder.mkdir(parents=True)
         if self._publisher is None and self._rank == 0:
-            sync_folder(written.parent.parent)
-        return written
+            sync_folder(local_folder.parent.parent)
+        return local_folder
 
-    def _complete(self, save: _Save[P]) -> None:
+    def _complete_save(self, save: _PendingSave[P]) -> None:
         """Complete a checkpoint. Called on every rank."""
         if self._publisher is not None:
-            self._upload(save, self._publisher)
+            self._upload_save(save, self._publisher)
         else:
             entries = save.entries
             if self._rank == 0:
                 _rename_to_final(save, entries)
         if self._rank == 0:
             self.on_complete(save.final)
-            self._delete_old(save)
+            self._delete_old_or_warn(save)
 
-    def _upload(self, save: _Save[P], publisher: Publisher) -> None:
+    def _upload_save(self, save: _PendingSave[P], publisher: Publisher) -> None:
         """Upload the files of all ranks, then write the marker on rank 0.
 
         If this fails on any rank, all ranks raise.
         """
-        final = publisher.store / CHECKPOINTS / save.final.name
+        final = publisher.store / CHECKPOINTS_FOLDER / save.final.name
 
-        def prepare_upload() -> Entries:
+        def prepare_upload() -> ManifestEntries:
             entries_of_rank = save.entries
             if self._rank == 0:
-                _move_other_folder_away(save.final)
+                _move_non_checkpoint_away(save.final)
                 remove_folder(final)
                 publisher.begin_checkpoint(final)
             return entries_of_rank
 
         def upload() -> None:
-            publisher.upload_checkpoint(save.written, final)
+            publisher.upload_checkpoint(save.local_folder, final)
 
         def write_marker() -> None:
             if self._rank == 0:
-                (final / MANIFEST).write_bytes(save.manifest(entries).encode())
-                publisher.complete_checkpoint(final, parse_step(final.name))
+                (final / MANIFEST).write_bytes(save.build_manifest(entries).encode())
+                publisher.complete_checkpoint(final, parse_checkpoint_step(final.name))
 
-        entries: Entries = self._on_all_ranks(prepare_upload)
+        entries: ManifestEntries = self._on_all_ranks(prepare_upload)
         self._on_all_ranks(upload)
         self._on_all_ranks(write_marker)
-        self._on_all_ranks.away_since = None
-        shutil.rmtree(save.written, ignore_errors=True)
+        self._on_all_ranks.unavailable_since = None
+        shutil.rmtree(save.local_folder, ignore_errors=True)
 
-    def _delete_old(self, save: _Save[P]) -> None:
+    def _delete_old_or_warn(self, save: _PendingSave[P]) -> None:
         """Delete older checkpoints and leftovers of failed saves.
 
         If the object store is unavailable, they are deleted after a later save.
         """
         try:
-            self._to_delete = [folder for folder in self._to_delete if folder != save.final]
-            self.prune(save.best)
-        except RetriesUsedUpError as error:  # only a warning, because this checkpoint is complete
-            tell(f"warning: older checkpoints are not deleted yet: {to_one_line(error)}")
+            self._folders_to_delete = [folder for folder in self._folders_to_delete if folder != save.final]
+            self.delete_old_checkpoints(save.best_steps)
+        except RetriesExhaustedError as error:  # only a warning, because this checkpoint is complete
+            print_status(f"warning: older checkpoints are not deleted yet: {to_one_line(error)}")
 
 
-def _rename_to_final(save: _Save[P], entries: Entries) -> None:
+def _rename_to_final(save: _PendingSave[P], entries: ManifestEntries) -> None:
     """Sync all files to disk and rename the folder to its final name.
 
     If the run was resumed from an earlier step, this may replace a checkpoint of the same step.
     """
     final = Path(str(save.final))
-    (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
-    sync_tree(save.written)
-    _move_other_folder_away(save.final)
-    if os.path.lexists(final) and exchange(save.written, final):
-        shutil.rmtree(save.written, ignore_errors=True)
+    (save.local_folder / MANIFEST).write_text(save.build_manifest(entries), "utf-8")
+    sync_tree(save.local_folder)
+    _move_non_checkpoint_away(save.final)
+    if os.path.lexists(final) and exchange_paths(save.local_folder, final):
+        shutil.rmtree(save.local_folder, ignore_errors=True)
     else:
         remove_folder(final)
-        save.written.rename(final)
+        save.local_folder.rename(final)
     sync_folder(final.parent)
 
 
-def _move_other_folder_away(final: P) -> None:
+def _move_non_checkpoint_away(final: P) -> None:
     """Rename a file or folder that has the checkpoint's name but is not a checkpoint."""
-    if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
-        new_path = move_folder(final, unused_name(final.parent / f"{final.name}.kept"))
-        tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}")
+    if is_taken(final) and not (final / STATE_FILE).is_file() and not is_incomplete_folder(final):
+        new_path = move_folder(final, find_unused_path(final.parent / f"{final.name}.kept"))
+        print_status(
+            f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {new_path}"
+        )
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
@@ -493,7 +509,7 @@ def _find_root_cause(error: BaseException) -> BaseException:
     return cause
 
 
-def run_in_background(function: Callable[[], None], *, name: str) -> Future[None]:
+def start_background_call(function: Callable[[], None], *, name: str) -> Future[None]:
     """Call a function in a daemon thread.
 
     Args:
@@ -517,7 +533,7 @@ def run_in_background(function: Callable[[], None], *, name: str) -> Future[None
     return future
 
 
-def choose_resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
+def choose_resume_source(config: RunConfig, checkpoints: CheckpointStore[Any]) -> AnyPath | None:
     """Choose the checkpoint to resume from.
 
     Args:
@@ -532,7 +548,7 @@ def choose_resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Pl
             path that does not exist or that is an older checkpoint of the same run.
     """
     with convert_storage_errors("output_dir"):
-        latest: Place | None = checkpoints.find_latest()
+        latest: AnyPath | None = checkpoints.find_latest()
     resume = config.checkpoint.resume
     if resume == "auto":
         return latest
@@ -543,7 +559,7 @@ def choose_resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Pl
                 "set checkpoint.resume: auto to resume, or choose another output_dir"
             )
         return None
-    path = place_of("checkpoint.resume", resume)
+    path = parse_place_setting("checkpoint.resume", resume)
     with convert_storage_errors("checkpoint.resume"):
         if latest is None and not path_exists(path):
             name = resume if len(resume) <= 200 else f"{resume[:197]}..."
@@ -561,16 +577,16 @@ def choose_resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Pl
     return latest
 
 
-def open_checkpoints(run: Place) -> Checkpoints[Any]:
+def open_checkpoints(run_folder: AnyPath) -> CheckpointStore[Any]:
     """Return the checkpoints of a run, for reading.
 
     Args:
-        run: Output folder of the run.
+        run_folder: Output folder of the run.
     """
-    return Checkpoints(run / CHECKPOINTS)
+    return CheckpointStore(run_folder / CHECKPOINTS_FOLDER)
 
 
-def resolve_checkpoint(path: Place) -> Place:
+def resolve_to_newest_checkpoint(path: AnyPath) -> AnyPath:
     """Return the newest checkpoint if ``path`` is a run's output folder, otherwise ``path`` itself."""
-    newest: Place | None = open_checkpoints(path).find_latest()
+    newest: AnyPath | None = open_checkpoints(path).find_latest()
     return path if newest is None else newest

@@ -12,20 +12,22 @@ from portable.converters import CheckpointError, check_manifest
 from portable.converters.manifest import MANIFEST
 from portable.errors import DamagedError, UserError, to_one_line
 from portable.evaluation.best_tracker import EvalHistory
-from portable.paths import read_json, write_durably
+from portable.paths import read_json_file, write_durably
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 FORMAT_VERSION = 2
 """Version of the file format. Version 1 had no manifest."""
-_WITH_MANIFEST = 2
+_FIRST_VERSION_WITH_MANIFEST = 2
 STATE_FILE = "trainer_state.json"
 # Files of DeepSpeed, its swap files, and files of DCP.
-_RANK_FILE = re.compile(r"(?:.*/)?\w*pp_rank_(\d+)_.*|(?:.*/)?offloaded_tensors/rank(\d+)/.*|__(\d+)[_.].*")
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_RANK_FILE_NAME = re.compile(
+    r"(?:.*/)?\w*pp_rank_(\d+)_.*|(?:.*/)?offloaded_tensors/rank(\d+)/.*|__(\d+)[_.].*"
+)
+_STEP_FOLDER_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class TrainerState:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def read(cls, folder: Place) -> TrainerState:
+    def read(cls, folder: AnyPath) -> TrainerState:
         """Read ``trainer_state.json`` in ``folder``.
 
         Raises:
@@ -67,14 +69,14 @@ class TrainerState:
         """
         path = folder / STATE_FILE
         try:
-            values = read_json(path)
+            values = read_json_file(path)
             version = values["format_version"]
             if version > FORMAT_VERSION:
                 raise UserError(
                     f"{path}: format version {version} is newer than this program ({FORMAT_VERSION})"
                 )
-            state = cls(**values)._validate()
-            if (folder_step := parse_step(folder.name)) is not None and folder_step != state.step:
+            state = cls(**values)._check_types_and_ranges()
+            if (folder_step := parse_checkpoint_step(folder.name)) is not None and folder_step != state.step:
                 raise ValueError(f"step is {state.step}")
             return state
         except FileNotFoundError as error:
@@ -84,7 +86,7 @@ class TrainerState:
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error
 
-    def _validate(self) -> TrainerState:
+    def _check_types_and_ranges(self) -> TrainerState:
         """Check the types and ranges of all fields, and return this object."""
         for name, kind in get_type_hints(TrainerState).items():
             value = getattr(self, name)
@@ -97,7 +99,7 @@ class TrainerState:
             raise TypeError("schedule has no total_steps")
         return self
 
-    def check_files(self, folder: Place, rank: int = 0, world_size: int = 1) -> str | None:
+    def verify_files(self, folder: AnyPath, rank: int = 0, world_size: int = 1) -> str | None:
         """Check the files of the checkpoint in ``folder`` against its manifest.
 
         If all ranks call this method, they divide the work: each rank compares the checksums of the files
@@ -116,12 +118,12 @@ class TrainerState:
             DamagedError: If a file is missing or was changed.
         """
         try:
-            is_own = lambda name: find_rank_of_file(name) % world_size == rank  # noqa: E731
+            is_own = lambda name: parse_rank_of_file(name) % world_size == rank  # noqa: E731
             manifest = check_manifest(folder, only=is_own if rank else None, reads=is_own)
         except CheckpointError as error:
             raise DamagedError(f"{to_one_line(error)}; use an older checkpoint") from error
         if manifest is None:
-            if self.format_version >= _WITH_MANIFEST:
+            if self.format_version >= _FIRST_VERSION_WITH_MANIFEST:
                 raise DamagedError(f"{folder / MANIFEST}: missing; use an older checkpoint")
             return (
                 f"{folder}: written by an older version of this program, without a manifest; only its shards "
@@ -152,13 +154,13 @@ class TrainerState:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def find_rank_of_file(name: str) -> int:
+def parse_rank_of_file(name: str) -> int:
     """Return the rank that wrote a file of a checkpoint, or 0 if the file name does not contain a rank."""
-    match = _RANK_FILE.fullmatch(name)
+    match = _RANK_FILE_NAME.fullmatch(name)
     return int(next(filter(None, match.groups()))) if match else 0
 
 
-def parse_step(name: str) -> int | None:
+def parse_checkpoint_step(name: str) -> int | None:
     """Parse the step in the name of a checkpoint's folder. Returns None for other names."""
-    match = _STEP_FOLDER.fullmatch(name)
+    match = _STEP_FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None

@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 
 from portable.checks.adapter import check_adapter
 from portable.checks.data import check_columns, check_data, check_sources
-from portable.checks.memory import check_compile, check_deepspeed, check_fsdp, check_memory
-from portable.checks.model import check_attention, check_model, check_paths
-from portable.checks.output import check_best, check_checkpoint, check_evaluation, check_hub, check_trackers
+from portable.checks.memory import (
+    check_compile_mode,
+    check_deepspeed_config_is_used,
+    check_fsdp_settings,
+    check_memory_settings,
+)
+from portable.checks.model import check_attention_precision, check_model_source, check_paths_are_local
+from portable.checks.output import (
+    check_best_checkpoint,
+    check_has_evaluation,
+    check_hub_settings,
+    check_resume_counters,
+    check_tracker_names,
+)
 from portable.checks.ranks import check_context_parallel, check_tensor_parallel
-from portable.checks.train import check_batch, check_length, check_loss
+from portable.checks.train import check_batch_sizes, check_loss_and_ema, check_run_length
 from portable.config.rules import format_problem
 from portable.errors import UserError, to_one_line
 from portable.optim.checks import check_schedule, check_schedule_params
@@ -27,52 +38,52 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.rules import SettingProblem
 
-CHECKS = (
-    check_paths,
-    check_model,
+SETTING_CHECKS = (
+    check_paths_are_local,
+    check_model_source,
     check_adapter,
     check_data,
     check_columns,
     check_sources,
-    check_length,
+    check_run_length,
     check_schedule,
-    check_loss,
+    check_loss_and_ema,
     check_schedule_params,
-    check_batch,
-    check_deepspeed,
-    check_compile,
-    check_attention,
-    check_memory,
-    check_fsdp,
+    check_batch_sizes,
+    check_deepspeed_config_is_used,
+    check_compile_mode,
+    check_attention_precision,
+    check_memory_settings,
+    check_fsdp_settings,
     check_context_parallel,
     check_tensor_parallel,
-    check_trackers,
-    check_checkpoint,
-    check_hub,
-    check_evaluation,
-    check_best,
+    check_tracker_names,
+    check_resume_counters,
+    check_hub_settings,
+    check_has_evaluation,
+    check_best_checkpoint,
 )
 """Rules for all backends, in the order in which problems are reported."""
 
 
-def check(config: RunConfig, *, late: bool = False, with_location: bool = True) -> None:
+def check_config(config: RunConfig, *, is_resolved: bool = False, with_location: bool = True) -> None:
     """Refuse settings that do not work together.
 
     Args:
         config: Config of a run.
-        late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
-        with_location: Whether the message names the file and line, or the flag, of the setting.
+        is_resolved: Whether the config is resolved. This adds the rules that need a resolved config or user
+        code. with_location: Whether the message names the file and line, or the flag, of the setting.
 
     Raises:
         UserError: The first problem.
     """
-    for problem in find_problems(config, late=late):
+    for problem in iter_setting_problems(config, is_resolved=is_resolved):
         raise UserError(to_one_line(format_problem(problem, config) if with_location else problem.reason))
 
 
-def find_problems(config: RunConfig, *, late: bool = False) -> Iterator[SettingProblem]:
-    """Yield the problems of a config; see :func:`check`."""
-    for check_section in CHECKS:
+def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
+    """Yield the problems of a config; see :func:`check_config`."""
+    for check_section in SETTING_CHECKS:
         yield from check_section(config)
     if config.backend in BACKENDS:  # not auto
-        yield from load_backend_package(config.backend).find_problems(config, late=late)
+        yield from load_backend_package(config.backend).find_problems(config, late=is_resolved)

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, has_adapter, is_changed, is_zero
-from portable.registry import import_engine_part
+from portable.config.rules import SettingProblem, has_adapter, is_not_default, uses_zero_strategy
+from portable.registry import import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
 
-IA3_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
+IA3_ADAPTER_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
 """Settings that also apply to ``adapter.type`` ia3."""
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``adapter``, and of exports of an adapter."""
     adapter, export = config.adapter, config.checkpoint.export
-    changed = [name for name in type(adapter).model_fields if is_changed(config, f"adapter.{name}")]
-    if changed and not has_adapter(config):
+    changed_names = [name for name in type(adapter).model_fields if is_not_default(config, f"adapter.{name}")]
+    if changed_names and not has_adapter(config):
         yield SettingProblem(
-            (f"adapter.{changed[0]}", "adapter.type"),
-            f"adapter.{changed[0]} has no effect without adapter.type; set adapter.type to lora",
+            (f"adapter.{changed_names[0]}", "adapter.type"),
+            f"adapter.{changed_names[0]} has no effect without adapter.type; set adapter.type to lora",
         )
     if adapter.type == "ia3":
-        for name in changed:
-            if name not in IA3_SETTINGS:
+        for name in changed_names:
+            if name not in IA3_ADAPTER_SETTINGS:
                 yield SettingProblem(
                     (f"adapter.{name}", "adapter.type"),
                     f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
                 )
-    if changed and config.train.freezes:
+    if changed_names and config.train.has_frozen_patterns:
         yield SettingProblem(
             ("train.trainable", "train.frozen"),
             "train.trainable and train.frozen do not work with an adapter, which freezes all other "
@@ -64,8 +64,8 @@ def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:
             ("adapter.target_modules", "adapter.target_parameters"),
             "adapter.target_modules is empty, which only adapter.target_parameters allows; name modules",
         )
-    if is_zero(config):
-        yield from import_engine_part(config.strategy, "checks").check_adapter(config)
+    if uses_zero_strategy(config):
+        yield from import_engine_module(config.strategy, "checks").check_adapter(config)
     if adapter.base in ("nf4", "int8"):
         for key in ("adapter.use_dora", "compile"):
             if config.get(key):

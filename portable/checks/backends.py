@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, is_zero
+from portable.config.rules import SettingProblem, uses_zero_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_without_cuda(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
+def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterator[SettingProblem]:
     """Yield the settings that only NVIDIA GPUs support.
 
     Args:
         config: Config of a run on another backend.
-        late: Whether the config is resolved.
+        is_resolved: Whether the config is resolved.
     """
     if config.precision == "tf32":
         yield SettingProblem(
@@ -29,16 +29,16 @@ def check_without_cuda(config: RunConfig, *, late: bool) -> Iterator[SettingProb
             ("model.attention", "backend"),
             f"model.attention {config.model.attention} needs backend cuda, not {config.backend}; use sdpa",
         )
-    if late and config.log.memory_snapshot:
+    if is_resolved and config.log.memory_snapshot:
         yield SettingProblem(
             ("log.memory_snapshot",),
             "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
         )
 
 
-def check_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
+def check_strategy_without_zero(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if the strategy needs DeepSpeed, on a backend that DeepSpeed does not support."""
-    if is_zero(config):
+    if uses_zero_strategy(config):
         yield SettingProblem(
             ("strategy", "backend"),
             f"strategy {config.strategy} is DeepSpeed's, which does not run on backend {config.backend}; "

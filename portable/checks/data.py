@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.config.derived_defaults import PADDED_TASKS
-from portable.config.rules import SettingProblem, format_setting, format_value, is_changed
+from portable.config.rules import SettingProblem, format_setting_with_value, format_value, is_not_default
 from portable.config.sources import (
-    check_mixture,
-    format_training_key,
+    check_data_sources,
+    format_training_source_key,
     get_training_sources,
     list_number_columns,
 )
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-RESERVED_COLUMNS = (
+RESERVED_COLUMN_NAMES = (
     "labels",
     "input_ids",
     "attention_mask",
@@ -29,7 +29,7 @@ RESERVED_COLUMNS = (
 )
 """Names of columns that are inputs of models."""
 
-TASKS = {
+TASK_BY_SETTING = {
     "data.text_pair_field": "sequence-classification",
     "data.source_prefix": "seq2seq-lm",
     "data.target_seq_len": "seq2seq-lm",
@@ -50,7 +50,7 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
     if data.packing and task in PADDED_TASKS:
         yield SettingProblem(
             ("data.packing", "model.task"),
-            f"{format_setting(config, 'data.packing')} does not work with model.task {task}; set "
+            f"{format_setting_with_value(config, 'data.packing')} does not work with model.task {task}; set "
             "data.packing to false",
         )
     if data.packing == "documents" and task == "masked-lm":
@@ -64,12 +64,13 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
             f"data.vocab_size {data.vocab_size} is for a tokenizer trained on the source, but "
             "data.tokenizer is set; remove one of the two",
         )
-    for key, only_task in TASKS.items():
+    for key, only_task in TASK_BY_SETTING.items():
         is_text = key == "data.format" and data.format == "text"  # which every task reads
-        if task != only_task and is_changed(config, key) and not is_text:
+        if task != only_task and is_not_default(config, key) and not is_text:
             yield SettingProblem(
                 (key, "model.task"),
-                f"{format_setting(config, key)} is for model.task {only_task}, not {task}; remove it",
+                f"{format_setting_with_value(config, key)} is for model.task {only_task}, not {task}; remove "
+                "it",
             )
     yield from _check_format(config)
     if data.source is None and not data.sources and task in PADDED_TASKS:
@@ -92,8 +93,8 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.source"),
-                    f"{format_setting(config, key)} is for conversations, but data.source has texts; "
-                    "remove it",
+                    f"{format_setting_with_value(config, key)} is for conversations, but data.source has "
+                    "texts; remove it",
                 )
         if train_on in ("assistant", "completion", "last_assistant"):
             yield SettingProblem(
@@ -118,7 +119,8 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.format"),
-                    f"{format_setting(config, key)} does not work with data.format preference; remove it",
+                    f"{format_setting_with_value(config, key)} does not work with data.format preference; "
+                    "remove it",
                 )
         if train_on not in (None, "completion"):
             yield SettingProblem(
@@ -153,7 +155,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
             "data.columns is for a loss of your own; set train.loss, or remove it",
         )
     for name in columns:
-        if name in RESERVED_COLUMNS:
+        if name in RESERVED_COLUMN_NAMES:
             yield SettingProblem(
                 ("data.columns",),
                 f"data.columns: {name} is an input of models; rename the column",
@@ -162,9 +164,9 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
 
 def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of mixtures and of streams."""
-    yield from check_mixture(config.data)
+    yield from check_data_sources(config.data)
     sources = {
-        format_training_key(name): source for name, source in get_training_sources(config.data).items()
+        format_training_source_key(name): source for name, source in get_training_sources(config.data).items()
     }
     streams = [key for key, source in sources.items() if source.stream]
     if streams:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.derived_defaults import HYBRID
-from portable.config.rules import SettingProblem, is_changed, is_zero
-from portable.registry import import_engine_part
+from portable.config.derived_defaults import HYBRID_STRATEGIES
+from portable.config.rules import SettingProblem, is_not_default, uses_zero_strategy
+from portable.registry import import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_deepspeed(config: RunConfig) -> Iterator[SettingProblem]:
+def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if ``deepspeed.config`` has no effect."""
     # The stage of the JSON overrides the default of the strategy, so only a strategy that the user set can
     # contradict it. XLA ignores the JSON.
     overrides = config.is_set("strategy") and config.strategy != "no_shard" and config.backend != "xla"
-    if config.deepspeed.config is not None and overrides and not is_zero(config):
+    if config.deepspeed.config is not None and overrides and not uses_zero_strategy(config):
         yield SettingProblem(
             ("deepspeed.config", "strategy"),
             f"deepspeed.config has no effect with strategy {config.strategy}; use zero1, zero2 or zero3 "
@@ -30,9 +30,9 @@ def check_deepspeed(config: RunConfig) -> Iterator[SettingProblem]:
         )
 
 
-def check_compile(config: RunConfig) -> Iterator[SettingProblem]:
+def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if ``compile_mode`` has no effect."""
-    if is_changed(config, "compile_mode") and is_changed(config, "compile_backend"):
+    if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),
             f"compile_mode {config.compile_mode} is inductor's, not compile_backend "
@@ -40,7 +40,7 @@ def check_compile(config: RunConfig) -> Iterator[SettingProblem]:
         )
 
 
-def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
+def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``memory``."""
     memory = config.memory
     offloads_to_nvme = "nvme" in (memory.offload_optimizer, memory.offload_params)
@@ -57,14 +57,14 @@ def check_memory(config: RunConfig) -> Iterator[SettingProblem]:
             f"memory.nvme_path {memory.nvme_path} is set but nothing is offloaded there; set "
             "memory.offload_optimizer or memory.offload_params to nvme, or remove it",
         )
-    if is_zero(config):
-        yield from import_engine_part(config.strategy, "checks").check_memory(config)
+    if uses_zero_strategy(config):
+        yield from import_engine_module(config.strategy, "checks").check_memory(config)
 
 
-def check_fsdp(config: RunConfig) -> Iterator[SettingProblem]:
+def check_fsdp_settings(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``fsdp``."""
     fsdp, policy = config.fsdp, config.fsdp.auto_wrap_policy
-    if fsdp.shard_group_size is not None and config.strategy not in HYBRID:
+    if fsdp.shard_group_size is not None and config.strategy not in HYBRID_STRATEGIES:
         yield SettingProblem(
             ("fsdp.shard_group_size", "strategy"),
             f"fsdp.shard_group_size {fsdp.shard_group_size} needs strategy hybrid_shard or "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from portable.config.rules import SettingProblem
 from portable.converters.storage.path_or_url import is_url
-from portable.converters.storage.store_errors import find_repository
+from portable.converters.storage.store_errors import parse_hub_page_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_paths(config: RunConfig) -> Iterator[SettingProblem]:
+def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that are URLs, but must be a hub id or a local folder."""
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(config.get(key)):
-            name = find_repository(config.get(key))
+            name = parse_hub_page_url(config.get(key))
             remedy = "copy the files to a local folder" if name is None else f"give the name {name}"
             yield SettingProblem((key,), f"{key} must be a hub id or a local folder, not a URL; {remedy}")
     for key in ("data.cache_dir", "checkpoint.staging_dir", "memory.nvme_path"):
@@ -27,7 +27,7 @@ def check_paths(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem((key,), reason)
 
 
-def check_model(config: RunConfig) -> Iterator[SettingProblem]:
+def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``model.config`` and ``model.name_or_path``."""
     name, model_config = config.model.name_or_path, config.model.config or {}
     if name is not None and "model_type" in model_config:
@@ -48,7 +48,7 @@ def check_model(config: RunConfig) -> Iterator[SettingProblem]:
         )
 
 
-def check_attention(config: RunConfig) -> Iterator[SettingProblem]:
+def check_attention_precision(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield a problem if the attention kernel does not support the precision."""
     if "flash" in config.model.attention and config.precision in ("fp32", "tf32"):
         yield SettingProblem(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, format_setting, is_changed
+from portable.config.rules import SettingProblem, format_setting_with_value, is_not_default
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_trackers(config: RunConfig) -> Iterator[SettingProblem]:
+def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the trackers that are named more than once."""
     for name, count in Counter(config.log.trackers).items():
         if count > 1:
@@ -22,7 +22,7 @@ def check_trackers(config: RunConfig) -> Iterator[SettingProblem]:
             )
 
 
-def check_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
+def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the counts of another program's checkpoint if there is no such checkpoint."""
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
@@ -33,7 +33,7 @@ def check_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
             )
 
 
-def check_hub(config: RunConfig) -> Iterator[SettingProblem]:
+def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of section ``hub``."""
     push = config.hub.push
     if push is not None and config.checkpoint.export is False:
@@ -42,17 +42,18 @@ def check_hub(config: RunConfig) -> Iterator[SettingProblem]:
             f"hub.push {push} uploads what checkpoint.export writes; set that to true",
         )
     for key in ("hub.repo", "hub.private"):
-        if push is None and is_changed(config, key):
+        if push is None and is_not_default(config, key):
             yield SettingProblem(
                 (key, "hub.push"),
-                f"{format_setting(config, key)} has no effect without hub.push; set hub.push to end",
+                f"{format_setting_with_value(config, key)} has no effect without hub.push; set hub.push to "
+                "end",
             )
 
 
-def check_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
+def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that need an evaluation if there is none."""
     train = config.train
-    if train.early_stopping_patience is None and is_changed(config, "train.early_stopping_threshold"):
+    if train.early_stopping_patience is None and is_not_default(config, "train.early_stopping_threshold"):
         yield SettingProblem(
             ("train.early_stopping_threshold", "train.early_stopping_patience"),
             f"train.early_stopping_threshold {train.early_stopping_threshold:g} has no effect without "
@@ -63,12 +64,12 @@ def check_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
             if config.get(key):
                 yield SettingProblem(
                     (key, "data.eval_fraction"),
-                    f"{format_setting(config, key)} needs an evaluation, but data.eval_fraction is 0; set "
-                    "data.eval",
+                    f"{format_setting_with_value(config, key)} needs an evaluation, but data.eval_fraction "
+                    "is 0; set data.eval",
                 )
 
 
-def check_best(config: RunConfig) -> Iterator[SettingProblem]:
+def check_best_checkpoint(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of early stopping and of the best checkpoint."""
     train, checkpoint = config.train, config.checkpoint
     if checkpoint.export_best and checkpoint.keep_best is None:
@@ -76,12 +77,12 @@ def check_best(config: RunConfig) -> Iterator[SettingProblem]:
             ("checkpoint.export_best",),
             "checkpoint.export_best needs a checkpoint that is kept; set checkpoint.keep_best to 1",
         )
-    compares = train.early_stopping_patience or checkpoint.export_best or checkpoint.keep_best
+    compares_evaluations = train.early_stopping_patience or checkpoint.export_best or checkpoint.keep_best
     for key in ("checkpoint.best_metric", "checkpoint.best_mode"):
-        if not compares and is_changed(config, key):
+        if not compares_evaluations and is_not_default(config, key):
             yield SettingProblem(
                 (key, "checkpoint.keep_best", "train.early_stopping_patience"),
-                f"{format_setting(config, key)} has no effect without checkpoint.keep_best or "
+                f"{format_setting_with_value(config, key)} has no effect without checkpoint.keep_best or "
                 "train.early_stopping_patience; set one",
             )
     evaluates = train.eval_every is not None or train.eval_every_epochs is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import SettingProblem, format_value, is_zero
+from portable.config.rules import SettingProblem, format_value, uses_zero_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
         )
     if size > 1:
         needs_sequences = {
-            **_find_needs_of_both(config),
+            **_list_unshardable_settings(config),
             "deepspeed.config": config.deepspeed.config is not None,
         }
         for key, is_needed in needs_sequences.items():
@@ -41,11 +41,11 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
     train, adapter = config.train, config.adapter
     needs_layers = {
         "backend": config.backend in ("xla", "tpu"),
-        "strategy": config.strategy == "no_shard" or is_zero(config),
+        "strategy": config.strategy == "no_shard" or uses_zero_strategy(config),
         "context_parallel_size": config.context_parallel_size > 1,
         "precision": config.precision == "fp16",
         "compile": config.compile,
-        **_find_needs_of_both(config),
+        **_list_unshardable_settings(config),
         "model.function": config.model.function is not None,
         "adapter.base": adapter.base in ("nf4", "int8"),
         "adapter.target_parameters": bool(adapter.target_parameters),
@@ -62,7 +62,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
             yield SettingProblem((key,), reason)
 
 
-def _find_needs_of_both(config: RunConfig) -> dict[str, bool]:
+def _list_unshardable_settings(config: RunConfig) -> dict[str, bool]:
     """Return settings that need complete sequences and layers, and whether the config uses them."""
     return {
         "model.task": config.model.task != "causal-lm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.config.derived_defaults import find_largest_divisor
-from portable.config.rules import SettingProblem, format_setting
+from portable.config.rules import SettingProblem, format_setting_with_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def check_length(config: RunConfig) -> Iterator[SettingProblem]:
+def check_run_length(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of settings that count in steps or in epochs."""
     train, checkpoint = config.train, config.checkpoint
     if train.epochs is not None and train.steps is not None:
@@ -41,15 +41,15 @@ def check_length(config: RunConfig) -> Iterator[SettingProblem]:
         )
 
 
-def check_loss(config: RunConfig) -> Iterator[SettingProblem]:
+def check_loss_and_ema(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the loss and of the average of the weights."""
     if config.train.loss is not None:
         for key in ("train.label_smoothing", "train.z_loss"):
             if config.get(key) > 0:
                 yield SettingProblem(
                     (key, "train.loss"),
-                    f"{format_setting(config, key)} changes the cross-entropy, which train.loss replaces; "
-                    "remove one of the two",
+                    f"{format_setting_with_value(config, key)} changes the cross-entropy, which train.loss "
+                    "replaces; remove one of the two",
                 )
     if config.train.ema is None:
         for key in ("train.eval_ema", "checkpoint.export_ema"):
@@ -59,7 +59,7 @@ def check_loss(config: RunConfig) -> Iterator[SettingProblem]:
                 )
 
 
-def check_batch(config: RunConfig) -> Iterator[SettingProblem]:
+def check_batch_sizes(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of ``train.stop_after`` and of the batch sizes."""
     train = config.train
     if train.stop_after is not None and train.steps is not None and train.stop_after > train.steps:

@@ -12,43 +12,43 @@ from portable.converters.commands import (
     DONE,
     FAILED,
     REFUSED,
-    Parser,
+    CommandParser,
     ShowVersion,
+    exit_without_traceback,
     format_exit_codes,
-    wrap_main,
 )
 from portable.converters.console import escape_control_characters, print_error, print_line
 from portable.converters.errors import to_printable
 from portable.errors import RunError, UserError, to_one_line
-from portable.paths import FINAL, read_json
-from portable.terminal import show_loading, tell
+from portable.paths import FINAL_FOLDER, read_json_file
+from portable.terminal import print_status, show_loading_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends"
+_CONVERSATION_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends"
 
 
-def find_export(run: str) -> Path:
+def find_exported_model(run_folder: str) -> Path:
     """Find the exported model of a run.
 
     Args:
-        run: Output folder of a run, or a folder with a model or an adapter.
+        run_folder: Output folder of a run, or a folder with a model or an adapter.
 
     Raises:
         UserError: If there is none.
     """
-    folder = Path(run).expanduser()
-    for candidate in (folder / FINAL, folder):
+    folder = Path(run_folder).expanduser()
+    for candidate in (folder / FINAL_FOLDER, folder):
         with suppress(OSError, ValueError):
             if any((candidate / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
                 return candidate
     with suppress(OSError, ValueError):
         if (folder / "checkpoints").is_dir():
             raise UserError(
-                f"RUN: {folder} has no {FINAL}/ yet; finish the run, or export its newest checkpoint with "
-                f"portable-convert {folder} OUT and talk to OUT"
+                f"RUN: {folder} has no {FINAL_FOLDER}/ yet; finish the run, or export its newest checkpoint "
+                f"with portable-convert {folder} OUT and talk to OUT"
             )
     raise UserError(f"RUN: {folder} has no model; give the output_dir of a run, or a folder with a model")
 
@@ -65,18 +65,18 @@ class ChatModel:
         import torch
 
         from portable.data.tokens.tokenizer import load_tokenizer
-        from portable.untrusted_settings import check_settings, convert_library_errors
+        from portable.untrusted_settings import check_downloaded_settings, convert_library_errors
 
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
         adapter = (folder / ADAPTER_CONFIG).is_file()
-        base = _find_base(folder) if adapter else str(folder)
+        base = _read_base_model_name(folder) if adapter else str(folder)
         self.tokenizer: Any = load_tokenizer(str(folder), key="RUN")
         with convert_library_errors("RUN"):
-            self.model: Any = _load_model(base, torch.device(device))
+            self.model: Any = _load_base_model(base, torch.device(device))
             if adapter:
-                check_settings("RUN", str(folder), (ADAPTER_CONFIG,))
+                check_downloaded_settings("RUN", str(folder), (ADAPTER_CONFIG,))
                 self.model = _add_adapter(self.model, folder)
         self.model.eval()
         self._end_tokens = self._find_end_tokens()
@@ -86,7 +86,7 @@ class ChatModel:
         """Whether the tokenizer has a chat template. Otherwise the model continues texts."""
         return bool(self.tokenizer.chat_template)
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
+    def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
         """Render a conversation up to the point where the assistant begins."""
         from portable.data.tokens import limited_calls
         from portable.data.tokens.rendering import TemplateRenderer
@@ -94,15 +94,15 @@ class ChatModel:
         if not self.has_template:
             return messages[-1]["content"]
         rendering = TemplateRenderer(self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        text: str = limited_calls.call(rendering.render_prompt, messages, "RUN")
+        text: str = limited_calls.call_within_limits(rendering.render_prompt, messages, "RUN")
         return text
 
-    def answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
+    def generate_answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
         """Generate an answer.
 
         Args:
             messages: Conversation so far. Without a chat template, the last message is continued.
-            options: Arguments of ``generate``.
+            options: Arguments of ``run_generation``.
 
         Yields:
             Parts of the text as soon as they are generated.
@@ -114,15 +114,15 @@ class ChatModel:
 
         from portable.data.tokens import bounded_tokenizer
 
-        text = self.render(messages)
+        text = self.render_prompt(messages)
         special = {} if not self.has_template else {"add_special_tokens": False}
-        encoded = bounded_tokenizer.encode(self.tokenizer, text, return_tensors="pt", **special)
+        encoded = bounded_tokenizer.encode_text(self.tokenizer, text, return_tensors="pt", **special)
         tokens = encoded["input_ids"].to(self.device)
         stop = threading.Event()
         streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         failures: list[Exception] = []
 
-        def generate() -> None:
+        def run_generation() -> None:
             try:
                 with torch.no_grad():
                     self.model.generate(
@@ -138,7 +138,7 @@ class ChatModel:
                 failures.append(error)
                 streamer.end()
 
-        thread = threading.Thread(target=generate, daemon=True)
+        thread = threading.Thread(target=run_generation, daemon=True)
         thread.start()
         try:
             yield from streamer
@@ -153,24 +153,28 @@ class ChatModel:
         from portable.data.tokens import bounded_tokenizer
 
         configured = self.model.generation_config.eos_token_id
-        ends = set(configured if isinstance(configured, list) else [configured])
-        ends.add(self.tokenizer.eos_token_id)
+        end_tokens = set(configured if isinstance(configured, list) else [configured])
+        end_tokens.add(self.tokenizer.eos_token_id)
         if self.has_template:
             probe = "Yes"
             messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": probe}]
             with suppress(UserError):  # a template that does not accept such a conversation
-                rest = self.render([*messages, {"role": "user", "content": "Hello"}]).rpartition(probe)[2]
-                tokens = bounded_tokenizer.encode(self.tokenizer, rest, add_special_tokens=False)["input_ids"]
+                rest = self.render_prompt([*messages, {"role": "user", "content": "Hello"}]).rpartition(
+                    probe
+                )[2]
+                tokens = bounded_tokenizer.encode_text(self.tokenizer, rest, add_special_tokens=False)[
+                    "input_ids"
+                ]
                 added = self.tokenizer.added_tokens_decoder
                 if tokens and tokens[0] in added and added[tokens[0]].special:
-                    ends.add(tokens[0])
-        return sorted(token for token in ends if isinstance(token, int))
+                    end_tokens.add(tokens[0])
+        return sorted(token for token in end_tokens if isinstance(token, int))
 
 
-def _find_base(folder: Path) -> str:
+def _read_base_model_name(folder: Path) -> str:
     """Return the path or name of the base model of an adapter."""
     try:
-        base = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
+        base = read_json_file(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"RUN: {folder / ADAPTER_CONFIG}: {to_one_line(error)}; export the run again"
@@ -188,14 +192,14 @@ def _find_base(folder: Path) -> str:
     return base
 
 
-def _load_model(name: str, device: Any) -> Any:
+def _load_base_model(name: str, device: Any) -> Any:
     """Load a model from safetensors in the dtype of its files, without custom code."""
     import torch
 
-    from portable.model.build import find_pretrained_class
+    from portable.model.build import select_pretrained_class
 
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
-    model = find_pretrained_class(name).from_pretrained(name, **options)
+    model = select_pretrained_class(name).from_pretrained(name, **options)
     if device.type == "cpu" and model.dtype == torch.float16:
         model = model.float()  # products in fp16 are slow or missing on CPUs
     return model.to(device)
@@ -220,11 +224,11 @@ def _add_adapter(model: Any, folder: Path) -> Any:
 
 def build_chat_parser() -> argparse.ArgumentParser:
     """Build the parser of ``portable-chat``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="portable-chat",
         description="Talk to the model of a run in the terminal: to final/, a whole model or an adapter.\n"
         "A model without a chat template continues the text that you type.",
-        epilog=f"in the conversation: {_HELP}; Ctrl-C stops an "
+        epilog=f"in the conversation: {_CONVERSATION_HELP}; Ctrl-C stops an "
         f"answer\n\n{format_exit_codes(DONE, FAILED, REFUSED)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -248,7 +252,7 @@ def build_chat_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-chat`` and return its exit code."""
     arguments = build_chat_parser().parse_args(argv)
@@ -257,17 +261,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--max-tokens: {arguments.max_tokens} is out of range; use 1 to {1 << 20}")
         if arguments.temperature is not None and not 0 <= arguments.temperature <= 100:
             raise UserError(f"--temperature: {arguments.temperature} is out of range; use 0 to 100")
-        folder = find_export(arguments.run)
-        with show_loading():
+        folder = find_exported_model(arguments.run)
+        with show_loading_message():
             chat = ChatModel(folder, arguments.device)
-        _converse(chat, folder, arguments)
+        _run_conversation(chat, folder, arguments)
     except (UserError, RunError) as error:
         print_error(f"error: {to_printable(error)}")
         return REFUSED if isinstance(error, UserError) else FAILED
     return DONE
 
 
-def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
+def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
     import torch
 
     options: dict[str, Any] = {"max_new_tokens": arguments.max_tokens}
@@ -284,8 +288,10 @@ def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> N
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing and history of input())
         kind = "" if chat.has_template else "; no chat template, so it continues your text"
-        tell(f"{folder} on {chat.device}{kind}. {_HELP}.")
-    for text in [arguments.prompt] if arguments.prompt is not None else _read_lines(interactive=interactive):
+        print_status(f"{folder} on {chat.device}{kind}. {_CONVERSATION_HELP}.")
+    for text in (
+        [arguments.prompt] if arguments.prompt is not None else _read_user_messages(interactive=interactive)
+    ):
         if text.strip() in ("/exit", "/quit"):
             return
         if text.strip() == "/reset":
@@ -294,7 +300,7 @@ def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> N
         messages.append({"role": "user", "content": text})
         parts = []
         try:
-            for part in chat.answer(messages, **options):
+            for part in chat.generate_answer(messages, **options):
                 parts.append(part)
                 print(escape_control_characters(part), end="", flush=True)
         except KeyboardInterrupt:
@@ -304,7 +310,7 @@ def _converse(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> N
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 
-def _read_lines(*, interactive: bool) -> Iterator[str]:
+def _read_user_messages(*, interactive: bool) -> Iterator[str]:
     """Read messages from standard input, without empty lines."""
     while True:
         try:

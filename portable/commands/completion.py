@@ -13,7 +13,7 @@ from portable.commands.data import DataOptions
 from portable.config import keys
 from portable.config.run_config import RunConfig
 from portable.converters.cli import build_parser as convert_parser
-from portable.converters.commands import Parser
+from portable.converters.commands import CommandParser
 from portable.converters.console import print_line
 from portable.planner.cli import PlanOptions
 from portable.reporting.html_report import build_parser as report_parser
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-_LONGEST = 90
+_MAX_HELP_CHARACTERS = 90
 
 
 def print_completion_script(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def print_completion_script(argv: Sequence[str]) -> int:
     Args:
         argv: Words after ``completion``.
     """
-    parser = Parser(
+    parser = CommandParser(
         prog="portable-train completion",
         description="Print what completes portable-train and the other commands in a shell.",
         epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"\n'
@@ -42,9 +42,9 @@ def print_completion_script(argv: Sequence[str]) -> int:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
     programs = (
-        _build_schema_parser("portable-train", TrainOptions),
-        _build_schema_parser("portable-plan", PlanOptions),
-        _build_schema_parser("portable-data", DataOptions),
+        _build_parser_for_completion("portable-train", TrainOptions),
+        _build_parser_for_completion("portable-plan", PlanOptions),
+        _build_parser_for_completion("portable-data", DataOptions),
         convert_parser(),
         report_parser(),
         build_chat_parser(),
@@ -53,23 +53,27 @@ def print_completion_script(argv: Sequence[str]) -> int:
     return 0
 
 
-def _build_schema_parser(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
+def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
     """The parser of a command with a config, only to be read by shtab."""
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
-    of_command = {key.replace("_", "-"): setting for key, setting in keys.get_settings(options).items()}
-    for key, setting in (keys.get_settings(RunConfig) | of_command).items():
-        help_text = _get_first_sentence(setting.description)
-        if key in of_command and setting.accepts_type(bool):
+    command_options = {
+        key.replace("_", "-"): setting for key, setting in keys.get_setting_fields(options).items()
+    }
+    for key, setting in (keys.get_setting_fields(RunConfig) | command_options).items():
+        help_text = _format_argument_help(setting.description)
+        if key in command_options and setting.accepts_type(bool):
             parser.add_argument(f"--{key}", action="store_true", help=help_text)
             continue
         choices = setting.choices or (("true", "false") if setting.accepts_type(bool) else None)
-        added = parser.add_argument(f"--{key}", help=help_text, choices=choices)
+        action = parser.add_argument(f"--{key}", help=help_text, choices=choices)
         if setting.may_be_path:
-            added.complete = shtab.FILE  # type: ignore[attr-defined]
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser
 
 
-def _get_first_sentence(text: str) -> str:
+def _format_argument_help(text: str) -> str:
     """The first sentence of ``text``; argparse would expand a percent sign."""
     first = " ".join(text.split()).split(". ")[0]
-    return (first if len(first) <= _LONGEST else f"{first[:_LONGEST]}...").replace("%", "%%")
+    return (first if len(first) <= _MAX_HELP_CHARACTERS else f"{first[:_MAX_HELP_CHARACTERS]}...").replace(
+        "%", "%%"
+    )

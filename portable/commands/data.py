@@ -7,15 +7,15 @@ import re
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.checks import check
-from portable.command_line import CommandOptions, Count, read_command
+from portable.checks import check_config
+from portable.command_line import CommandOptions, PositiveCount, parse_command_line
 from portable.config.field_types import PathText  # noqa: TC001  (pydantic reads it)
-from portable.converters.commands import DONE, FAILED, REFUSED, format_exit_codes, wrap_main
+from portable.converters.commands import DONE, FAILED, REFUSED, exit_without_traceback, format_exit_codes
 from portable.converters.console import print_line
-from portable.errors import RunError, UserError, report
+from portable.errors import RunError, UserError, print_error_lines
 from portable.formatting import format_count
-from portable.paths import place_of
-from portable.terminal import show_loading
+from portable.paths import parse_place_setting
+from portable.terminal import show_loading_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,13 +45,13 @@ class DataOptions(CommandOptions):
 
     out: PathText = ""
     """Where the tokens go: a folder, or a URL of an object store."""
-    processes: Count = 1
+    processes: PositiveCount = 1
     """Processes that tokenize at a time; default one for each core."""
     part: str = ""
     """The part of the shards that this machine makes, such as 2/8; default all."""
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     if argv is None:
@@ -59,67 +59,73 @@ def main(argv: Sequence[str] | None = None) -> int:
         # transformers would import torch_xla, which takes seconds, warns, and is not needed here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
-        return pretokenize_sources(argv)
+        return run_pretokenization(argv)
     except UserError as error:
-        report(error)
+        print_error_lines(error)
         return REFUSED
     except RunError as error:
-        report(error)
+        print_error_lines(error)
         return FAILED
 
 
-def pretokenize_sources(argv: Sequence[str]) -> int:
+def run_pretokenization(argv: Sequence[str]) -> int:
     """Write the tokens and say what was written."""
-    config, options = read_command(argv, DataOptions, USAGE)
-    check(config)
+    config, options = parse_command_line(argv, DataOptions, USAGE)
+    check_config(config)
     if "out" not in options:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
-    number, num_parts = _parse_part(options.get("part", "1/1"))
-    out = place_of("--out", options["out"])
-    with show_loading():
-        from portable.adapters.settings import with_exports
-        from portable.converters.writers.parallel_jobs import count_cores
+    part_number, num_parts = _parse_shard_part(options.get("part", "1/1"))
+    out = parse_place_setting("--out", options["out"])
+    with show_loading_message():
+        from portable.adapters.settings import replace_runs_by_exports
+        from portable.converters.writers.parallel_jobs import count_usable_cores
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize_source
-        from portable.data.sources.source_kinds import StreamedFiles
-    config = with_exports(config)
+        from portable.data.sources.source_kinds import StreamSource
+    config = replace_runs_by_exports(config)
     listed = tuple(mixed_source.model_copy(update={"stream": True}) for mixed_source in config.data.sources)
-    opened = open_sources(
+    data = open_sources(
         config.data.model_copy(update={"sources": listed, "stream": not listed, "eval": None}),
         config.model.task,
         model_tokenizer=config.model.name_or_path,
-        model_vocab_size=_find_vocab_size(config),
+        model_vocab_size=_read_vocab_size_for_new_tokenizer(config),
         trust_remote_code=config.model.trust_remote_code,
         tokenize=False,
     )
-    assert opened.context is not None
-    for name, source in opened.training.items():
-        assert isinstance(source, StreamedFiles)
-        place = out / name if name else out
+    assert data.context is not None
+    for name, source in data.training_sources.items():
+        assert isinstance(source, StreamSource)
+        output = out / name if name else out
         result = pretokenize_source(
-            opened.context,
+            data.context,
             source,
-            place,
-            processes=options.get("processes", count_cores()),
-            part=(number - 1, num_parts),
+            output,
+            num_processes=options.get("processes", count_usable_cores()),
+            machine_part=(part_number - 1, num_parts),
             progress=sys.stderr.isatty(),
         )
-        remaining = f"; {format_count(result.left, 'shard')} left to other machines" if result.left else ""
-        print_line(f"{place}: {format_count(result.shards, 'shard')}, {result.tokens:,} tokens{remaining}")
+        remaining = (
+            f"; {format_count(result.num_shards_left, 'shard')} left to other machines"
+            if result.num_shards_left
+            else ""
+        )
+        print_line(
+            f"{output}: {format_count(result.num_shards, 'shard')}, {result.num_tokens:,} tokens{remaining}"
+        )
     return DONE
 
 
-def _find_vocab_size(config: RunConfig) -> int | None:
+def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
     """That of the model, if a tokenizer is trained: importing models takes long."""
     if config.data.tokenizer or config.model.name_or_path:
         return None
-    with show_loading():
+    with show_loading_message():
         from portable.model.build import load_model_config
     size: int | None = getattr(load_model_config(config.model).get_text_config(), "vocab_size", None)
     return size
 
 
-class _ShardPart(NamedTuple):
+class ShardPart(NamedTuple):
     """The part of the shards that this machine writes.
 
     Attributes:
@@ -131,12 +137,12 @@ class _ShardPart(NamedTuple):
     num_parts: int
 
 
-def _parse_part(text: str) -> _ShardPart:
+def _parse_shard_part(text: str) -> ShardPart:
     """Parse the value of ``--part``, such as ``2/8``."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
-    return _ShardPart(int(match[1]), int(match[2]))
+    return ShardPart(int(match[1]), int(match[2]))
 
 
 if __name__ == "__main__":

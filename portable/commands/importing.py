@@ -7,35 +7,39 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
-from portable.config.validation import find_mistake
-from portable.config.yaml_text import YamlDocument, parse, parse_file, read_text
-from portable.config.yaml_writer import as_yaml
-from portable.converters.commands import Parser
+from portable.config.validation import find_setting_mistake
+from portable.config.yaml_text import YamlDocument, parse_yaml, read_config_text, read_yaml_file
+from portable.config.yaml_writer import format_yaml
+from portable.converters.commands import CommandParser
 from portable.converters.console import print_error, print_line
 from portable.data.sources.source_kinds import detect_run_format
-from portable.errors import USER_ERROR, MistakesError, UserError, to_one_line
+from portable.errors import USER_ERROR, MultipleMistakesError, UserError, to_one_line
 from portable.formatting import format_count
-from portable.importing.command_line import build_script_error, parse_arguments, split_launcher
-from portable.importing.deepspeed import parse_json
+from portable.importing.command_line import (
+    build_script_error,
+    parse_script_arguments,
+    split_launcher_and_script,
+)
+from portable.importing.deepspeed import parse_deepspeed_json
 from portable.importing.foreign_file import ImportedRun
-from portable.importing.programs import list_programs, read_file
+from portable.importing.programs import convert_foreign_file, format_program_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_ABOUT = (
-    f"Print a config made from files of {list_programs()}, and from the "
+_DESCRIPTION = (
+    f"Print a config made from files of {format_program_names()}, and from the "
     "arguments of their scripts, after --. Comments say where each setting is from, what has no effect here, "
     "and what has no counterpart."
 )
-_MISSING = {
+_REQUIRED_SETTINGS = {
     "model.name_or_path": "the files name no model",
     "data.source": "the files name no data that can be read here",
 }
-_OTHERWISE = {"model.name_or_path": "model.config", "data.source": "data.sources"}
+_ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "data.sources"}
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
@@ -54,7 +58,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
     if "--" in files:
         separator = files.index("--")
         files, script = files[:separator], files[separator + 1 :]
-    parser = Parser(prog="portable-train import", description=_ABOUT)
+    parser = CommandParser(prog="portable-train import", description=_DESCRIPTION)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
     parser.add_argument("--devices", type=int, default=0, help="that the batch was spread over")
     arguments = parser.parse_args(files)
@@ -63,53 +67,55 @@ def print_imported_config(argv: Sequence[str]) -> int:
     for path in arguments.files:
         if path.suffix == ".py":
             raise build_script_error(str(path))
-    documents = [(str(path), _read_document(path)) for path in arguments.files]
-    launched = None
+    documents = [(str(path), _read_foreign_document(path)) for path in arguments.files]
+    launched_processes = None
     if script:
-        launched, script = split_launcher(script)
-        documents.append(("command line", YamlDocument(parse_arguments(script), {})))
+        launched_processes, script = split_launcher_and_script(script)
+        documents.append(("command line", YamlDocument(parse_script_arguments(script), {})))
     merged = ImportedRun()
     # The number of devices comes first: the global batch follows from it.
     for name, document in sorted(
         documents, key=lambda named_document: "num_processes" not in (named_document[1].value or ())
     ):
-        imported = read_file(document, name, devices=arguments.devices or launched or merged.processes or 1)
-        merged.processes = imported.processes or merged.processes
-        if imported.processes:
-            count = f"num_processes: {imported.processes}"
+        imported = convert_foreign_file(
+            document, name, num_devices=arguments.devices or launched_processes or merged.num_processes or 1
+        )
+        merged.num_processes = imported.num_processes or merged.num_processes
+        if imported.num_processes:
+            count = f"num_processes: {imported.num_processes}"
             merged.notes.append(
                 f"{name}: {count}: start the same number of ranks: portable-train --nproc "
-                f"{imported.processes}"
+                f"{imported.num_processes}"
             )
         merged.differences += [line for line in imported.differences if line not in merged.differences]
         for key, value in imported.values.items():
             if (
-                key not in imported.assumed
+                key not in imported.assumed_keys
                 or merged.values.keys().isdisjoint((key,))
-                or key in merged.assumed
+                or key in merged.assumed_keys
             ):
                 merged.values[key], merged.origins[key] = value, imported.origins[key]
-                merged.assumed = merged.assumed - {key} | (imported.assumed & {key})
+                merged.assumed_keys = merged.assumed_keys - {key} | (imported.assumed_keys & {key})
         merged.notes += imported.notes
-        merged.refused += imported.refused
-    _drop_assumed_mask(merged)
-    text, mistakes = format_config(merged)
+        merged.refusals += imported.refusals
+    _remove_assumed_train_on(merged)
+    text, mistakes = format_imported_config(merged)
     print_line(text.rstrip())
     if mistakes:
-        raise MistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
-    if merged.refused:
-        without = format_count(len(merged.refused), "key")
+        raise MultipleMistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
+    if merged.refusals:
+        without = format_count(len(merged.refusals), "key")
         print_error(f"note: {without} without a counterpart; comments at the end say what to do")
         return USER_ERROR
     return 0
 
 
-def _drop_assumed_mask(imported: ImportedRun) -> None:
+def _remove_assumed_train_on(imported: ImportedRun) -> None:
     """Leave out ``data.train_on`` that is a default for conversations if the records have prompts or texts.
 
     Records of a dataset that has to be downloaded are not read.
     """
-    if "data.train_on" not in imported.assumed:
+    if "data.train_on" not in imported.assumed_keys:
         return
     source = {key: value for key, value in imported.values.items() if key.startswith("data.")}
     try:
@@ -121,13 +127,13 @@ def _drop_assumed_mask(imported: ImportedRun) -> None:
         imported.differences = [line for line in imported.differences if "data.train_on" not in line]
 
 
-def _read_document(path: Path) -> YamlDocument:
+def _read_foreign_document(path: Path) -> YamlDocument:
     try:
-        return parse_file(path)
+        return read_yaml_file(path)
     except UserError:
         if path.suffix != ".json" or not path.is_file():
             raise
-    return YamlDocument(parse_json(read_text(path), str(path)), {})  # with tabs or comments
+    return YamlDocument(parse_deepspeed_json(read_config_text(path), str(path)), {})  # with tabs or comments
 
 
 class ImportedConfig(NamedTuple):
@@ -142,55 +148,57 @@ class ImportedConfig(NamedTuple):
     mistakes: list[str]
 
 
-def format_config(imported: ImportedRun) -> ImportedConfig:
+def format_imported_config(imported: ImportedRun) -> ImportedConfig:
     """Format the settings as a YAML file with comments, and check that a run accepts them."""
     for key in list(imported.values):
-        if (mistake := find_mistake(RunConfig, key, imported.values[key])) is not None:
-            imported.refused.append(f"{imported.origins[key].text}: {mistake}")
+        if (mistake := find_setting_mistake(RunConfig, key, imported.values[key])) is not None:
+            imported.refusals.append(f"{imported.origins[key].text}: {mistake}")
             del imported.values[key]
-    trains = "train.learning_rate" in imported.values and "train.schedule" in imported.values
-    missing = [
+    has_training_settings = "train.learning_rate" in imported.values and "train.schedule" in imported.values
+    mistakes = [
         f"{key}: {reason}; set it"
-        for key, reason in _MISSING.items()
-        if trains and not imported.values.keys() & {key, _OTHERWISE[key]}
+        for key, reason in _REQUIRED_SETTINGS.items()
+        if has_training_settings and not imported.values.keys() & {key, _ALTERNATIVE_SETTINGS[key]}
     ]
-    parts = [*_format_settings(imported)]
+    parts = [*_iter_setting_lines(imported)]
     for title, lines in (
-        ("Missing", missing),
-        ("No counterpart, and what to do instead", imported.refused),
+        ("Missing", mistakes),
+        ("No counterpart, and what to do instead", imported.refusals),
         ("No effect here, or another meaning", imported.notes),
         ("What will differ from there", imported.differences),
     ):
         if lines:
-            parts += ["", f"# {title}:", *(line for entry in lines for line in _wrap_comment(entry))]
+            parts += ["", f"# {title}:", *(line for entry in lines for line in _wrap_comment_line(entry))]
     text = "\n".join(parts) + "\n"
     try:
-        config = load_config(parse(text, "run.yaml").value or {})
-        check(config.replaced({"backend": "auto"}))  # a backend's own rows are asked where it is
-    except MistakesError as error:
-        missing += error.lines
+        config = load_config(parse_yaml(text, "run.yaml").value or {})
+        check_config(config.replaced({"backend": "auto"}))  # a backend's own rows are asked where it is
+    except MultipleMistakesError as error:
+        mistakes += error.lines
     except UserError as error:
-        missing.append(str(error))
-    return ImportedConfig(text, missing)
+        mistakes.append(str(error))
+    return ImportedConfig(text, mistakes)
 
 
-def _format_settings(imported: ImportedRun) -> Iterator[str]:
+def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
     """The lines of the settings, in the order of the schema."""
-    around = ""
-    for key, setting in keys.get_settings(RunConfig).items():
+    current_section = ""
+    for key, setting in keys.get_setting_fields(RunConfig).items():
         if key not in imported.values:
             continue
-        if setting.section != around:
-            around = setting.section
-            yield f"\n{around}:"
-        value = keys.to_plain(imported.values[key])
+        if setting.section != current_section:
+            current_section = setting.section
+            yield f"\n{current_section}:"
+        value = keys.to_plain_value(imported.values[key])
         nested = isinstance(value, list | dict)
-        written = json.dumps(value, ensure_ascii=False) if nested else as_yaml({"_": value})[3:].strip()
+        yaml_value = (
+            json.dumps(value, ensure_ascii=False) if nested else format_yaml({"_": value})[3:].strip()
+        )
         origin = to_one_line(imported.origins[key].text)
-        yield f"{'  ' if around else ''}{setting.name}: {written}  # {origin}"
+        yield f"{'  ' if current_section else ''}{setting.name}: {yaml_value}  # {origin}"
 
 
-def _wrap_comment(line: str) -> Iterable[str]:
+def _wrap_comment_line(line: str) -> Iterable[str]:
     return textwrap.wrap(
         line,
         100,

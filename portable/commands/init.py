@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.commands.machines import list_targets, write_launch_file, write_new
+from portable.commands.machines import list_launch_templates, write_launch_file, write_new_file
 from portable.config import load_config
-from portable.config.yaml_text import parse
-from portable.config.yaml_writer import as_yaml
-from portable.converters.commands import Parser
+from portable.config.yaml_text import parse_yaml
+from portable.config.yaml_writer import format_yaml
+from portable.converters.commands import CommandParser
 from portable.converters.console import print_line
 from portable.errors import UserError, require
 
@@ -36,7 +36,7 @@ With --device, the planner chooses settings with which the run fits: a base in 1
 size, activation checkpointing, the strategy, and (with --data) packing. The comments of the file contain the
 plan. The weights of the model are not downloaded.
 """
-_CHEAPER = {"chat": ("lora",)}
+_CHEAPER_TASKS = {"chat": ("lora",)}
 """Tasks that need less memory, by task. The error message for a run that does not fit suggests them."""
 _COMMENT_WIDTH = 100
 """Maximum width of a comment line, in characters."""
@@ -53,18 +53,20 @@ def print_schema(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_starters() -> dict[str, str]:
+def read_starter_configs() -> dict[str, str]:
     """Read the starters in ``configs/starters``, by task."""
     files = sorted(get_config_folder().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
 
-def _build_parser(templates: Collection[str], starters: Mapping[str, str], names: Collection[str]) -> Parser:
+def _build_init_parser(
+    templates: Collection[str], starters: Mapping[str, str], names: Collection[str]
+) -> CommandParser:
     task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
         for task, text in starters.items()
     )
-    parser = Parser(
+    parser = CommandParser(
         prog="portable-train init",
         description="Write a short config with comments. With --for: write a file that starts the run of a\n"
         "config on rented machines, into the folder of the config.",
@@ -109,10 +111,10 @@ def write_starter_config(argv: Sequence[str]) -> int:
     Raises:
         UserError: If the file exists already or cannot be written, or if the run does not fit on the device.
     """
-    starters = read_starters()
-    templates = list_targets(machines := get_config_folder().joinpath("machines"))
+    starters = read_starter_configs()
+    templates = list_launch_templates(machines := get_config_folder().joinpath("machines"))
     names = {"classify": "classification"} | {name: name for name in starters}
-    options = _build_parser(templates, starters, names).parse_args(argv)
+    options = _build_init_parser(templates, starters, names).parse_args(argv)
     file: Path = options.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
@@ -126,7 +128,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
                 f"--{flag}: has no effect with --for, which takes the config as it is; remove it",
             )
         require(bool(options.device), "--device: missing; name the machine, such as --device h100:8")
-        wrote = write_launch_file(
+        launch_file = write_launch_file(
             machines,
             options.target,
             file,
@@ -135,7 +137,7 @@ def write_starter_config(argv: Sequence[str]) -> int:
             install=options.install,
             spot=not options.on_demand,
         )
-        print_line(f"wrote {wrote}; its first lines say how to start it, from its folder")
+        print_line(f"wrote {launch_file}; its first lines say how to start it, from its folder")
         return 0
     require(len(options.device) < 2, "--device: given more than once; name one kind of device")
     require(not file.exists(), f"init: {file} exists already; give another name")
@@ -145,16 +147,16 @@ def write_starter_config(argv: Sequence[str]) -> int:
             f"{argument}: {value!r} is empty or contains a line break or a control character; rename it",
         )
     task = names[options.task or "pretrain"]
-    text = _fill(starters[task], file, options.model, options.data)
+    text = _fill_starter(starters[task], file, options.model, options.data)
     size_note = ""
     if options.device:
         cheaper = {
-            f"--task {other}": _fill(starters[other], file, options.model, options.data)
-            for other in _CHEAPER.get(task, ())
+            f"--task {other}": _fill_starter(starters[other], file, options.model, options.data)
+            for other in _CHEAPER_TASKS.get(task, ())
         }
         text, size_note = _fit_to_device(text, options.device[0], cheaper, has_data=options.data is not None)
     text = f"# yaml-language-server: $schema={get_config_folder().joinpath('schema.json')}\n{text}"
-    write_new(file, text, "give another name")
+    write_new_file(file, text, "give another name")
     command = f"  portable-train --config {shlex.quote(str(file))}"
     print_line(f"wrote {file}{size_note}; edit it, then\n{command} --dry-run\n{command}")
     if options.model is not None and not size_note:
@@ -164,9 +166,9 @@ def write_starter_config(argv: Sequence[str]) -> int:
     return 0
 
 
-def _fill(starter: str, file: Path, model: str | None, data: str | None) -> str:
+def _fill_starter(starter: str, file: Path, model: str | None, data: str | None) -> str:
     """Fill the names of the file, the run, the model and the data into a starter."""
-    folder = _to_yaml(f"runs/{file.stem}")
+    folder = _format_yaml_value(f"runs/{file.stem}")
     # Keep the comments in one column.
     names = {"{name}#": f"{folder:<25} #", "{name}": folder, "{file}": shlex.quote(str(file))}
     text = re.sub(r"\{name\}#|\{name\}|\{file\}", lambda match: names[match[0]], starter)
@@ -175,11 +177,11 @@ def _fill(starter: str, file: Path, model: str | None, data: str | None) -> str:
             "  name_or_path: null                  # only the architecture is used, with random weights\n"
         )
         text = re.sub(r"(?s)  config: \{.*?\}[^\n]*\n", architecture + "  init: scratch\n", text, count=1)
-        text = set_values(text, {"model.name_or_path": model})
-    return text if data is None else set_values(text, {"data.source": data})
+        text = set_yaml_values(text, {"model.name_or_path": model})
+    return text if data is None else set_yaml_values(text, {"data.source": data})
 
 
-def set_values(text: str, values: Mapping[str, Any]) -> str:
+def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
     """Set values in a starter, and keep its comments in their column.
 
     Args:
@@ -190,21 +192,25 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
     lines = text.splitlines()
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        line = f"{'  ' if section else ''}{name}:"
-        start = next(i for i, other in enumerate(lines) if other.startswith(f"{section or 'output_dir'}:"))
+        line_start = f"{'  ' if section else ''}{name}:"
+        start = next(
+            i for i, other_line in enumerate(lines) if other_line.startswith(f"{section or 'output_dir'}:")
+        )
         end = next((i for i in range(start, len(lines)) if section and not lines[i]), len(lines))
-        number = next((i for i in range(start if section else 0, end) if lines[i].startswith(line)), None)
+        number = next(
+            (i for i in range(start if section else 0, end) if lines[i].startswith(line_start)), None
+        )
         if number is None:
             number = start + 1
-            lines.insert(number, line)
+            lines.insert(number, line_start)
         before, mark, comment = lines[number].partition(" #")
-        setting = f"{line} {_to_yaml(value)}"
+        setting = f"{line_start} {_format_yaml_value(value)}"
         lines[number] = f"{setting:<{len(before)}}{mark}{comment}"
     return "\n".join(lines) + "\n"
 
 
-def _to_yaml(value: object) -> str:
-    return as_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
+def _format_yaml_value(value: object) -> str:
+    return format_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
 class _SizedConfig(NamedTuple):
@@ -228,24 +234,24 @@ def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_da
         cheaper: Texts of configs that need less memory, by the flag that selects them.
         has_data: Whether the user has named the data.
     """
-    from portable.commands.recipe import describe, find_recipe, measure_records
+    from portable.commands.recipe import describe_recipe, estimate_dataset_size, find_recipe
     from portable.planner.device_lookup import parse_devices
 
     def parse_config(text: str) -> RunConfig:
-        return load_config(parse(text, "starter").value)
+        return load_config(parse_yaml(text, "starter").value)
 
     kind, count = parse_devices(device)
     config = parse_config(text)
-    records = measure_records(config) if has_data else None
+    records = estimate_dataset_size(config) if has_data else None
     cheaper_configs = {flag: parse_config(other) for flag, other in cheaper.items()}
     recipe = find_recipe(config, kind, count, records, cheaper_configs)
     comments = [
         line
-        for sentence in describe(recipe)
+        for sentence in describe_recipe(recipe)
         for line in textwrap.wrap(
             sentence, _COMMENT_WIDTH - 2, break_on_hyphens=False, break_long_words=False
         )
     ]
-    title, rest = set_values(text, recipe.settings).split("\n", 1)
-    phrase = f", sized for {count} x {kind.name}: {recipe.summary}"
+    title, rest = set_yaml_values(text, recipe.settings).split("\n", 1)
+    phrase = f", sized for {count} x {kind.name}: {recipe.memory_summary}"
     return _SizedConfig("\n".join([title, "#", *(f"# {line}" for line in comments), rest]), phrase)

@@ -1,7 +1,7 @@
 """``portable-train init --for``: the file with which a program that rents machines starts a run.
 
 The files are templates in ``configs/machines``. ``@name@`` stands for a value, and a line that begins with
-one of :data:`_CONDITIONS` is left out where that does not hold.
+one of :data:`_LINE_CONDITIONS` is left out where that does not hold.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import portable
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import (
-    format_eval_key,
-    format_training_key,
+    format_eval_source_key,
+    format_training_source_key,
     get_evaluation_sources,
     get_training_sources,
 )
 from portable.converters.storage.path_or_url import is_url
 from portable.errors import UserError, require
-from portable.planner.device_lookup import load_rental_names, parse_devices
-from portable.terminal import tell
+from portable.planner.device_lookup import load_rental_device_names, parse_devices
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
     from portable.planner.device import Device
 
-_CONDITIONS = ("several", "mixed", "alike", "selected")
+_LINE_CONDITIONS = ("several", "mixed", "alike", "selected")
 """Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
-_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
+_UNSAFE_IN_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
 """What would end a word in quotes, in the shell or in YAML."""
 _VERSION = metadata.version("portable-trainer")
-_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
+_UNSAFE_IN_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
 """The same of a word that stands without quotes, also within others'."""
-_ANY_OF = ("sky", "dstack")
+_MULTI_DEVICE_PROGRAMS = ("sky", "dstack")
 """The programs that take any of several kinds of device."""
-_ON_GPUS = ("dstack", "hf-jobs", "slurm")
-_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
+_GPU_ONLY_PROGRAMS = ("dstack", "hf-jobs", "slurm")
+_TEMPLATE_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
 """Of the config's text and of the labels of nodes, in templates that have them."""
-_SECRETS = {
+_BUCKET_SECRETS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
     "abfss": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
@@ -57,39 +57,39 @@ _SECRETS = {
 
 
 @dataclass(frozen=True)
-class Machines:
+class RentedMachines:
     """Devices of one kind.
 
     Attributes:
         device: the planner's.
-        count: of all of them.
-        names: what programs call the device, of ``configs/machines/names.yaml``.
+        num_devices: of all of them.
+        rental_names: what programs call the device, of ``configs/machines/names.yaml``.
     """
 
     device: Device
-    count: int
-    names: Mapping[str, Any]
+    num_devices: int
+    rental_names: Mapping[str, Any]
 
     @property
     def is_tpu(self) -> bool:
         return "cuda" not in self.device.backends
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Machines with a share of the devices each."""
         if not self.is_tpu:
-            return max(1, self.count // self.device.per_node)
-        alone = self.count <= self.names.get("alone", self.names["host"])
-        return 1 if alone else self.count // self.names["host"]
+            return max(1, self.num_devices // self.device.devices_per_node)
+        fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
+        return 1 if fits_on_one_host else self.num_devices // self.rental_names["host"]
 
     @property
-    def type(self) -> str:
+    def accelerator_type(self) -> str:
         """A TPU's accelerator type, such as ``v5litepod-8``."""
-        return f"{self.names['type']}-{self.count * self.names.get('cores', 1)}"
+        return f"{self.rental_names['type']}-{self.num_devices * self.rental_names.get('cores', 1)}"
 
-    def get_name(self, program: str) -> str:
+    def get_device_name(self, program: str) -> str:
         """What ``program`` calls the device."""
-        return str(self.names.get(program, self.device.name.upper()))
+        return str(self.rental_names.get(program, self.device.name.upper()))
 
 
 class LocalFileSetting(NamedTuple):
@@ -104,14 +104,14 @@ class LocalFileSetting(NamedTuple):
     value: Any
 
 
-def list_targets(folder: Traversable) -> dict[str, Traversable]:
+def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
     """The templates in the folder ``machines``, by what ``--for`` calls them."""
     files = sorted(folder.iterdir(), key=lambda file: file.name)
     return {file.name.partition(".")[0]: file for file in files if file.name != "names.yaml"}
 
 
-def _check(
-    target: str, config_file: Path, machines: Sequence[Machines], place: str, install: str | None
+def _check_can_launch(
+    target: str, config_file: Path, machines: Sequence[RentedMachines], output_dir: str, install: str | None
 ) -> None:
     """Refuse what would not run there, or be lost."""
     for kind in machines:
@@ -121,17 +121,20 @@ def _check(
             "with a torch for ROCm",
         )
     require(
-        is_url(place) or target == "slurm",
-        f"output_dir: {place} would be lost with the machine; set a URL, such as "
-        f"s3://bucket/{Path(place).name}",
+        is_url(output_dir) or target == "slurm",
+        f"output_dir: {output_dir} would be lost with the machine; set a URL, such as "
+        f"s3://bucket/{Path(output_dir).name}",
     )
     for key, text, unquoted in (
-        ("init", config_file.name, _NAME),
-        ("output_dir", place, _NAME),
-        ("--install", install or "", _PACKAGE),
+        ("init", config_file.name, _UNSAFE_IN_NAME),
+        ("output_dir", output_dir, _UNSAFE_IN_NAME),
+        ("--install", install or "", _UNSAFE_IN_PACKAGE),
     ):
-        odd = unquoted.search(text)
-        require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
+        unsafe_match = unquoted.search(text)
+        require(
+            unsafe_match is None,
+            f"{key}: {text}: {unsafe_match and unsafe_match[0]!r} would need quotes; give it another name",
+        )
 
 
 def write_launch_file(
@@ -148,7 +151,7 @@ def write_launch_file(
 
     Args:
         folder: ``configs/machines``.
-        target: one of :func:`list_targets`.
+        target: one of :func:`list_launch_templates`.
         config_file: the run's YAML.
         devices: ``NAME:COUNT`` of each kind that will do, by the planner's names.
         output_dir: of the run; None for the config's.
@@ -161,33 +164,37 @@ def write_launch_file(
     Raises:
         UserError: if the program has no such machines, or the run would lose what it writes there.
     """
-    template = list_targets(folder)[target]
+    template = list_launch_templates(folder)[target]
     require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
-    machines = [_build_machines(text, load_rental_names(), config, target) for text in devices]
-    place = str(config.output_dir)
-    _check(target, config_file, machines, place, install)
-    for key, there in () if target == "slurm" else _find_local_files(config):
-        tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
-    if not config.checkpoint.saves_on_the_way:
-        tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
-    values = _build_values(target, config, config_file, machines, install, spot=spot)
+    machines = [_parse_machines(text, load_rental_device_names(), config, target) for text in devices]
+    run_output_dir = str(config.output_dir)
+    _check_can_launch(target, config_file, machines, run_output_dir, install)
+    for key, local_path in () if target == "slurm" else _list_local_file_settings(config):
+        print_status(f"note: {key}: {local_path} is on this machine; put it into a bucket, or on the hub")
+    if not config.checkpoint.saves_during_training:
+        print_status(
+            "note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice"
+        )
+    values = _build_template_values(target, config, config_file, machines, install, spot=spot)
     if install is None and target != "slurm":
-        tell(f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL")
+        print_status(
+            f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL"
+        )
     out = config_file.with_suffix(f".{template.name}")
-    holds = {
-        "several": machines[0].nodes > 1 and not machines[0].is_tpu,
+    conditions = {
+        "several": machines[0].num_nodes > 1 and not machines[0].is_tpu,
         "mixed": len({kind.is_tpu for kind in machines}) > 1,
         "alike": len({kind.is_tpu for kind in machines}) == 1,
         "selected": bool(values["selector"]),
     }
-    text = fill_template(template.read_text("utf-8"), values | {"file": out.name}, holds)
-    write_new(out, text, "delete it first")
+    text = fill_template(template.read_text("utf-8"), values | {"file": out.name}, conditions)
+    write_new_file(out, text, "delete it first")
     return out
 
 
-def write_new(path: Path, text: str, remedy: str) -> None:
+def write_new_file(path: Path, text: str, remedy: str) -> None:
     """Write a file that must not exist.
 
     Raises:
@@ -202,69 +209,74 @@ def write_new(path: Path, text: str, remedy: str) -> None:
         raise UserError(f"init: {path}: cannot write it: {error.strerror or error}") from error
 
 
-def fill_template(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> str:
+def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
     """A template with its values, without the lines whose condition does not hold."""
     lines = []
     for line in text.splitlines():
-        condition = re.match(f"@({'|'.join(_CONDITIONS)})@", line)
+        condition = re.match(f"@({'|'.join(_LINE_CONDITIONS)})@", line)
         if condition is None:
             lines.append(line)
-        elif holds[condition[1]]:
+        elif conditions[condition[1]]:
             lines.append(line[condition.end() :])
     return _PLACEHOLDER.sub(lambda match: values[match[1]], "\n".join(lines) + "\n")
 
 
-def _build_machines(text: str, table: Mapping[str, Any], config: RunConfig, target: str) -> Machines:
+def _parse_machines(
+    text: str, rental_table: Mapping[str, Any], config: RunConfig, target: str
+) -> RentedMachines:
     """The machines of one ``--device``, which must be such that ``target`` has them."""
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
-    machines = Machines(device, count, table.get(key, {}))
+    machines = RentedMachines(device, count, rental_table.get(key, {}))
     require(
         config.backend == "auto" or config.backend in device.backends,
         f"--device: {text}: backend {config.backend} does not drive it; set backend: auto",
     )
     if not machines.is_tpu:
         require(target != "cloud-tpu", f"--device: {text} is no TPU; write v5e:8")
-        many = machines.count > device.per_node
+        spans_nodes = machines.num_devices > device.devices_per_node
         require(
-            not (many and machines.count % device.per_node),
-            f"--device: {text}: a machine has {device.per_node}; take a multiple of it",
+            not (spans_nodes and machines.num_devices % device.devices_per_node),
+            f"--device: {text}: a machine has {device.devices_per_node}; take a multiple of it",
         )
         require(
-            target != "hf-jobs" or machines.count in machines.names.get("hf", {}),
+            target != "hf-jobs" or machines.num_devices in machines.rental_names.get("hf", {}),
             f"--device: {text}: Hugging Face Jobs has no such machine; take h200:8, a100-80:8 or l4:4",
         )
         return machines
-    topologies = table["topologies"][3 if "cores" in machines.names else 2]
-    require("type" in machines.names and target not in _ON_GPUS, f"--device: {text}: --for {target} has none")
+    topologies = rental_table["topologies"][3 if "cores" in machines.rental_names else 2]
     require(
-        machines.count in topologies,
+        "type" in machines.rental_names and target not in _GPU_ONLY_PROGRAMS,
+        f"--device: {text}: --for {target} has none",
+    )
+    require(
+        machines.num_devices in topologies,
         f"--device: {text}: no slice has so many chips; take one of {', '.join(map(str, topologies))}",
     )
     require(
-        machines.nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
+        machines.num_nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
         f"--device: {text}: a slice of several hosts needs --for cloud-tpu, or --for jobset and backend xla",
     )
     labels = {
-        "cloud.google.com/gke-tpu-accelerator": machines.names["gke"],
-        "cloud.google.com/gke-tpu-topology": topologies[machines.count],
+        "cloud.google.com/gke-tpu-accelerator": machines.rental_names["gke"],
+        "cloud.google.com/gke-tpu-topology": topologies[machines.num_devices],
     }
-    return Machines(device, machines.count, {**machines.names, "labels": labels})
+    return RentedMachines(device, machines.num_devices, {**machines.rental_names, "labels": labels})
 
 
-def _find_local_files(config: RunConfig) -> list[LocalFileSetting]:
+def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
     """The settings that name what lies on this machine, with their values."""
     values = {
         setting.key: config.get(setting.key)
-        for setting in keys.get_settings(RunConfig).values()
+        for setting in keys.get_setting_fields(RunConfig).values()
         if setting.may_be_path
     }
     values |= {
-        f"{format_training_key(name)}.source": source.source
+        f"{format_training_source_key(name)}.source": source.source
         for name, source in get_training_sources(config.data).items()
     }
     values |= {
-        f"{format_eval_key(name)}.source": source.source
+        f"{format_eval_source_key(name)}.source": source.source
         for name, source in get_evaluation_sources(config.data).items()
     }
     local_files: list[LocalFileSetting] = []
@@ -296,11 +308,11 @@ def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) ->
     return f"{requirement}=={_VERSION}" if install is None else f"{requirement} @ {install}"
 
 
-def _build_values(
+def _build_template_values(
     target: str,
     config: RunConfig,
     config_file: Path,
-    machines: Sequence[Machines],
+    machines: Sequence[RentedMachines],
     install: str | None,
     *,
     spot: bool,
@@ -308,38 +320,38 @@ def _build_values(
     """What stands in the placeholders of a template."""
     first = machines[0]
     require(
-        len(machines) == 1 or target in _ANY_OF,
+        len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
         f"--device: --for {target} takes one kind of machine; give one",
     )
     require(
-        len({kind.nodes for kind in machines}) == 1,
+        len({kind.num_nodes for kind in machines}) == 1,
         "--device: all kinds need the same number of machines; change the counts",
     )
-    place = str(config.output_dir)
-    secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
+    output_dir = str(config.output_dir)
+    secrets = ("HF_TOKEN", *_BUCKET_SECRETS.get(output_dir.partition("://")[0], ()))
     packages = {tpu: _format_requirement(config, install, tpu=tpu) for tpu in (False, True)}
-    of_text, of_labels = _INDENTS.get(target, (0, 0))
+    config_indent, label_indent = _TEMPLATE_INDENTS.get(target, (0, 0))
     # Kubernetes fills in $(NAME), and reads $$ as $.
     text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")
-    cloud = Path(portable.__file__).parent / "tpu" / "scripts" / "cloud.sh"
+    cloud_script = Path(portable.__file__).parent / "tpu" / "scripts" / "cloud.sh"
     return {
         "name": re.sub("[^a-z0-9]+", "-", config_file.stem.lower()).strip("-")[:40] or "run",
         "config": config_file.name,
-        "output": place,
-        "nodes": str(first.nodes),
-        "each": str(first.count // first.nodes),
-        "command": "portable-train" if first.is_tpu or first.nodes == 1 else "torchrun -m portable.cli",
+        "output": output_dir,
+        "nodes": str(first.num_nodes),
+        "each": str(first.num_devices // first.num_nodes),
+        "command": "portable-train" if first.is_tpu or first.num_nodes == 1 else "torchrun -m portable.cli",
         "package": packages[first.is_tpu],
         "gpu_package": packages[False],
         "tpu_package": packages[True],
         "spot": str(spot).lower(),
         "spot_flag": " --spot" if spot else "",
         "policy": "spot" if spot else "on-demand",
-        "accelerators": "\n".join(_format_sky_resources(machines)) if target == "sky" else "",
-        "names": ", ".join(dict.fromkeys(kind.get_name("dstack") for kind in machines)),
-        "memory": str(min(kind.device.memory for kind in machines) >> 30),
-        "flavor": str(first.names.get("hf", {}).get(first.count)),
-        "secrets": _format_secrets(target, secrets),
+        "accelerators": "\n".join(_format_skypilot_resources(machines)) if target == "sky" else "",
+        "names": ", ".join(dict.fromkeys(kind.get_device_name("dstack") for kind in machines)),
+        "memory": str(min(kind.device.memory_bytes for kind in machines) >> 30),
+        "flavor": str(first.rental_names.get("hf", {}).get(first.num_devices)),
+        "secrets": _format_secret_flags(target, secrets),
         "secret_env": "\n".join(
             f"      - name: {name}\n        valueFrom: "
             f"{{secretKeyRef: {{name: portable-trainer, key: {name}, optional: true}}}}"
@@ -347,31 +359,34 @@ def _build_values(
         ),
         "environment": "\n".join(f"  - {name}" for name in secrets),
         "selector": "\n".join(
-            " " * of_labels + f"{key}: {value}" for key, value in first.names.get("labels", {}).items()
+            " " * label_indent + f"{key}: {value}"
+            for key, value in first.rental_names.get("labels", {}).items()
         ),
         "resource": "google.com/tpu" if first.is_tpu else "nvidia.com/gpu",
-        "tpu_type": first.type if first.is_tpu else "",
+        "tpu_type": first.accelerator_type if first.is_tpu else "",
         "backend": "tpu" if config.backend == "tpu" else "xla",
-        "cloud": shlex.quote(str(cloud)),
-        "text": "\n".join(" " * of_text + line for line in text),
+        "cloud": shlex.quote(str(cloud_script)),
+        "text": "\n".join(" " * config_indent + line for line in text),
     }
 
 
-def _format_secrets(target: str, names: Sequence[str]) -> str:
+def _format_secret_flags(target: str, names: Sequence[str]) -> str:
     """The flags that hand the keys of a bucket over."""
     if target == "sky":
         return "".join(f" --secret {name}" for name in names)
     return "\n".join(f"  --secrets {name} \\" for name in names)[:-2] + " \\"
 
 
-def _format_sky_resources(machines: Iterable[Machines]) -> list[str]:
+def _format_skypilot_resources(machines: Iterable[RentedMachines]) -> list[str]:
     """The machines as SkyPilot's resources."""
     lines = []
     for kind in machines:
         if kind.is_tpu:
-            lines.append(f"    - accelerators: tpu-{kind.type}")
-            version = kind.names.get("runtime", "tpu-ubuntu2204-base")
+            lines.append(f"    - accelerators: tpu-{kind.accelerator_type}")
+            version = kind.rental_names.get("runtime", "tpu-ubuntu2204-base")
             lines.append(f"      accelerator_args: {{runtime_version: {version}}}")
         else:
-            lines.append(f"    - accelerators: {kind.get_name('sky')}:{kind.count // kind.nodes}")
+            lines.append(
+                f"    - accelerators: {kind.get_device_name('sky')}:{kind.num_devices // kind.num_nodes}"
+            )
     return lines

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.config.derived_defaults import BY_TRAINING, find_largest_divisor
-from portable.data.sources.source_kinds import detect_run_format, get_training_settings, open_source
+from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND, find_largest_divisor
+from portable.data.sources.source_kinds import build_training_settings, detect_run_format, open_source
 from portable.errors import UserError
 from portable.formatting import format_bytes
-from portable.model.build import get_max_positions, limit_length, load_model_config
-from portable.model.document_attention import explain_mixing
+from portable.model.build import get_max_positions, limit_seq_len, load_model_config
+from portable.model.document_attention import explain_document_mixing
 from portable.planner.device_lookup import list_known_devices
-from portable.planner.plan import Option, Planner
-from portable.planner.preparation import build_meta_model, choose_target
-from portable.planner.run_time import Hours, Work, estimate_hours
-from portable.run.length import FEW_STEPS
+from portable.planner.plan import Planner, PlanOption
+from portable.planner.preparation import build_model_and_work, choose_target
+from portable.planner.run_time import Hours, TrainingWork, estimate_run_hours
+from portable.run.length import MIN_USEFUL_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,40 +30,40 @@ if TYPE_CHECKING:
     from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
 
-_LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = BY_TRAINING["data.seq_len"].finetuning, 1024
+_LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].finetuning, 1024
 """Bounds of the sequence length, in tokens.
 
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
-_TOKENS_AT_ONCE = 8192
+_MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch that are enough to keep an accelerator busy with matrix products."""
-_RECORDS_READ = 5000
+_MAX_RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
 """Average number of bytes of English text in a token."""
-_LARGER = 1.2
+_MIN_LARGER_DEVICE_RATIO = 1.2
 """Least memory of a device that an error message suggests, relative to the device that is too small."""
-_MOST_DEVICES = {"cuda": 8, "cpu": 1}
+_MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
 """Largest number of devices that an error message suggests, by backend. For TPUs, the number is 64."""
 
 
 @dataclass(frozen=True)
-class Records:
+class DatasetEstimate:
     """Size of the training data.
 
     Attributes:
-        count: Number of records.
-        tokens: Estimated tokens of all records.
-        longest: Estimated tokens of the longest record.
-        measured: Whether the records have been read. Otherwise, the other attributes are assumptions.
+        num_records: Number of records.
+        num_tokens: Estimated tokens of all records.
+        longest_record_tokens: Estimated tokens of the longest record.
+        is_measured: Whether the records have been read. Otherwise, the other attributes are assumptions.
     """
 
-    count: int
-    tokens: int
-    longest: int
-    measured: bool = True
+    num_records: int
+    num_tokens: int
+    longest_record_tokens: int
+    is_measured: bool = True
 
 
-_ON_THE_HUB = Records(10_000, 5_000_000, _LONGEST_SEQUENCE, measured=False)
+_ASSUMED_HUB_DATASET = DatasetEstimate(10_000, 5_000_000, _LONGEST_SEQUENCE, is_measured=False)
 """Assumed size of a dataset that is not on this machine."""
 
 
@@ -88,7 +88,7 @@ class CandidatePlanner(NamedTuple):
     """
 
     planner: Planner
-    work: Work | None
+    work: TrainingWork | None
 
 
 @dataclass(frozen=True)
@@ -105,26 +105,26 @@ class Recipe:
 
     settings: dict[str, Any]
     planner: Planner
-    option: Option
-    work: Work | None
+    option: PlanOption
+    work: TrainingWork | None
     rejected: RejectedCandidate | None
 
     @property
-    def summary(self) -> str:
+    def memory_summary(self) -> str:
         """Planned and total memory of a device, such as ``about 18.4 GiB of 24.0 GiB``."""
         device, devices = self.planner.target.device, self.planner.target.cluster.devices
         assert device is not None
         on_each = "" if devices == 1 else " on each"
         planned = format_bytes(self.option.device_bytes.total)
-        return f"about {planned} of {format_bytes(device.memory)}{on_each}"
+        return f"about {planned} of {format_bytes(device.memory_bytes)}{on_each}"
 
     @property
-    def hours(self) -> Hours | None:
+    def estimated_hours(self) -> Hours | None:
         """Duration of the run. None if the amount of training or the speed of the device is unknown."""
-        return estimate_hours(self.planner, self.option, self.work) if self.work is not None else None
+        return estimate_run_hours(self.planner, self.option, self.work) if self.work is not None else None
 
 
-def measure_records(config: RunConfig) -> Records:
+def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     """Read the first records of the training data, and estimate the size of the data.
 
     Raises:
@@ -133,45 +133,49 @@ def measure_records(config: RunConfig) -> Records:
     data = config.data.model_copy(
         update={"format": detect_run_format(config.data, config.model.task, downloads=False)}
     )
-    count = size = longest = 0
-    total: int | None = 0
-    for settings in get_training_settings(data, config.model.task, offline=True).values():
+    count = read_bytes = longest_bytes = 0
+    total_bytes: int | None = 0
+    for settings in build_training_settings(data, config.model.task, offline=True).values():
         source = open_source(settings)
-        if source.downloads:
-            return _ON_THE_HUB
-        for document in islice(source.iter_documents(), _RECORDS_READ):
-            length = len(f"{document.text}{document.target or ''}{document.pair or ''}".encode())
-            count, size, longest = count + 1, size + length, max(longest, length)
+        if source.downloads_to_read:
+            return _ASSUMED_HUB_DATASET
+        for document in islice(source.iter_documents(), _MAX_RECORDS_READ):
+            length = len(f"{document.text}{document.target or ''}{document.pair_text or ''}".encode())
+            count, read_bytes, longest_bytes = count + 1, read_bytes + length, max(longest_bytes, length)
         source_bytes = source.size_bytes
-        total = None if total is None or source_bytes is None else total + source_bytes
-    if count >= _RECORDS_READ and total is not None and size:  # the other records are about as long
-        count, size = round(count * max(1.0, total / size)), max(size, total)
+        total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
+    if (
+        count >= _MAX_RECORDS_READ and total_bytes is not None and read_bytes
+    ):  # the other records are about as long
+        count, read_bytes = round(count * max(1.0, total_bytes / read_bytes)), max(read_bytes, total_bytes)
     # The longest record may have more tokens per byte than English text, and the chat template adds tokens.
-    return Records(count, max(1, size // _BYTES_PER_TOKEN), longest // (_BYTES_PER_TOKEN - 1) + 64)
+    return DatasetEstimate(
+        count, max(1, read_bytes // _BYTES_PER_TOKEN), longest_bytes // (_BYTES_PER_TOKEN - 1) + 64
+    )
 
 
-class Sizing:
+class RecipeSearch:
     """Search for settings with which a run fits.
 
     Args:
         config: Starter config with the user's model and data.
-        records: Size of the data. None if the user has not named any data.
+        dataset_estimate: Size of the data. None if the user has not named any data.
     """
 
-    def __init__(self, config: RunConfig, records: Records | None) -> None:
+    def __init__(self, config: RunConfig, dataset_estimate: DatasetEstimate | None) -> None:
         self.config = config
-        self.records = records
+        self.dataset_estimate = dataset_estimate
         self._model_config = load_model_config(config.model)
-        self._models: dict[tuple[object, ...], tuple[MetaModel, Work | None]] = {}
+        self._models: dict[tuple[object, ...], tuple[MetaModel, TrainingWork | None]] = {}
 
-    def find(self, device: Device, devices: int) -> Recipe | None:
-        """Find the first candidate that fits on ``devices`` devices. Returns None if there is none."""
+    def find_recipe(self, device: Device, num_devices: int) -> Recipe | None:
+        """Find the first candidate that fits on ``num_devices`` devices. Returns None if there is none."""
         rejected = None
-        for settings in self.list_candidates(device, devices):
-            planner, work = self._plan(settings, device, devices)
-            option = planner.find_best(planner.list_options(offloading=False))
+        for settings in self.build_candidates(device, num_devices):
+            planner, work = self._build_candidate_planner(settings, device, num_devices)
+            option = planner.find_best_option(planner.build_options(offloading=False))
             if option is None:
-                rejected = rejected or RejectedCandidate(settings, planner.compute_least_bytes())
+                rejected = rejected or RejectedCandidate(settings, planner.compute_min_device_bytes())
                 continue
             planned = {
                 "train.micro_batch_size": option.micro_batch,
@@ -184,7 +188,7 @@ class Sizing:
             )
         return None
 
-    def list_candidates(self, device: Device, devices: int) -> list[dict[str, Any]]:
+    def build_candidates(self, device: Device, num_devices: int) -> list[dict[str, Any]]:
         """List the candidates, from the best to the cheapest.
 
         The first candidate has a frozen base in 16 bits. A quantized base comes second, because it is slower
@@ -198,7 +202,7 @@ class Sizing:
         if adapter.type is not None and adapter.base == "auto" and "xla" not in device.backends:
             bases.append("nf4")  # XLA has no kernels for quantized bases
         longest = _LONGEST_SEQUENCE if self._is_packable else data.seq_len
-        lengths = [limit_length(longest, get_max_positions(self._model_config))]
+        lengths = [limit_seq_len(longest, get_max_positions(self._model_config))]
         while lengths[-1] // 2 >= _SHORTEST_SEQUENCE:
             lengths.append(lengths[-1] // 2)
         common: dict[str, Any] = {"memory.activation_checkpointing": "none"}  # the planner may turn it on
@@ -208,49 +212,54 @@ class Sizing:
             common["backend"] = "cpu"
         candidates = []
         for length in lengths:
-            batch = self._choose_batch(length, devices)
+            batch = self._choose_batch_settings(length, num_devices)
             for base in bases:
                 quantized = {} if base == adapter.base else {"adapter.base": base}
                 candidates.append({**common, **quantized, **batch})
         return candidates
 
-    def suggest_changes(self, device: Device, devices: int) -> Iterator[str]:
+    def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
         """Yield up to two flags with which the run fits.
 
         The first flag has the smallest sufficient number of the same devices, and the second flag has the
         smallest sufficient device.
         """
-        limit = min(_MOST_DEVICES.get(device.backends[0], 64), device.per_node)
-        counts = [2**power for power in range(1, 7) if devices < 2**power <= limit]
+        limit = min(_MAX_SUGGESTED_DEVICES.get(device.backends[0], 64), device.devices_per_node)
+        counts = [2**power for power in range(1, 7) if num_devices < 2**power <= limit]
         larger = sorted(
             (
                 other
                 for other in list_known_devices().values()
-                if other.backends[0] == device.backends[0] and other.memory > _LARGER * device.memory
+                if other.backends[0] == device.backends[0]
+                and other.memory_bytes > _MIN_LARGER_DEVICE_RATIO * device.memory_bytes
             ),
-            key=lambda other: other.memory,
+            key=lambda other: other.memory_bytes,
         )
         more_devices = ((device, count) for count in counts)
-        larger_devices = ((other, devices) for other in larger)
+        larger_devices = ((other, num_devices) for other in larger)
         for choices in (more_devices, larger_devices):
             for other, count in choices:
-                if self._fits_at_all(other, count):
+                if self._fits_cheapest_candidate(other, count):
                     yield f"--device {other.name}" + (f":{count}" if count > 1 else "")
                     break
 
-    def describe_least(self, device: Device, devices: int) -> str:
+    def describe_least_memory(self, device: Device, num_devices: int) -> str:
         """Describe the memory that the cheapest candidate needs, for an error message."""
-        planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
-        least, usable = (
-            format_bytes(planner.compute_least_bytes()),
-            format_bytes(device.compute_usable_memory(devices)),
+        planner, _ = self._build_candidate_planner(
+            self.build_candidates(device, num_devices)[-1], device, num_devices
         )
-        on_each = "" if devices == 1 else " on each"
+        least, usable = (
+            format_bytes(planner.compute_min_device_bytes()),
+            format_bytes(device.compute_usable_bytes(num_devices)),
+        )
+        on_each = "" if num_devices == 1 else " on each"
         return f"at least {least}{on_each}, and a run can use {usable}"
 
-    def _fits_at_all(self, device: Device, devices: int) -> bool:
-        planner, _ = self._plan(self.list_candidates(device, devices)[-1], device, devices)
-        return planner.find_best(planner.list_options(offloading=False)) is not None
+    def _fits_cheapest_candidate(self, device: Device, num_devices: int) -> bool:
+        planner, _ = self._build_candidate_planner(
+            self.build_candidates(device, num_devices)[-1], device, num_devices
+        )
+        return planner.find_best_option(planner.build_options(offloading=False)) is not None
 
     @property
     def _is_packable(self) -> bool:
@@ -258,94 +267,100 @@ class Sizing:
         config = self.config
         return config.model.task == "causal-lm" and config.data.format in ("auto", "text", "messages")
 
-    def _choose_batch(self, length: int, devices: int) -> dict[str, Any]:
+    def _choose_batch_settings(self, seq_len: int, num_devices: int) -> dict[str, Any]:
         """Choose the sequence length, packing and batch sizes.
 
         The batch size of the starter counts records. If there are enough records, they are packed, and the
         chosen batch size is the number of packed sequences with as many records. Otherwise, the records are
         padded to the length of the longest record.
         """
-        records, train = self.records, self.config.train
+        records, train = self.dataset_estimate, self.config.train
         batch = train.global_batch_size
         settings: dict[str, Any] = {}
         if self.config.data.packing is not True and records is not None:
-            records_per_sequence = max(1.0, length * records.count / records.tokens)
-            steps = records.count * (train.epochs or 1) / max(batch, records_per_sequence * devices)
-            mixing = explain_mixing(self._model_config, length)
-            if self._is_packable and steps >= FEW_STEPS and mixing is None:
+            records_per_sequence = max(1.0, seq_len * records.num_records / records.num_tokens)
+            steps = records.num_records * (train.epochs or 1) / max(batch, records_per_sequence * num_devices)
+            mixing = explain_document_mixing(self._model_config, seq_len)
+            if self._is_packable and steps >= MIN_USEFUL_STEPS and mixing is None:
                 batch = max(1, round(batch / records_per_sequence))
                 settings["data.packing"] = "documents"
             else:
-                length = min(length, max(128, math.ceil(records.longest / 128) * 128))
+                seq_len = min(seq_len, max(128, math.ceil(records.longest_record_tokens / 128) * 128))
                 if self._is_packable:
                     settings["data.packing"] = False
         elif records is not None:
-            batch = max(1, min(batch, int(records.tokens / length * (train.epochs or 1) / FEW_STEPS)))
-        batch = math.ceil(batch / devices) * devices
+            batch = max(
+                1, min(batch, int(records.num_tokens / seq_len * (train.epochs or 1) / MIN_USEFUL_STEPS))
+            )
+        batch = math.ceil(batch / num_devices) * num_devices
         sequences_per_record = 2 if self.config.data.format == "preference" else 1
-        largest_micro_batch = max(1, _TOKENS_AT_ONCE // (length * sequences_per_record))
+        largest_micro_batch = max(1, _MICRO_BATCH_TOKENS // (seq_len * sequences_per_record))
         return {
-            "data.seq_len": length,
+            "data.seq_len": seq_len,
             **settings,
             "train.global_batch_size": batch,
-            "train.micro_batch_size": find_largest_divisor(batch // devices, largest_micro_batch),
+            "train.micro_batch_size": find_largest_divisor(batch // num_devices, largest_micro_batch),
         }
 
-    def _plan(self, settings: Mapping[str, Any], device: Device, devices: int) -> CandidatePlanner:
-        config, target = choose_target(self.config.replaced(dict(settings)), device, devices, notes=False)
+    def _build_candidate_planner(
+        self, settings: Mapping[str, Any], device: Device, num_devices: int
+    ) -> CandidatePlanner:
+        config, target = choose_target(self.config.replaced(dict(settings)), device, num_devices, notes=False)
         key = config.backend, config.precision, config.adapter.base, config.data.seq_len
         if key not in self._models:
-            self._models[key] = build_meta_model(config, with_data=False)
+            self._models[key] = build_model_and_work(config, with_data=False)
         model, work = self._models[key]
         return CandidatePlanner(Planner(config, model, target), work)
 
-    def _estimate_work(self, settings: Mapping[str, Any]) -> Work | None:
+    def _estimate_work(self, settings: Mapping[str, Any]) -> TrainingWork | None:
         """Estimate the amount of training. Returns None if the records have not been read."""
-        records, epochs = self.records, self.config.train.epochs
-        if records is None or not records.measured or epochs is None:
+        records, epochs = self.dataset_estimate, self.config.train.epochs
+        if records is None or not records.is_measured or epochs is None:
             return None
         length, batch = settings["data.seq_len"], settings["train.global_batch_size"]
         packed = settings.get("data.packing", self.config.data.packing)
-        sequences = records.tokens / length if packed else records.count
+        sequences = records.num_tokens / length if packed else records.num_records
         steps = max(1, math.ceil(sequences / batch)) * math.ceil(epochs)
-        return Work(steps, steps * batch * length)
+        return TrainingWork(steps, steps * batch * length)
 
 
 def find_recipe(
     config: RunConfig,
     device: Device,
-    devices: int,
-    records: Records | None,
-    cheaper: Mapping[str, RunConfig],
+    num_devices: int,
+    dataset_estimate: DatasetEstimate | None,
+    cheaper_configs: Mapping[str, RunConfig],
 ) -> Recipe:
     """Choose settings with which a run fits.
 
     Args:
         config: Starter config of a task, with the user's model and data.
         device: Kind of device.
-        devices: Number of devices.
-        records: Size of the data. None if the user has not named any data.
-        cheaper: Starter configs that need less memory, by the flag that selects them.
+        num_devices: Number of devices.
+        dataset_estimate: Size of the data. None if the user has not named any data.
+        cheaper_configs: Starter configs that need less memory, by the flag that selects them.
 
     Raises:
         UserError: If no candidate fits. The message names the smallest changes with which the run fits.
     """
-    sizing = Sizing(config, records)
-    recipe = sizing.find(device, devices)
+    search = RecipeSearch(config, dataset_estimate)
+    recipe = search.find_recipe(device, num_devices)
     if recipe is not None:
         return recipe
     changes = [
-        flag for flag, other in cheaper.items() if Sizing(other, records).find(device, devices) is not None
+        flag
+        for flag, other in cheaper_configs.items()
+        if RecipeSearch(other, dataset_estimate).find_recipe(device, num_devices) is not None
     ]
-    changes += sizing.suggest_changes(device, devices)
-    count = f"{devices} x {device.name}"
+    changes += search.iter_device_suggestions(device, num_devices)
+    count = f"{num_devices} x {device.name}"
     remedy = f"use {' or '.join(changes)}" if changes else "use a smaller model"
     name = config.model.name_or_path or "the model"
-    needed = sizing.describe_least(device, devices)
+    needed = search.describe_least_memory(device, num_devices)
     raise UserError(f"--device: {name} does not fit on {count}: it needs {needed}; {remedy}")
 
 
-def describe(recipe: Recipe) -> list[str]:
+def describe_recipe(recipe: Recipe) -> list[str]:
     """Describe a recipe and its plan in sentences, which become the comments of a config."""
     planner, option = recipe.planner, recipe.option
     device, devices = planner.target.device, planner.target.cluster.devices
@@ -360,8 +375,8 @@ def describe(recipe: Recipe) -> list[str]:
     }
     part_list = ", ".join(f"{name} {format_bytes(part)}" for name, part in parts.items() if part >= 1 << 20)
     lines = [
-        f"Sized by portable-plan for {devices} x {device.name}: {recipe.summary} ({part_list}).",
-        f"A run can use {format_bytes(device.compute_usable_memory(devices))}. The rest stays free, because "
+        f"Sized by portable-plan for {devices} x {device.name}: {recipe.memory_summary} ({part_list}).",
+        f"A run can use {format_bytes(device.compute_usable_bytes(devices))}. The rest stays free, because "
         "activations may need a tenth more memory than planned.",
     ]
     if recipe.rejected is not None:
@@ -371,9 +386,13 @@ def describe(recipe: Recipe) -> list[str]:
         tokens = f"sequences of {settings['data.seq_len']} tokens" if shorter else ""
         reasons = " and ".join(filter(None, (base, tokens)))
         lines.append(f"With {reasons}, the run would need at least {format_bytes(needed)}.")
-    if recipe.hours is not None and recipe.work is not None:
-        low, high = device.reached.share
-        duration = f"about {recipe.hours}" if recipe.hours.most * 60 > 1 else "less than a minute"
+    if recipe.estimated_hours is not None and recipe.work is not None:
+        low, high = device.reached.mfu_range
+        duration = (
+            f"about {recipe.estimated_hours}"
+            if recipe.estimated_hours.most * 60 > 1
+            else "less than a minute"
+        )
         lines.append(
             f"Estimated time: {duration} for {recipe.work.steps:,} steps, at {low:.0%} to {high:.0%} of the "
             f"device's peak ({device.reached.source})."

@@ -7,33 +7,33 @@ import time
 from typing import TYPE_CHECKING, get_args
 
 from portable import plugins
-from portable.batch_plan import plan_batches
-from portable.checkpoint.external import open_external
-from portable.checkpoint.store import resolve_checkpoint
+from portable.batch_plan import compute_batch_plan
+from portable.checkpoint.external import open_external_checkpoint
+from portable.checkpoint.store import resolve_to_newest_checkpoint
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
-from portable.checks import check
+from portable.checks import check_config
 from portable.config import load_config
 from portable.config.run_config import Strategy
 from portable.converters import CheckpointError
 from portable.converters.console import print_line, wrap_lines
-from portable.converters.storage.folder_operations import files_below
-from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.folder_operations import list_files_below
+from portable.converters.storage.path_or_url import is_in_store
 from portable.errors import DamagedError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_table
 from portable.output.existing_run import read_existing_run
-from portable.paths import CONFIG_FILE, convert_storage_errors, path_exists, place_of
-from portable.registry import load_backend_package, resolve_backend
+from portable.paths import CONFIG_FILE, convert_storage_errors, parse_place_setting, path_exists
+from portable.registry import load_backend_package, resolve_backend_name
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 
 MAX_WORLD_SIZE = 1 << 16
 """Largest world size that is listed."""
 
 
-def _build_rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
+def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
     from portable.converters import CheckpointError, open_checkpoint
 
     try:
@@ -41,13 +41,15 @@ def _build_rows(folder: Place, state: TrainerState, config: RunConfig) -> list[t
         parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
     except CheckpointError as error:
         parameters = f"damaged: {to_one_line(error)}"
-    files = [file.size for file in files_below(folder).values()]
-    written = "in an object store"
-    if not in_store(folder):
-        written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
+    files = [file.size_bytes for file in list_files_below(folder).values()]
+    write_time = "in an object store"
+    if not is_in_store(folder):
+        write_time = time.strftime(
+            "%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime)
+        )
     try:
         integrity = (
-            "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"
+            "all as written" if state.verify_files(folder) is None else "not checked: it has no manifest"
         )
     except DamagedError as error:
         integrity = f"damaged: {to_one_line(error)}"
@@ -57,43 +59,45 @@ def _build_rows(folder: Place, state: TrainerState, config: RunConfig) -> list[t
         ("step", f"{state.step} of {state.schedule['total_steps']}{skipped}"),
         ("samples", f"{state.samples:,}"),
         ("tokens", f"{state.samples * config.data.seq_len:,}"),
-        ("model", f"{_describe_model(config)}, {parameters}"),
+        ("model", f"{_get_model_name(config)}, {parameters}"),
         ("optimizer", config.train.optimizer),
         ("precision", config.precision),
         ("seed", str(state.seed)),
-        ("written", written),
+        ("written", write_time),
         ("written by", f"{format_count(state.world_size, 'rank')}, {state.backend}, {state.strategy}"),
         ("files", integrity),
         ("size on disk", f"{format_bytes(sum(files))} in {format_count(len(files), 'file')}"),
     ]
 
 
-def _describe_model(config: RunConfig) -> str:
+def _get_model_name(config: RunConfig) -> str:
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
-def describe(folder: Place, backend_name: str) -> str:
+def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
     """What the checkpoint in ``folder`` holds, and how it can be gone on from on a backend."""
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
-    at_home = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
-    config = (read_existing_run(run_folder).config if at_home else None) or load_config(None, state.run)
+    is_in_run_folder = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
+    config = (read_existing_run(run_folder).config if is_in_run_folder else None) or load_config(
+        None, state.run
+    )
     command = (
         f"portable-train --config {run_folder / CONFIG_FILE}"
-        if at_home
+        if is_in_run_folder
         else f"portable-train --config YOUR.yaml --checkpoint.resume {folder}"
     )
-    name = resolve_backend(backend_name)
+    name = resolve_backend_name(backend_name)
     lines = [
-        format_table(_build_rows(folder, state, config)),
+        format_table(_build_checkpoint_rows(folder, state, config)),
         f"going on with backend {name}:",
-        format_table(list_strategies(config, name)),
+        format_table(build_strategy_rows(config, name)),
         f"to go on: {command} --backend {name} --strategy {config.strategy}, or another of these; --nproc N",
     ]
     return "\n".join(lines)
 
 
-def list_strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
+def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
     """For each strategy the numbers of ranks that can take a run on, or the reason why none can.
 
     Asks what a run itself would ask: the rules of the config, of the backend, and of dividing the batch.
@@ -105,11 +109,11 @@ def list_strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str
         try:
             settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
             candidate = config.replaced(settings)
-            check(candidate, with_location=False)
-            candidate = package.adopt(candidate, world)
-            check(candidate, late=True, with_location=False)
-            package.check(candidate, world)
-        except plugins.NotRunError as error:
+            check_config(candidate, with_location=False)
+            candidate = package.adopt_engine_file(candidate, world)
+            check_config(candidate, is_resolved=True, with_location=False)
+            package.check_config(candidate, world)
+        except plugins.CodeRefusedError as error:
             rows.append((strategy, to_one_line(error)))
             continue
         except UserError as error:
@@ -126,17 +130,17 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
 
     A rank, or a group of ranks that share sequences, takes an equal part of the global batch.
     """
-    total, parts = config.train.global_batch_size, config.ranks_together
-    fitting = []
-    for groups in range(1, min(total, MAX_WORLD_SIZE // parts) + 1):
+    total, ranks_per_group = config.train.global_batch_size, config.ranks_together
+    world_sizes = []
+    for groups in range(1, min(total, MAX_WORLD_SIZE // ranks_per_group) + 1):
         if total % groups:
             continue
         try:
-            plan_batches(config, world_size=groups * parts, rank=0)
+            compute_batch_plan(config, world_size=groups * ranks_per_group, rank=0)
         except UserError:
             continue
-        fitting.append(groups * parts)
-    return fitting
+        world_sizes.append(groups * ranks_per_group)
+    return world_sizes
 
 
 def print_checkpoint_info(path: str, backend_name: str) -> int:
@@ -145,15 +149,22 @@ def print_checkpoint_info(path: str, backend_name: str) -> int:
     No code that its config names is run.
     """
     unknown = "cannot be told without running it"
-    with convert_storage_errors("--resume-info"), plugins.refuse_code(lambda _: unknown):
-        place = place_of("--resume-info", path)
-        if not path_exists(place):
-            raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")
-        if (foreign := open_external(place)) is not None:
+    with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):
+        checkpoint_or_run = parse_place_setting("--resume-info", path)
+        if not path_exists(checkpoint_or_run):
+            raise UserError(
+                f"--resume-info: {checkpoint_or_run} is missing; give the folder of a run or of a checkpoint"
+            )
+        if (foreign := open_external_checkpoint(checkpoint_or_run)) is not None:
             try:
-                print_line(format_table(foreign.build_rows()))
+                print_line(format_table(foreign.build_info_rows()))
             except CheckpointError as error:
                 raise UserError(f"--resume-info: {error}") from error
             return 0
-        print_line(wrap_lines(describe(resolve_checkpoint(place), backend_name), sys.stdout))
+        print_line(
+            wrap_lines(
+                format_checkpoint_info(resolve_to_newest_checkpoint(checkpoint_or_run), backend_name),
+                sys.stdout,
+            )
+        )
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.converters.lazy_imports import make_lazy_getattr
+from portable.converters.lazy_imports import build_lazy_getattr
 
 if TYPE_CHECKING:
     from portable.config.changed_settings import find_changes
@@ -19,4 +19,4 @@ __all__ = [
     "load_config",
 ]
 
-__getattr__ = make_lazy_getattr(__name__)
+__getattr__ = build_lazy_getattr(__name__)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config import keys
-from portable.config.derived_defaults import BY_TRAINING, INSTEAD_OF
+from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND, REPLACED_SETTINGS
 from portable.config.origins import format_short_value
 from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ADJUSTABLE = frozenset(
+ADJUSTABLE_SETTINGS = frozenset(
     f"train.{name}"
     for name in (
         "steps",
@@ -42,13 +42,17 @@ ADJUSTABLE = frozenset(
 """Settings that define a run and may still change while it is trained, with ``checkpoint.allow_changes``.
 
 Weights, optimizer state and position in the data keep their meaning when one of them changes."""
-_TENSORS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
+_TENSOR_SETTINGS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
 """Settings outside the sections model and adapter that decide which tensors a checkpoint has."""
-LENGTH = ("train.steps", "train.epochs")
+LENGTH_SETTINGS = ("train.steps", "train.epochs")
 """Settings for the length of a run. Only one of them is used."""
-_ALTERNATIVES = (LENGTH, *INSTEAD_OF.items())
-_HELD_OUT = "data.eval_fraction"
-_INHERITED = ADJUSTABLE | {_HELD_OUT, *BY_TRAINING, *INSTEAD_OF.values()}
+_ALTERNATIVE_GROUPS = (LENGTH_SETTINGS, *REPLACED_SETTINGS.items())
+_EVAL_FRACTION = "data.eval_fraction"
+_INHERITED_SETTINGS = ADJUSTABLE_SETTINGS | {
+    _EVAL_FRACTION,
+    *DEFAULTS_BY_TRAINING_KIND,
+    *REPLACED_SETTINGS.values(),
+}
 """Settings that keep the value of the existing run if the command that continues the run does not set them.
 
 Their defaults depend on other settings or on the version of this program."""
@@ -74,10 +78,10 @@ class SettingChange:
     @property
     def is_adjustable(self) -> bool:
         """Whether the setting may change while the run is trained."""
-        return self.setting in ADJUSTABLE
+        return self.setting in ADJUSTABLE_SETTINGS
 
     @property
-    def arrow(self) -> str:
+    def arrow_text(self) -> str:
         """The change in the form ``train.steps 200 → 300``."""
         return f"{self.key} {self.before} → {self.after}"
 
@@ -97,48 +101,54 @@ class _FlatValue(NamedTuple):
     value: Any
 
 
-def find_changes(a: RunConfig | Mapping[str, Any], b: RunConfig | Mapping[str, Any]) -> list[SettingChange]:
+def find_changes(
+    first_run: RunConfig | Mapping[str, Any], second_run: RunConfig | Mapping[str, Any]
+) -> list[SettingChange]:
     """Find the settings that define a run and differ between two runs.
 
     A key that is missing in the fingerprint of an older release counts as its default.
 
     Args:
-        a: Config of the first run, or its fingerprint.
-        b: Config of the second run, or its fingerprint.
+        first_run: Config of the first run, or its fingerprint.
+        second_run: Config of the second run, or its fingerprint.
 
     Returns:
         The changes in the order of the schema. Empty for the same run.
     """
-    left, right = _flatten(a), _flatten(b)
+    first_values, second_values = _flatten_fingerprint(first_run), _flatten_fingerprint(second_run)
     absent = _FlatValue(None, _MISSING)
     changes = []
-    for key in dict.fromkeys([*left, *right]):
-        before, after = left.get(key, absent), right.get(key, absent)
+    for key in dict.fromkeys([*first_values, *second_values]):
+        before, after = first_values.get(key, absent), second_values.get(key, absent)
         if before.value != after.value:
             setting = before.setting or after.setting or key
-            changes.append(SettingChange(key, setting, _show(before.value), _show(after.value)))
+            changes.append(
+                SettingChange(
+                    key, setting, _format_value_or_unset(before.value), _format_value_or_unset(after.value)
+                )
+            )
     return changes
 
 
-def may_change_in_new_folder(change: SettingChange) -> bool:
+def is_allowed_in_new_folder(change: SettingChange) -> bool:
     """Return whether a run in another folder may differ in the setting from the checkpoint it starts from.
 
     The model, its vocabulary, the trained parameters and the kind of optimizer state may not differ, because
     the tensors of the checkpoint would have another meaning.
     """
     section = change.setting.partition(".")[0]
-    return section not in ("model", "adapter") and change.setting not in _TENSORS
+    return section not in ("model", "adapter") and change.setting not in _TENSOR_SETTINGS
 
 
-def is_extension(a: RunConfig, b: RunConfig) -> bool:
-    """Return whether ``b`` is the same run as ``a`` with more steps or epochs."""
-    changes = find_changes(a, b)
-    if not changes or any(change.setting not in LENGTH for change in changes):
+def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
+    """Return whether ``extended`` is the same run as ``existing`` with more steps or epochs."""
+    changes = find_changes(existing, extended)
+    if not changes or any(change.setting not in LENGTH_SETTINGS for change in changes):
         return False
-    return all((b.get(key) or 0) >= (a.get(key) or 0) for key in LENGTH)
+    return all((extended.get(key) or 0) >= (existing.get(key) or 0) for key in LENGTH_SETTINGS)
 
 
-def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
+def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
     """Find the settings that differ only because the new command does not set them.
 
     Args:
@@ -151,35 +161,34 @@ def find_unset_changes(existing: RunConfig, launched: RunConfig, config: RunConf
         ``train.epochs`` for ``train.steps``.
     """
     values = {}
-    for key in sorted(_INHERITED):
-        alternatives = next((group for group in _ALTERNATIVES if key in group), (key,))
+    for key in sorted(_INHERITED_SETTINGS):
+        alternatives = next((group for group in _ALTERNATIVE_GROUPS if key in group), (key,))
         if any(
-            launched.is_set_or_put(other) and not _is_default_warmup(launched, other)
-            for other in alternatives
+            launched.is_set_or_put(other) and not _is_null_warmup(launched, other) for other in alternatives
         ):
             continue
-        if key == _HELD_OUT and config.get(key) is not None:
+        if key == _EVAL_FRACTION and config.get(key) is not None:
             continue  # data.eval or data.stream sets the share to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
 
 
-def _is_default_warmup(config: RunConfig, key: str) -> bool:
+def _is_null_warmup(config: RunConfig, key: str) -> bool:
     """Return whether a value is a null that asks for the default length of the warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
-def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
+def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
     """Give each item of a mapping in a fingerprint a dotted key, so that items are compared one by one.
 
     Returns:
         Settings and values by dotted key.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
-    for key, setting in keys.get_settings(RunConfig).items():
+    for key, setting in keys.get_setting_fields(RunConfig).items():
         if setting.is_identity:
-            values.setdefault(key, keys.to_plain(setting.default))
+            values.setdefault(key, keys.to_plain_value(setting.default))
     flat: dict[str, _FlatValue] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -189,5 +198,5 @@ def _flatten(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
     return flat
 
 
-def _show(value: object) -> str:
+def _format_value_or_unset(value: object) -> str:
     return "not set" if value is _MISSING else format_short_value(value)

@@ -11,27 +11,27 @@ if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
     from portable.config.sections import TrainConfig
 
-ZERO = ("zero1", "zero2", "zero3")
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+ZERO_STRATEGIES = ("zero1", "zero2", "zero3")
+HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
-WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
+SCHEDULES_WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
 """Schedules without a warmup. A custom schedule has none, either."""
-CONVERSATIONS = ("messages", "sharegpt", "prompt_completion", "alpaca")
+CONVERSATION_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
 TrainingKind = NewType("TrainingKind", str)
-"""One of :data:`PRETRAINING`, :data:`CONTINUED` and :data:`FINETUNING`."""
+"""One of :data:`PRETRAINING`, :data:`CONTINUED_PRETRAINING` and :data:`FINETUNING`."""
 PRETRAINING = TrainingKind("pretraining")
 """Training from random weights."""
-CONTINUED = TrainingKind("continued pretraining")
+CONTINUED_PRETRAINING = TrainingKind("continued pretraining")
 """Training of pretrained weights on plain text."""
 FINETUNING = TrainingKind("fine-tuning")
 """Training of an adapter, or of a pretrained model on conversations, pairs or other tasks."""
-_DECAYING = ("cosine", "linear", "wsd")
+_DECAYING_SCHEDULES = ("cosine", "linear", "wsd")
 """Schedules that end at ``train.min_learning_rate_ratio``."""
 
 
 @dataclass(frozen=True)
-class DefaultByTraining:
+class TrainingKindDefault:
     """Default of a setting for each kind of training.
 
     Attributes:
@@ -46,24 +46,30 @@ class DefaultByTraining:
     finetuning: Any
     condition: str = ""
 
-    def get(self, kind: TrainingKind) -> Any:
+    def get_default(self, kind: TrainingKind) -> Any:
         """Return the default for a kind of training."""
-        return {PRETRAINING: self.pretraining, CONTINUED: self.continued, FINETUNING: self.finetuning}[kind]
+        return {
+            PRETRAINING: self.pretraining,
+            CONTINUED_PRETRAINING: self.continued,
+            FINETUNING: self.finetuning,
+        }[kind]
 
 
-BY_TRAINING: dict[str, DefaultByTraining] = {
-    "train.weight_decay": DefaultByTraining(0.1, 0.1, 0.0),
-    "train.betas": DefaultByTraining((0.9, 0.95), (0.9, 0.95), (0.9, 0.999)),
-    "train.warmup_ratio": DefaultByTraining(0.01, 0.01, 0.03, "without train.warmup_steps"),
-    "train.min_learning_rate_ratio": DefaultByTraining(0.1, 0.0, 0.0, f"for {', '.join(_DECAYING)}"),
-    "train.eval_every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
-    "checkpoint.every_epochs": DefaultByTraining(None, None, 1.0, "with train.epochs"),
-    "data.seq_len": DefaultByTraining(
+DEFAULTS_BY_TRAINING_KIND: dict[str, TrainingKindDefault] = {
+    "train.weight_decay": TrainingKindDefault(0.1, 0.1, 0.0),
+    "train.betas": TrainingKindDefault((0.9, 0.95), (0.9, 0.95), (0.9, 0.999)),
+    "train.warmup_ratio": TrainingKindDefault(0.01, 0.01, 0.03, "without train.warmup_steps"),
+    "train.min_learning_rate_ratio": TrainingKindDefault(
+        0.1, 0.0, 0.0, f"for {', '.join(_DECAYING_SCHEDULES)}"
+    ),
+    "train.eval_every_epochs": TrainingKindDefault(None, None, 1.0, "with train.epochs"),
+    "checkpoint.every_epochs": TrainingKindDefault(None, None, 1.0, "with train.epochs"),
+    "data.seq_len": TrainingKindDefault(
         256, 4096, 4096, "for causal-lm, limited by the positions of the model; otherwise 256"
     ),
 }
 """Settings whose default depends on the kind of training. The reasons are in docs/decisions.md."""
-INSTEAD_OF = {
+REPLACED_SETTINGS = {
     "train.warmup_ratio": "train.warmup_steps",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
@@ -71,17 +77,17 @@ INSTEAD_OF = {
 """Keyed by a setting: the setting that it replaces if both have values."""
 
 
-def find_largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` that is at most ``most``, in O(sqrt(number))."""
-    if most >= number:
-        return number
-    small = (n for n in range(1, math.isqrt(number) + 1) if number % n == 0)
-    return max(divisor for n in small for divisor in (n, number // n) if divisor <= most)
+def find_largest_divisor(dividend: int, max_divisor: int) -> int:
+    """Return the largest divisor of ``dividend`` that is at most ``max_divisor``, in O(sqrt(number))."""
+    if max_divisor >= dividend:
+        return dividend
+    small = (n for n in range(1, math.isqrt(dividend) + 1) if dividend % n == 0)
+    return max(divisor for n in small for divisor in (n, dividend // n) if divisor <= max_divisor)
 
 
-def has_warmup(schedule: str) -> bool:
+def has_warmup(schedule_name: str) -> bool:
     """Return whether ``train.schedule`` uses the warmup steps. Custom code, which has a colon, does not."""
-    return schedule not in WITHOUT_WARMUP and ":" not in schedule
+    return schedule_name not in SCHEDULES_WITHOUT_WARMUP and ":" not in schedule_name
 
 
 def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
@@ -94,44 +100,48 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     return min(20, total_steps // 10) if has_warmup(settings.schedule) else 0
 
 
-def classify_training(config: RunConfig) -> TrainingKind:
-    """Return the kind of training, which determines the defaults in :data:`BY_TRAINING`.
+def classify_training_kind(config: RunConfig) -> TrainingKind:
+    """Return the kind of training, which determines the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
-    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve` replaces it by the format
-    of the first record before a default is used.
+    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces it by the
+    format of the first record before a default is used.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
-    if has_adapter or data.format in (*CONVERSATIONS, "preference"):
+    if has_adapter or data.format in (*CONVERSATION_FORMATS, "preference"):
         return FINETUNING
     if model.from_scratch:
         return PRETRAINING
     is_plain_text = model.task in ("causal-lm", "masked-lm") and data.format in ("auto", "text")
-    return CONTINUED if is_plain_text else FINETUNING
+    return CONTINUED_PRETRAINING if is_plain_text else FINETUNING
 
 
-def find_training_defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the defaults in :data:`BY_TRAINING` that apply to a run, by dotted key.
+def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
+    """Return the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
 
     The result omits a setting if the user has set it or its alternative, or if the default of the schema
-    applies. It also omits ``data.seq_len``, which :func:`portable.model.build.choose_seq_len` chooses for the
-    model.
+    applies. It also omits ``data.seq_len``, which :func:`portable.model.build.apply_default_seq_len` chooses
+    for the model.
     """
-    train, kind = config.train, classify_training(config)
-    applies = {
+    train, kind = config.train, classify_training_kind(config)
+    is_applicable = {
         "train.warmup_ratio": has_warmup(train.schedule) and train.warmup_steps is None,
-        "train.min_learning_rate_ratio": train.schedule in _DECAYING,
+        "train.min_learning_rate_ratio": train.schedule in _DECAYING_SCHEDULES,
         "train.eval_every_epochs": train.epochs is not None and not config.is_set("train.eval_every"),
         "checkpoint.every_epochs": train.epochs is not None and not config.is_set("checkpoint.every_steps"),
         "data.seq_len": False,
     }
-    defaults = {key: default.get(kind) for key, default in BY_TRAINING.items() if applies.get(key, True)}
+    defaults = {
+        key: default.get_default(kind)
+        for key, default in DEFAULTS_BY_TRAINING_KIND.items()
+        if is_applicable.get(key, True)
+    }
     # A ratio of null means the default. An earlier run with two nulls is an exception: see warmup_steps.
-    null_is_default = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
+    keys_with_null_as_default = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
     return {
         key: value
         for key, value in defaults.items()
-        if not config.is_set(key) or (key in null_is_default and config.get(key) is None)
+        if not config.is_set(key) or (key in keys_with_null_as_default and config.get(key) is None)
     }
 
 
@@ -143,7 +153,7 @@ def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
         defaults["model.config"] = None
     if model.task in PADDED_TASKS or config.data.format in ("preference", "samples"):
         defaults["data.packing"] = False
-    elif config.data.format in CONVERSATIONS and model.task == "causal-lm":
+    elif config.data.format in CONVERSATION_FORMATS and model.task == "causal-lm":
         defaults["data.packing"] = "documents"
     if config.data.eval is not None or (config.data.stream and not config.data.sources):
         defaults["data.eval_fraction"] = 0.0
@@ -151,10 +161,10 @@ def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
         defaults["checkpoint.keep_best"] = 1
     if train.epochs is not None:
         defaults["train.steps"] = None
-    defaults |= find_training_defaults(config)
-    for key, other in INSTEAD_OF.items():
+    defaults |= compute_training_kind_defaults(config)
+    for key, replaced_key in REPLACED_SETTINGS.items():
         if key != "train.warmup_ratio" and defaults.get(key, config.get(key)) is not None:
-            defaults[other] = None
+            defaults[replaced_key] = None
     if train.micro_batch_size != "auto":
         defaults["train.micro_batch_size"] = find_largest_divisor(
             train.global_batch_size, train.micro_batch_size

@@ -19,7 +19,7 @@ from pydantic import (
 
 from portable import plugins
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.path_or_url import expanded, is_url
+from portable.converters.storage.path_or_url import expand_user_and_variables, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
 
 
-_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+_BOOLEAN_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _MAX_DEPTH = 50
 
 
@@ -41,21 +41,21 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_text(cls, value: object, info: ValidationInfo) -> object:
+    def _refuse_forbidden_characters(cls, value: object, info: ValidationInfo) -> object:
         """Refuse characters that no path, name or text file can have, in every setting."""
         kind = cls.model_fields[info.field_name or ""].annotation
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # the section checks its own fields
-            for text in _iter_texts(value):
-                if _IMPOSSIBLE.search(text):
+            for text in _iter_strings(value):
+                if _FORBIDDEN_CHARACTERS.search(text):
                     raise ValueError("contains a NUL character or half a surrogate pair; remove it")
         return value
 
 
-_IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+_FORBIDDEN_CHARACTERS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """U+DC80 to U+DCFF are allowed, because they encode the bytes of file names that are not UTF-8."""
 
 
-def _iter_texts(value: object) -> Iterator[str]:
+def _iter_strings(value: object) -> Iterator[str]:
     """Yield the texts in a value, also in the keys of mappings."""
     pending = [(value, 0)]
     while pending:
@@ -63,13 +63,13 @@ def _iter_texts(value: object) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, dict | list | tuple) and depth <= _MAX_DEPTH:
-            inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-            pending.extend((item, depth + 1) for item in inner)
+            children = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            pending.extend((item, depth + 1) for item in children)
 
 
-def parse_truth(value: Any) -> Any:
+def parse_boolean_word(value: Any) -> Any:
     """Convert ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false``. Other values do not change."""
-    return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    return _BOOLEAN_WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _to_plain(value: object, depth: int = 0) -> object:
@@ -91,7 +91,7 @@ def _to_text_key(key: object) -> str:
     raise ValueError(f"has a key of type {type(key).__name__}")
 
 
-def _convert_mapping(value: object) -> object:
+def _convert_mapping_to_plain_values(value: object) -> object:
     return _to_plain(value) if isinstance(value, dict) else value
 
 
@@ -101,47 +101,47 @@ def _wrap_single_text(value: object) -> object:
 
 def _unwrap_single_pattern(value: object) -> object:
     """Return the only text of a list if it cannot be a name. A flag gives a pattern as such a list."""
-    alone = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
-    return alone if isinstance(alone, str) and not re.fullmatch(r"[\w.]+", alone) else value
+    only_item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
+    return only_item if isinstance(only_item, str) and not re.fullmatch(r"[\w.]+", only_item) else value
 
 
 def _to_lower_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-class MayBePath:
+class PathMarker:
     """Mark of a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
 
 
-_MAX_NAME, _MAX_PATH = 255, 4095
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
 """Largest number of bytes of a file name and of a path on Linux and macOS."""
 
 
-def _expand(value: object) -> object:
+def _expand_path(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        text = expanded(value)
+        text = expand_user_and_variables(value)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    if not is_url(text) and not plugins.names_code(text):
+    if not is_url(text) and not plugins.is_plugin_name(text):
         path = text.encode("utf-8", "surrogatepass")
-        longest = max(map(len, path.split(b"/")))
-        if longest > _MAX_NAME or len(path) > _MAX_PATH:
+        longest_name_bytes = max(map(len, path.split(b"/")))
+        if longest_name_bytes > _MAX_NAME_BYTES or len(path) > _MAX_PATH_BYTES:
             raise ValueError(
-                f"is too long for a path: it has {len(path)} bytes, and a name of {longest}; use at most "
-                f"{_MAX_PATH}, and {_MAX_NAME} for each name"
+                f"is too long for a path: it has {len(path)} bytes, and a name of {longest_name_bytes}; use "
+                f"at most {_MAX_PATH_BYTES}, and {_MAX_NAME_BYTES} for each name"
             )
     return text
 
 
-PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand), MayBePath()]
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand_path), PathMarker()]
 """Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
 
-Flag = Annotated[bool, BeforeValidator(parse_truth)]
+Flag = Annotated[bool, BeforeValidator(parse_boolean_word)]
 """A boolean; accepts the words yes, no, on and off, too."""
 
-OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping)]
+OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping_to_plain_values)]
 """A mapping with keys of another library (a model config, a DeepSpeed JSON), as plain values."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_wrap_single_text), Field(strict=False)]
@@ -154,35 +154,35 @@ Columns = Annotated[
 
 
 def _normalize_code_name(value: object) -> object:
-    return str(plugins.parse(value)) if isinstance(value, str) else value
+    return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
 
 
 PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_name)]
 """Name of custom code, see :mod:`portable.plugins`. Equal names have equal text."""
 
 
-def _accept_code_or_name(value: object, name: Callable[[object], object]) -> object:
-    return _normalize_code_name(value) if plugins.names_code(value) else name(value)
+def _accept_code_or_name(value: object, validate_name: Callable[[object], object]) -> object:
+    return _normalize_code_name(value) if plugins.is_plugin_name(value) else validate_name(value)
 
 
 OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
 """Lets a type of names also accept the name of custom code."""
 
 
-def _check_backend_name(value: str) -> str:
+def _validate_compile_backend_name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
         raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
     return value
 
 
-CompileBackend = Annotated[str, AfterValidator(_check_backend_name)]
+CompileBackend = Annotated[str, AfterValidator(_validate_compile_backend_name)]
 """Name of a backend of torch.compile, which only a process that compiles can look up."""
 
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
-def _accept_kernel_or_name(value: object, name: Callable[[object], object]) -> object:
-    return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else name(value)
+def _accept_kernel_or_name(value: object, validate_name: Callable[[object], object]) -> object:
+    return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else validate_name(value)
 
 
 OrHubKernel = WrapValidator(_accept_kernel_or_name, json_schema_input_type=str)

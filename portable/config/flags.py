@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
 from portable.config.origins import Assignment, Origin
-from portable.config.suggestions import find_remedy, suggest_key
-from portable.config.yaml_text import parse_mapping, parse_value
+from portable.config.suggestions import format_key_hint, format_remedy_hint
+from portable.config.yaml_text import parse_mapping_or_text, parse_yaml_value
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.path_or_url import expanded
+from portable.converters.storage.path_or_url import expand_user_and_variables
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-_NULL = ("null", "none", "~")
-_AFTER_THE_FILES = sys.maxsize // 2
+_NULL_WORDS = ("null", "none", "~")
+_FIRST_FLAG_ORDER = sys.maxsize // 2
 """Number of the first flag in the order of all settings: settings of files come first."""
 
 
 @dataclass
-class CommandLine:
+class ParsedCommandLine:
     """A parsed command line.
 
     Attributes:
@@ -46,11 +46,13 @@ class CommandLine:
             value: Value of the setting.
             flag: The flag as the user typed it.
         """
-        origin = Origin(flag, _AFTER_THE_FILES + len(self.settings), flag=True)
+        origin = Origin(flag, _FIRST_FLAG_ORDER + len(self.settings), is_flag=True)
         self.settings.append(Assignment(tuple(key.split(".")), value, origin))
 
 
-def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] | None = None) -> CommandLine:
+def parse_flags(
+    argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] | None = None
+) -> ParsedCommandLine:
     """Parse a command line.
 
     Args:
@@ -61,10 +63,10 @@ def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] 
     Raises:
         UserError: If a flag is unknown or has no value.
     """
-    return _FlagParser(list(argv), model, keys.get_settings(options) if options else {}).parse()
+    return _FlagParser(list(argv), model, keys.get_setting_fields(options) if options else {}).parse()
 
 
-def parse_setting(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
+def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
     """Parse the words after a flag as YAML. Text stays text, so that ``--data.source 123`` is a name.
 
     Args:
@@ -75,29 +77,29 @@ def parse_setting(setting: keys.SettingField, words: Sequence[str], flag: str) -
     Raises:
         UserError: If the words begin with a brace and are not a valid mapping.
     """
-    first = words[0]
+    first_word = words[0]
     if len(words) == 1:
-        if first.lower() in _NULL and setting.accepts_type(type(None)):
+        if first_word.lower() in _NULL_WORDS and setting.accepts_type(type(None)):
             return None
-        if first.startswith("{") and setting.accepts_type(dict):
-            return parse_mapping(first, flag)
-        if first.startswith("[") and setting.accepts_type(tuple):
-            return parse_value(first)
+        if first_word.startswith("{") and setting.accepts_type(dict):
+            return parse_mapping_or_text(first_word, flag)
+        if first_word.startswith("[") and setting.accepts_type(tuple):
+            return parse_yaml_value(first_word)
         if not setting.accepts_type(tuple):
-            return first if setting.is_text else parse_value(first)
+            return first_word if setting.is_text else parse_yaml_value(first_word)
         # If plain text is allowed, too, as for data.source, a comma may be part of a name.
-        words = words if setting.accepts_type(str) else first.split(",")
-    return [word.strip() if setting.is_text else parse_value(word.strip()) for word in words]
+        words = words if setting.accepts_type(str) else first_word.split(",")
+    return [word.strip() if setting.is_text else parse_yaml_value(word.strip()) for word in words]
 
 
-def expand_path(flag: str, text: str) -> str:
-    """Resolve ``~`` and ``${VAR}`` in ``text``. The shell does not expand them in ``--flag=~/x``.
+def expand_path(flag: str, path: str) -> str:
+    """Resolve ``~`` and ``${VAR}`` in ``path``. The shell does not expand them in ``--flag=~/x``.
 
     Raises:
         UserError: If an environment variable or a user is unknown.
     """
     try:
-        return expanded(text)
+        return expand_user_and_variables(path)
     except CheckpointError as error:
         raise UserError(f"{flag} {error}") from error
 
@@ -108,102 +110,111 @@ class _FlagParser:
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
-        self._rest = argv
-        self._model = model
-        self._table = keys.get_settings(model)
-        self._options = options
-        self._result = CommandLine()
+        self._remaining_words = argv
+        self._schema = model
+        self._setting_fields = keys.get_setting_fields(model)
+        self._option_fields = options
+        self._result = ParsedCommandLine()
 
-    def parse(self) -> CommandLine:
-        while self._rest:
-            token = self._rest.pop(0)
+    def parse(self) -> ParsedCommandLine:
+        while self._remaining_words:
+            token = self._remaining_words.pop(0)
             if token == "-h":
                 token = "--help"
             if not token.startswith("--") or token == "--":
                 raise UserError(_describe_stray_word(token))
-            flag, equals, inline = token.partition("=")
+            flag, equals, inline_value = token.partition("=")
             name = flag[2:].replace("-", "_")
-            value = [inline] if equals else None
+            value = [inline_value] if equals else None
             if name == "help":
-                self._result.help = inline if equals else self._take_topic()
-            elif name in self._options:
+                self._result.help = inline_value if equals else self._pop_help_topic()
+            elif name in self._option_fields:
                 self._parse_option(name, flag, value)
             else:
                 self._parse_setting(name, flag, value)
         return self._result
 
-    def _parse_option(self, name: str, flag: str, inline: list[str] | None) -> None:
-        """Parse an option of the command; ``inline`` is the value after an equals sign."""
-        setting, before = self._options[name], self._result.options
-        words = self._take_words(1) if inline is None else inline
+    def _parse_option(self, name: str, flag: str, inline_words: list[str] | None) -> None:
+        """Parse an option of the command; ``inline_words`` is the value after an equals sign."""
+        setting, earlier_options = self._option_fields[name], self._result.options
+        words = self._pop_value_words(1) if inline_words is None else inline_words
         value: Any = True
         if words or not setting.accepts_type(bool):
-            _require_value(words, flag, setting.metavar, may_be_empty=False)
-            value = words[0] if setting.is_text else parse_value(words[0])
+            _check_has_value(words, flag, setting.value_placeholder, may_be_empty=False)
+            value = words[0] if setting.is_text else parse_yaml_value(words[0])
         if setting.accepts_type(tuple):
-            value = [*before.get(name, ()), value]
-        elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
-            raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
-        before[name] = value
+            value = [*earlier_options.get(name, ()), value]
+        elif setting.may_be_path and earlier_options.get(name, value) != value:  # would be ignored silently
+            raise UserError(
+                f"{flag} is given twice, as {earlier_options[name]} and as {value}; remove one of the two"
+            )
+        earlier_options[name] = value
 
-    def _parse_setting(self, name: str, flag: str, inline: list[str] | None) -> None:
-        """Parse a setting of the run; ``inline`` is the value after an equals sign."""
+    def _parse_setting(self, name: str, flag: str, inline_words: list[str] | None) -> None:
+        """Parse a setting of the run; ``inline_words`` is the value after an equals sign."""
         value: Any = True
-        if (setting := self._table.get(name)) is not None:
-            words = self._take_words(None if setting.accepts_type(tuple) else 1) if inline is None else inline
+        if (setting := self._setting_fields.get(name)) is not None:
+            words = (
+                self._pop_value_words(None if setting.accepts_type(tuple) else 1)
+                if inline_words is None
+                else inline_words
+            )
             if words or not setting.accepts_type(bool):
-                _require_value(words, flag, setting.allowed_values, may_be_empty=setting.is_text)
-                value = parse_setting(setting, words, flag)
-        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.accepts_type(
-            bool
-        ):
-            if inline is not None:
-                raise UserError(f"{flag} takes no value; use --{setting.key} {inline[0]}")
+                _check_has_value(words, flag, setting.allowed_values, may_be_empty=setting.is_text)
+                value = parse_setting_words(setting, words, flag)
+        elif (
+            setting := self._setting_fields.get(name.removeprefix("no_"))
+        ) is not None and setting.accepts_type(bool):
+            if inline_words is not None:
+                raise UserError(f"{flag} takes no value; use --{setting.key} {inline_words[0]}")
             name, value = setting.key, False
-        elif keys.find_open_mapping(self._model, name):
-            words = self._take_words(1) if inline is None else inline
-            _require_value(words, flag, "anything that the mapping may hold", may_be_empty=False)
-            value = parse_mapping(words[0], flag)
+        elif keys.find_open_mapping(self._schema, name):
+            words = self._pop_value_words(1) if inline_words is None else inline_words
+            _check_has_value(words, flag, "anything that the mapping may hold", may_be_empty=False)
+            value = parse_mapping_or_text(words[0], flag)
         else:
             raise UserError(self._describe_unknown_flag(name, flag))
         self._result.add_setting(name, value, flag)
 
-    def _take_words(self, most: int | None) -> list[str]:
-        """Remove and return at most ``most`` words up to the next flag; None for all of them."""
-        ends = (number for number, word in enumerate(self._rest) if _is_flag(word))
-        words = self._rest[: next(ends, len(self._rest))][:most]
-        del self._rest[: len(words)]
+    def _pop_value_words(self, max_words: int | None) -> list[str]:
+        """Remove and return at most ``max_words`` words up to the next flag; None for all of them."""
+        flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
+        words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
+        del self._remaining_words[: len(words)]
         return words
 
-    def _take_topic(self) -> str:
+    def _pop_help_topic(self) -> str:
         """Remove and return the topic of ``--help``: the next word, or the next flag if it is a setting."""
-        if not self._rest:
+        if not self._remaining_words:
             return ""
-        name = self._rest[0].lstrip("-").replace("-", "_")
-        is_topic = name in self._table or name in keys.get_sections(self._model)
-        return self._rest.pop(0) if is_topic or not _is_flag(self._rest[0]) else ""
+        name = self._remaining_words[0].lstrip("-").replace("-", "_")
+        is_topic = name in self._setting_fields or name in keys.get_section_descriptions(self._schema)
+        return self._remaining_words.pop(0) if is_topic or not _is_flag(self._remaining_words[0]) else ""
 
     def _describe_unknown_flag(self, name: str, flag: str) -> str:
-        if name in keys.get_sections(self._model):
-            inside = [key for key in self._table if key.startswith(f"{name}.")]
-            hint = find_remedy(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
+        if name in keys.get_section_descriptions(self._schema):
+            keys_in_section = [key for key in self._setting_fields if key.startswith(f"{name}.")]
+            hint = (
+                format_remedy_hint(name)
+                or f"; set a key in it, such as --{keys_in_section[0]}; --help {name} lists them"
+            )
             return f"{flag} is a section{hint}"
-        flags = [*self._table, *(option.replace("_", "-") for option in self._options)]
-        hint = suggest_key(name, flags, "--") or "; --help lists them"
+        flags = [*self._setting_fields, *(option.replace("_", "-") for option in self._option_fields)]
+        hint = format_key_hint(name, flags, "--") or "; --help lists them"
         return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
 
 
-def _require_value(words: list[str], flag: str, allowed: str, *, may_be_empty: bool) -> None:
+def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be_empty: bool) -> None:
     """Raise ``UserError`` if a flag has no value.
 
     Args:
         words: The words after the flag.
         flag: The flag as the user typed it.
-        allowed: Description of the allowed values.
+        allowed_values: Description of the allowed values.
         may_be_empty: Whether an empty word is a valid value. It may be the value of an empty shell variable.
     """
     if not words or not (may_be_empty or any(map(str.strip, words))):
-        raise UserError(f"{flag} needs a value: {allowed}")
+        raise UserError(f"{flag} needs a value: {allowed_values}")
 
 
 def _describe_stray_word(token: str) -> str:

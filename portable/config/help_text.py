@@ -8,9 +8,14 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
-from portable.config.changed_settings import ADJUSTABLE
-from portable.config.derived_defaults import BY_TRAINING, CONTINUED, FINETUNING, PRETRAINING
-from portable.config.suggestions import suggest_key
+from portable.config.changed_settings import ADJUSTABLE_SETTINGS
+from portable.config.derived_defaults import (
+    CONTINUED_PRETRAINING,
+    DEFAULTS_BY_TRAINING_KIND,
+    FINETUNING,
+    PRETRAINING,
+)
+from portable.config.suggestions import format_key_hint
 from portable.converters.commands import format_exit_codes
 from portable.errors import UserError
 
@@ -19,13 +24,13 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-_NARROWEST, _WIDEST = 60, 110
+_MIN_WIDTH, _MAX_WIDTH = 60, 110
 _INDENT = " " * 6
-_COLUMN = 28
-EVERYTHING = "all"
+_DESCRIPTION_COLUMN = 28
+ALL_SETTINGS_TOPIC = "all"
 """The topic of ``--help`` that prints every setting."""
-_SETTINGS = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
-_NOTE = (
+_SETTINGS_HEADING = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
+_SETTINGS_NOTE = (
     "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
     "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
     "keys inside a mapping follow another dot (--model.config.hidden_size 512); paths expand ~ and "
@@ -34,22 +39,26 @@ _NOTE = (
 )
 
 
-def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: str, columns: int) -> str:
+def render_help(
+    topic: str, schema: type[BaseModel], options_schema: type[BaseModel], usage: str, terminal_columns: int
+) -> str:
     """Render the help on ``topic``: a section, a key, "all", or empty for a page on the command."""
-    width = min(max(columns, _NARROWEST), _WIDEST)
+    width = min(max(terminal_columns, _MIN_WIDTH), _MAX_WIDTH)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
-    table, about = keys.get_settings(model), keys.get_sections(model)
-    if topic in table:
-        return _format_setting(table[topic], width)
-    if (open_mapping := keys.find_open_mapping(model, topic)) is not None:
+    settings, section_descriptions = keys.get_setting_fields(schema), keys.get_section_descriptions(schema)
+    if topic in settings:
+        return _format_setting(settings[topic], width)
+    if (open_mapping := keys.find_open_mapping(schema, topic)) is not None:
         return _format_setting(open_mapping, width)
-    if topic in about:
-        return _format_section(topic, about[topic], table, width)
-    if topic and topic != EVERYTHING:
-        hint = suggest_key(topic, [*table, *about]) or "; --help alone lists the sections"
+    if topic in section_descriptions:
+        return _format_section(topic, section_descriptions[topic], settings, width)
+    if topic and topic != ALL_SETTINGS_TOPIC:
+        hint = (
+            format_key_hint(topic, [*settings, *section_descriptions]) or "; --help alone lists the sections"
+        )
         raise UserError(f"--help: no setting named {topic!r}{hint}")
     if not topic:
-        return _format_overview(about, table, options, usage, width)
+        return _format_command_overview(section_descriptions, settings, options_schema, usage, width)
     parts = [
         usage,
         format_exit_codes(),
@@ -57,68 +66,75 @@ def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: 
         "options:",
         *(
             _format_option(_format_flag(option), option.description, width)
-            for option in keys.get_settings(options).values()
+            for option in keys.get_setting_fields(options_schema).values()
         ),
     ]
-    parts += ["", *_wrap(_NOTE, width), ""]
-    parts += [_format_section(name, about.get(name, ""), table, width) for name in ["", *about]]
+    parts += ["", *_wrap_text(_SETTINGS_NOTE, width), ""]
+    parts += [
+        _format_section(name, section_descriptions.get(name, ""), settings, width)
+        for name in ["", *section_descriptions]
+    ]
     return "\n".join(parts).rstrip()
 
 
-def _format_overview(
-    about: Mapping[str, str],
-    table: Mapping[str, keys.SettingField],
-    options: type[BaseModel],
+def _format_command_overview(
+    section_descriptions: Mapping[str, str],
+    settings: Mapping[str, keys.SettingField],
+    options_schema: type[BaseModel],
     usage: str,
     width: int,
 ) -> str:
     """Return the page of a command: usage, a line for each option, a line for each section of settings."""
     lines = [usage, "options:"]
-    for option in keys.get_settings(options).values():
-        lines.append(_format_summary(_format_flag(option), option.description, width))
-    lines += ["", *_wrap(_SETTINGS, width)]
-    top = [setting.name for setting in table.values() if not setting.section]
-    lines.append(_format_summary("(top level)", ", ".join(top), width))
-    lines += [_format_summary(name, text, width) for name, text in about.items()]
+    for option in keys.get_setting_fields(options_schema).values():
+        lines.append(_format_first_sentence(_format_flag(option), option.description, width))
+    lines += ["", *_wrap_text(_SETTINGS_HEADING, width)]
+    top_level_names = [setting.name for setting in settings.values() if not setting.section]
+    lines.append(_format_first_sentence("(top level)", ", ".join(top_level_names), width))
+    lines += [_format_first_sentence(name, text, width) for name, text in section_descriptions.items()]
     return "\n".join(lines)
 
 
-def _format_summary(label: str, text: str, width: int) -> str:
+def _format_first_sentence(label: str, text: str, width: int) -> str:
     """Return ``label`` and the first sentence of ``text``."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
     return _format_option(label, first, width)
 
 
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+def _wrap_text(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _format_flag(option: keys.SettingField) -> str:
-    return f"--{option.name.replace('_', '-')} {option.metavar}".rstrip()
+    return f"--{option.name.replace('_', '-')} {option.value_placeholder}".rstrip()
 
 
 def _format_option(label: str, text: str, width: int) -> str:
-    lines = _wrap(text, width - _COLUMN)
-    indented = [" " * _COLUMN + line for line in lines]
-    if len(label) > _COLUMN - 4:
+    lines = _wrap_text(text, width - _DESCRIPTION_COLUMN)
+    indented = [" " * _DESCRIPTION_COLUMN + line for line in lines]
+    if len(label) > _DESCRIPTION_COLUMN - 4:
         return "\n".join([f"  {label}", *indented])
-    return "\n".join([f"  {label:<{_COLUMN - 2}}{lines[0]}", *indented[1:]])
+    return "\n".join([f"  {label:<{_DESCRIPTION_COLUMN - 2}}{lines[0]}", *indented[1:]])
 
 
-def _format_section(name: str, about: str, table: dict[str, keys.SettingField], width: int) -> str:
-    heading = f"{name}: {about}" if name else "top level:"
-    settings = [setting for setting in table.values() if setting.section == name]
-    return "\n".join([*_wrap(heading, width), *(_format_setting(setting, width) for setting in settings), ""])
+def _format_section(
+    name: str, description: str, settings_by_key: dict[str, keys.SettingField], width: int
+) -> str:
+    heading = f"{name}: {description}" if name else "top level:"
+    settings = [setting for setting in settings_by_key.values() if setting.section == name]
+    return "\n".join(
+        [*_wrap_text(heading, width), *(_format_setting(setting, width) for setting in settings), ""]
+    )
 
 
 def _format_setting(setting: keys.SettingField, width: int) -> str:
-    mark = ("**" if setting.key in ADJUSTABLE else "*") if setting.is_identity else ""
+    mark = ("**" if setting.key in ADJUSTABLE_SETTINGS else "*") if setting.is_identity else ""
     head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
     body = f"{setting.description} ({setting.allowed_values})"
-    first, *more = textwrap.wrap(
+    first, *more_lines = textwrap.wrap(
         head.strip(), width - 2, subsequent_indent=_INDENT[2:], break_on_hyphens=False
     )
-    return "\n".join([f"  {first}", *(f"  {line}" for line in more), *_wrap(body, width, _INDENT)])
+    return "\n".join([f"  {first}", *(f"  {line}" for line in more_lines), *_wrap_text(body, width, _INDENT)])
 
 
 def describe_default(setting: keys.SettingField, quote: str = "") -> str:
@@ -128,17 +144,17 @@ def describe_default(setting: keys.SettingField, quote: str = "") -> str:
         setting: The setting.
         quote: Quotation mark around values.
     """
-    default = BY_TRAINING.get(setting.key)
+    default = DEFAULTS_BY_TRAINING_KIND.get(setting.key)
     if default is None:
         return f"{quote}{format_default(setting.default)}{quote}"
     kinds: dict[str, list[str]] = {}
-    for kind in (PRETRAINING, CONTINUED, FINETUNING):
-        kinds.setdefault(format_default(default.get(kind)), []).append(kind)
+    for kind in (PRETRAINING, CONTINUED_PRETRAINING, FINETUNING):
+        kinds.setdefault(format_default(default.get_default(kind)), []).append(kind)
     values = "; ".join(f"{', '.join(names)}: {quote}{text}{quote}" for text, names in kinds.items())
     return f"{values} ({default.condition})" if default.condition else values
 
 
 def format_default(value: Any) -> str:
     """Format a default as in a config file."""
-    value = keys.to_plain(value)
+    value = keys.to_plain_value(value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, ge
 import annotated_types
 from pydantic import BaseModel
 
-from portable.config.field_types import MayBePath
+from portable.config.field_types import PathMarker
 from portable.errors import to_one_line
 
 if TYPE_CHECKING:
@@ -86,9 +86,11 @@ class SettingField:
     @property
     def is_text(self) -> bool:
         """Whether the value, or each item of the value, is text or a word, so that 123 is text."""
-        kinds = [kind for kind, _ in _iter_alternatives(self.field.annotation)]
+        kinds = [kind for kind, _ in _iter_union_members(self.field.annotation)]
         items = [kind for kind in kinds if get_origin(kind) is tuple]
-        kinds += [kind for item in items for inner in get_args(item) for kind, _ in _iter_alternatives(inner)]
+        kinds += [
+            kind for item in items for inner in get_args(item) for kind, _ in _iter_union_members(inner)
+        ]
         return not any(
             kind in (bool, int, float)
             or (get_origin(kind) is Literal and any(word is True for word in get_args(kind)))
@@ -100,7 +102,7 @@ class SettingField:
         """Allowed words for the value or its items. Empty if the value is not a choice."""
         words = (
             word
-            for kind, _ in iter_parts(self.field.annotation)
+            for kind, _ in iter_type_parts(self.field.annotation)
             if get_origin(kind) is Literal
             for word in get_args(kind)
         )
@@ -109,17 +111,17 @@ class SettingField:
     @property
     def may_be_path(self) -> bool:
         """Whether the value may be a path."""
-        kinds = iter_parts(self.field.annotation, tuple(self.field.metadata))
-        return any(isinstance(mark, MayBePath) for _, marks in kinds for mark in marks)
+        kinds = iter_type_parts(self.field.annotation, tuple(self.field.metadata))
+        return any(isinstance(mark, PathMarker) for _, marks in kinds for mark in marks)
 
     @property
-    def items(self) -> type[BaseModel] | None:
+    def item_schema(self) -> type[BaseModel] | None:
         """Schema of the value, or of each of its items, if that is a group of settings. None otherwise."""
-        kinds = (kind for kind, _ in iter_parts(self.field.annotation))
+        kinds = (kind for kind, _ in iter_type_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
-    def metavar(self) -> str:
+    def value_placeholder(self) -> str:
         """Placeholder for the value in the help of a command. Empty for a switch."""
         return (
             ""
@@ -134,29 +136,29 @@ class SettingField:
     def accepts_type(self, kind: type) -> bool:
         """Return whether one alternative of the type is ``kind``, such as ``bool``, ``dict`` or ``tuple``."""
         return any(
-            kind in (member, get_origin(member)) for member, _ in _iter_alternatives(self.field.annotation)
+            kind in (member, get_origin(member)) for member, _ in _iter_union_members(self.field.annotation)
         )
 
 
 @cache
-def get_settings(model: type[BaseModel]) -> dict[str, SettingField]:
+def get_setting_fields(model: type[BaseModel]) -> dict[str, SettingField]:
     """Return every setting of ``model`` by dotted key, in the order of the schema."""
     return {setting.key: setting for setting in _iter_settings(model, "")}
 
 
 def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
     """Find the setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
-    table = get_settings(model)
+    settings = get_setting_fields(model)
     parts_of_key = key.split(".")
     for length in range(len(parts_of_key) - 1, 0, -1):
-        setting = table.get(".".join(parts_of_key[:length]))
+        setting = settings.get(".".join(parts_of_key[:length]))
         if setting is not None:
             return setting if setting.accepts_type(dict) else None
     return None
 
 
 @cache
-def get_sections(model: type[BaseModel]) -> dict[str, str]:
+def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of every section of ``model``."""
     return {
         field.alias or name: to_one_line(field.annotation.__doc__ or "")
@@ -179,16 +181,16 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
-def to_plain(value: Any) -> Any:
+def to_plain_value(value: Any) -> Any:
     """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_plain_value(item) for key, item in value.items()}
+    return [to_plain_value(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def nest_keys(values: dict[str, Any]) -> dict[str, Any]:
+def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Convert dotted keys to a nested mapping, as in the YAML file."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
@@ -197,36 +199,36 @@ def nest_keys(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _iter_alternatives(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
+def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
     """Yield the alternatives of a type, each with its constraints."""
     if get_origin(annotation) is Annotated:
         inner, *constraints = get_args(annotation)
-        yield from _iter_alternatives(inner, (*metadata, *constraints))
+        yield from _iter_union_members(inner, (*metadata, *constraints))
     elif get_origin(annotation) in (Union, UnionType):
         for member in get_args(annotation):
-            yield from _iter_alternatives(member, metadata)
+            yield from _iter_union_members(member, metadata)
     else:
         yield TypePart(annotation, metadata)
 
 
-def iter_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
+def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
     """Yield the alternatives of a type and of its items, each with its constraints."""
-    for alternative in _iter_alternatives(annotation, metadata):
+    for alternative in _iter_union_members(annotation, metadata):
         yield alternative
         if get_origin(alternative.kind) in (tuple, dict):
             for item in get_args(alternative.kind):
-                yield from iter_parts(item)
+                yield from iter_type_parts(item)
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
     alternatives = [
         _describe_alternative(kind, constraints)
-        for kind, constraints in _iter_alternatives(annotation, metadata)
+        for kind, constraints in _iter_union_members(annotation, metadata)
     ]
     return " or ".join(dict.fromkeys(alternatives))
 
 
-def _describe_alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
+def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
@@ -238,10 +240,10 @@ def _describe_alternative(kind: Any, metadata: tuple[Any, ...]) -> str:
         return f"list of: {_describe_type(arguments[0], ())}"
     if kind is dict or origin is dict or issubclass(kind, BaseModel):
         return "mapping"
-    return " ".join([_PLAIN_WORDS[kind], *filter(None, _iter_bounds(metadata))])
+    return " ".join([_PLAIN_WORDS[kind], *filter(None, _iter_constraint_texts(constraints))])
 
 
-def _iter_bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
     """Yield the constraints as text, only the tightest of several lower or upper bounds."""
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []

@@ -9,16 +9,16 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from portable.config import flags, keys
-from portable.config.origins import Assignment, Origin, Path, format_short_value
+from portable.config.origins import Assignment, KeyPath, Origin, format_short_value
 from portable.config.run_config import RunConfig
-from portable.config.validation import describe_unknown_key, validate
-from portable.config.yaml_text import MAX_BYTES, parse_file
+from portable.config.validation import describe_unknown_key, validate_settings
+from portable.config.yaml_text import MAX_CONFIG_BYTES, read_yaml_file
 from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-    Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
+    ConfigSource = Union[str, AnyPath, Mapping[str, Any]]  # noqa: UP007
     """A YAML file, or its content."""
 
 
@@ -31,11 +31,11 @@ class _SourceContent(NamedTuple):
     """
 
     values: dict[str, Any]
-    origins: dict[Path, Origin]
+    origins: dict[KeyPath, Origin]
 
 
 def load_config(
-    source: Source | Sequence[Source] | None = None,
+    source: ConfigSource | Sequence[ConfigSource] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
 ) -> RunConfig:
     """Build the config of a run.
@@ -61,16 +61,16 @@ def load_config(
     if isinstance(overrides, Mapping):
         assignments = [Assignment(tuple(key.split(".")), value, None) for key, value in overrides.items()]
     else:
-        assignments = flags.parse(list(overrides), RunConfig).settings
+        assignments = flags.parse_flags(list(overrides), RunConfig).settings
     if source is None:
-        return assemble((), assignments)
+        return build_run_config((), assignments)
     if isinstance(source, Sequence) and not isinstance(source, str):
-        return assemble(source, assignments)
-    return assemble([source], assignments)
+        return build_run_config(source, assignments)
+    return build_run_config([source], assignments)
 
 
-def assemble(
-    sources: Sequence[Source],
+def build_run_config(
+    sources: Sequence[ConfigSource],
     overrides: Sequence[Assignment],
     imported: Sequence[Assignment] = (),
 ) -> RunConfig:
@@ -84,48 +84,48 @@ def assemble(
     Raises:
         UserError: If a file cannot be read, a setting is not valid, or ``sources`` and ``imported`` disagree.
     """
-    draft = _Draft()
-    for number, source in enumerate(sources):
-        values, origins = _read_source(source, first_line=number * MAX_BYTES)
-        draft.merge(values, origins)
+    merged = _MergedSettings()
+    for index, source in enumerate(sources):
+        values, origins = _read_source(source, line_offset=index * MAX_CONFIG_BYTES)
+        merged.merge_file(values, origins)
     for assignment in imported:
-        draft.add(assignment)
+        merged.add_imported(assignment)
     for assignment in overrides:
-        draft.override(assignment, names_model=_has_pretrained_model(draft, overrides))
-    config = validate(RunConfig, draft.values, draft.origins)
-    config.origins.update(draft.origins)
+        merged.override_value(assignment, has_pretrained_model=_has_pretrained_model(merged, overrides))
+    config = validate_settings(RunConfig, merged.values, merged.origins)
+    config.origins.update(merged.origins)
     return config
 
 
-def _has_pretrained_model(draft: _Draft, overrides: Sequence[Assignment]) -> bool:
+def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
     """Return whether the run has a pretrained model, whose config is not the default config."""
-    model = draft.values.get("model")
+    model = merged.values.get("model")
     is_named = isinstance(model, dict) and model.get("name_or_path") is not None
     path = ("model", "name_or_path")
     return is_named or any(item.path == path and item.value is not None for item in overrides)
 
 
-def _read_source(source: Source, first_line: int) -> _SourceContent:
+def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
     """Read a YAML file, or copy a mapping from Python.
 
     Args:
         source: The file or the mapping.
-        first_line: Position of the file's first line among the lines of all files.
+        line_offset: Position of the file's first line among the lines of all files.
     """
     if isinstance(source, Mapping):
         return _SourceContent({str(key): deepcopy(value) for key, value in source.items()}, {})
     path = FilePath(flags.expand_path("--config", source)) if isinstance(source, str) else source
-    document = parse_file(path)
+    document = read_yaml_file(path)
     if document.value is None:
         raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
     if not isinstance(document.value, dict):
         raise UserError(f"{path}: a config must be a mapping of settings, such as train: {{steps: 100}}")
-    origins = {key: Origin(f"{path}:{line}", first_line + line) for key, line in document.lines.items()}
+    origins = {key: Origin(f"{path}:{line}", line_offset + line) for key, line in document.lines.items()}
     return _SourceContent(document.value, origins)
 
 
 @dataclass
-class _Draft:
+class _MergedSettings:
     """Settings of all sources read so far.
 
     Attributes:
@@ -134,30 +134,34 @@ class _Draft:
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Path, Origin] = field(default_factory=dict)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
-    def merge(self, values: dict[str, Any], origins: Mapping[Path, Origin]) -> None:
+    def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
         """Merge the content of a later file: mappings key by key; other values replace earlier values."""
-        for section in keys.get_sections(RunConfig):
+        for section in keys.get_section_descriptions(RunConfig):
             if section in values and values[section] is None:  # `fsdp:` without a value is an empty section
                 values[section] = {}
-        _drop_replaced_source(self.values.get("data"), values.get("data"))
+        _remove_replaced_source(self.values.get("data"), values.get("data"))
         self._merge_mapping(self.values, values, (), origins)
         self.origins = {**origins, **self.origins}
 
     def _merge_mapping(
-        self, target: dict[str, Any], values: dict[str, Any], path: Path, origins: Mapping[Path, Origin]
+        self, target: dict[str, Any], values: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]
     ) -> None:
         for name, value in values.items():
-            inner, before = (*path, name), target.get(name)
-            if isinstance(value, dict) and isinstance(before, dict) and not _differ_in_type(before, value):
-                self._merge_mapping(before, value, inner, origins)
+            inner_path, earlier_value = (*path, name), target.get(name)
+            if (
+                isinstance(value, dict)
+                and isinstance(earlier_value, dict)
+                and not _have_different_model_types(earlier_value, value)
+            ):
+                self._merge_mapping(earlier_value, value, inner_path, origins)
                 continue
             if name in target:
-                self._replace_origins(inner, origins.get(inner))
+                self._replace_origins(inner_path, origins.get(inner_path))
             target[name] = value
 
-    def add(self, assignment: Assignment) -> None:
+    def add_imported(self, assignment: Assignment) -> None:
         """Add a setting from a file of another program.
 
         Raises:
@@ -166,82 +170,90 @@ class _Draft:
         path, value, origin = assignment
         assert origin is not None
         target = self.values
-        for part in path[:-1]:
-            target = target.setdefault(part, {})
+        for name in path[:-1]:
+            target = target.setdefault(name, {})
             if not isinstance(target, dict):
                 return  # a value of a wrong type, which the validation reports
         if target.get(path[-1], value) != value:
             earlier = self.origins.get(path)
-            key, before = ".".join(path), format_short_value(target[path[-1]])
+            key, earlier_value = ".".join(path), format_short_value(target[path[-1]])
             raise UserError(
                 f"{origin.text} sets {key} to {format_short_value(value)}, but "
-                f"{earlier.text if earlier else '--config'} sets it to {before}; remove one of the two"
+                f"{earlier.text if earlier else '--config'} sets it to {earlier_value}; remove one of the two"
             )
         target[path[-1]] = value
         self.origins.setdefault(path, origin)
 
-    def override(self, assignment: Assignment, *, names_model: bool) -> None:
+    def override_value(self, assignment: Assignment, *, has_pretrained_model: bool) -> None:
         """Set a value, which replaces the value in the files.
 
         Args:
             assignment: A setting, a key inside an open mapping, or from Python also a section.
-            names_model: Whether the model is a pretrained model.
+            has_pretrained_model: Whether the model is a pretrained model.
 
         Raises:
             UserError: If the path leads through a value that is not a mapping.
         """
         path, value, origin = assignment
-        if len(path) == 1 and path[0] in keys.get_sections(RunConfig) and isinstance(value, Mapping):
+        if (
+            len(path) == 1
+            and path[0] in keys.get_section_descriptions(RunConfig)
+            and isinstance(value, Mapping)
+        ):
             for name, item in value.items():
-                self.override(Assignment((*path, str(name)), item, origin), names_model=names_model)
+                self.override_value(
+                    Assignment((*path, str(name)), item, origin), has_pretrained_model=has_pretrained_model
+                )
             return
         mapping = keys.find_open_mapping(RunConfig, ".".join(path))
         target = self.values
-        for depth, part in enumerate(path[:-1], start=1):
-            if mapping and ".".join(path[:depth]) == mapping.key and target.get(part) is None:
+        for depth, section_name in enumerate(path[:-1], start=1):
+            if mapping and ".".join(path[:depth]) == mapping.key and target.get(section_name) is None:
                 # A key inside a mapping that is not set changes the default mapping.
-                changes_pretrained = names_model and mapping.key == "model.config"
-                target[part] = {} if changes_pretrained else deepcopy(mapping.default) or {}
-            target = target.setdefault(part, {})
+                changes_pretrained = has_pretrained_model and mapping.key == "model.config"
+                target[section_name] = {} if changes_pretrained else deepcopy(mapping.default) or {}
+            target = target.setdefault(section_name, {})
             if not isinstance(target, dict):
-                raise UserError(_describe_wrong_path(path, depth, origin))
+                raise UserError(_describe_key_inside_value(path, depth, origin))
         target[path[-1]] = value
         self._replace_origins(path, origin)
 
-    def _replace_origins(self, path: Path, origin: Origin | None) -> None:
+    def _replace_origins(self, path: KeyPath, origin: Origin | None) -> None:
         """Record that a value from ``origin`` has replaced the values at and inside ``path``."""
-        before = self.origins.get(path)
+        replaced_origin = self.origins.get(path)
         for inner in [inner for inner in self.origins if inner[: len(path)] == path]:
             del self.origins[inner]
         if origin is not None:
-            over = () if before is None else (before.text, *before.over)
-            self.origins[path] = replace(origin, over=over)
+            over = () if replaced_origin is None else (replaced_origin.text, *replaced_origin.overridden)
+            self.origins[path] = replace(origin, overridden=over)
 
 
-def _drop_replaced_source(earlier: Any, later: Any) -> None:
+def _remove_replaced_source(earlier: Any, later: Any) -> None:
     """Drop the earlier `data.source` if the later file has `data.sources`, and the other way round."""
     if isinstance(earlier, dict) and isinstance(later, dict):
-        for key, other in (("source", "sources"), ("sources", "source")):
-            if later.get(key) and not later.get(other):
-                earlier.pop(other, None)
+        for key, replaced_key in (("source", "sources"), ("sources", "source")):
+            if later.get(key) and not later.get(replaced_key):
+                earlier.pop(replaced_key, None)
 
 
-def _differ_in_type(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Return whether these are configs of different model types, which must not be merged."""
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1
 
 
-def _describe_wrong_path(path: Path, depth: int, origin: Origin | None) -> str:
+def _describe_key_inside_value(path: KeyPath, value_depth: int, origin: Origin | None) -> str:
     """Return the message for a key inside a value that is not a mapping.
 
     Args:
         path: Path of the key.
-        depth: Number of parts of the path that lead to the value.
+        value_depth: Number of parts of the path that lead to the value.
         origin: Origin of the key.
     """
-    outer, key = ".".join(path[:depth]), ".".join(path)
+    outer, key = ".".join(path[:value_depth]), ".".join(path)
     start = f"{origin.text}: " if origin else ""
-    if keys.find_open_mapping(RunConfig, key) is None and outer not in keys.get_sections(RunConfig):
+    if keys.find_open_mapping(RunConfig, key) is None and outer not in keys.get_section_descriptions(
+        RunConfig
+    ):
         return to_one_line(start + describe_unknown_key(RunConfig, key))
     return f"{start}{key} cannot be set: {outer} is not a mapping; set {outer} itself"

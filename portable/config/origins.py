@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from portable.config import keys
 
-MAX_SHOWN = 60
+MAX_VALUE_CHARACTERS = 60
 """Characters of a value that a message shows."""
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Names from the top level of the config to a value: ``("train", "steps")``."""
 
 
@@ -20,19 +20,19 @@ class Origin:
     Attributes:
         text: ``run.yaml:7`` or ``--train.steps``.
         order: Position among all origins. Flags come after files.
-        flag: Whether the origin is a flag.
-        over: Origins of earlier values that this value overrides, the latest first.
+        is_flag: Whether the origin is a flag.
+        overridden: Origins of earlier values that this value overrides, the latest first.
     """
 
     text: str
     order: int
-    flag: bool = False
-    over: tuple[str, ...] = ()
+    is_flag: bool = False
+    overridden: tuple[str, ...] = ()
 
-    def prefix_message(self, message: str) -> str:
+    def add_to_message(self, message: str) -> str:
         """Return ``message`` with the origin. A flag replaces the key that it sets."""
         key = self.text.removeprefix("--").replace("-", "_")
-        if self.flag and message.startswith((f"{key} ", f"{key}: ")):
+        if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
             return self.text + message.removeprefix(key)
         return f"{self.text}: {message}"
 
@@ -46,13 +46,15 @@ class Assignment(NamedTuple):
         origin: Origin, or None for a value from Python.
     """
 
-    path: Path
+    path: KeyPath
     value: Any
     origin: Origin | None
 
 
 def format_short_value(value: object) -> str:
     """Format ``value`` for an error message: short and printable."""
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain(value))
+    text = (
+        {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain_value(value))
+    )
     text = "null" if value is None else text
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."

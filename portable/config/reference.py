@@ -12,46 +12,50 @@ from pathlib import Path
 from typing import Any
 
 from portable.config import keys
-from portable.config.changed_settings import ADJUSTABLE
-from portable.config.derived_defaults import BY_TRAINING
+from portable.config.changed_settings import ADJUSTABLE_SETTINGS
+from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND
 from portable.config.help_text import describe_default
 from portable.config.run_config import RunConfig
 from portable.config.sections import SourceConfig
 from portable.errors import to_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "config.md"
+PAGE_PATH = ROOT / "docs" / "config.md"
 """Its introduction is written there, up to the first section."""
 
 
 def build_reference_page() -> str:
     """Return the text of ``docs/config.md``."""
-    table, about = keys.get_settings(RunConfig), keys.get_sections(RunConfig)
-    introduction = PAGE.read_text("utf-8").partition("\n## ")[0]
-    parts = [introduction, _format_section("Top level", "", [s for s in table.values() if not s.section])]
-    for name, text in about.items():
-        parts.append(_format_section(f"`{name}`", text, [s for s in table.values() if s.section == name]))
+    settings, section_descriptions = (
+        keys.get_setting_fields(RunConfig),
+        keys.get_section_descriptions(RunConfig),
+    )
+    introduction = PAGE_PATH.read_text("utf-8").partition("\n## ")[0]
+    parts = [introduction, _format_section("Top level", "", [s for s in settings.values() if not s.section])]
+    for name, text in section_descriptions.items():
+        parts.append(_format_section(f"`{name}`", text, [s for s in settings.values() if s.section == name]))
     return "\n".join(parts)
 
 
-def _format_section(title: str, about: str, settings: list[keys.SettingField]) -> str:
-    of_sources = {f"data.{name}" for name in SourceConfig.model_fields}
+def _format_section(title: str, description: str, settings: list[keys.SettingField]) -> str:
+    source_keys = {f"data.{name}" for name in SourceConfig.model_fields}
     # Two columns, which a phone can show. The link is to the row itself.
     rows = [
-        f'| <a id="{s.key}" href="#{s.key}">`{s.key}`</a>{_mark(s)}{" ‡" * (s.key in of_sources)}'
+        f'| <a id="{s.key}" '
+        f'href="#{s.key}">`{s.key}`</a>{_format_identity_mark(s)}{" ‡" * (s.key in source_keys)}'
         f"<br>{_format_cell(s.allowed_values)}<br>default: {_format_default(s)} "
         f"| {_format_cell(s.description)} |"
         for s in settings
     ]
     head = ["| setting | what it does |", "| --- | --- |"]
-    return "\n".join([f"## {title}", "", *([about, ""] if about else []), *head, *rows, ""])
+    return "\n".join([f"## {title}", "", *([description, ""] if description else []), *head, *rows, ""])
 
 
-def _mark(setting: keys.SettingField) -> str:
+def _format_identity_mark(setting: keys.SettingField) -> str:
     """Return the mark of a setting that defines the run."""
     if not setting.is_identity:
         return ""
-    return " ††" if setting.key in ADJUSTABLE else " †"
+    return " ††" if setting.key in ADJUSTABLE_SETTINGS else " †"
 
 
 def _format_cell(text: str) -> str:
@@ -75,12 +79,12 @@ def _format_default(setting: keys.SettingField) -> str:
 def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
-    for key in BY_TRAINING:  # the default of most runs differs from the default of the schema
+    for key in DEFAULTS_BY_TRAINING_KIND:  # the default of most runs differs from the default of the schema
         section, _, name = key.partition(".")
         setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
         del setting["default"]
-        setting["description"] += f" Default: {describe_default(keys.get_settings(RunConfig)[key])}."
-    _shorten(schema)
+        setting["description"] += f" Default: {describe_default(keys.get_setting_fields(RunConfig)[key])}."
+    _simplify_descriptions(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "portable-train config",
@@ -88,13 +92,13 @@ def build_json_schema() -> dict[str, Any]:
     }
 
 
-def _shorten(node: Any) -> None:
+def _simplify_descriptions(node: Any) -> None:
     """Fold descriptions into one line, and remove the titles that pydantic derives from names.
 
     Editors would show a title before the description.
     """
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _shorten(child)
+        _simplify_descriptions(child)
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]
@@ -102,10 +106,10 @@ def _shorten(node: Any) -> None:
             node["description"] = to_one_line(about)
 
 
-def build_pages() -> dict[Path, str]:
+def build_generated_files() -> dict[Path, str]:
     """Every generated file with its text."""
     return {
-        PAGE: build_reference_page(),
+        PAGE_PATH: build_reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(build_json_schema(), indent=2, ensure_ascii=False)
         + "\n",
     }
@@ -116,17 +120,19 @@ def main(argv: list[str]) -> int:
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)
         return 2
-    stale = [
-        path for path, text in build_pages().items() if not path.is_file() or path.read_text("utf-8") != text
+    outdated_paths = [
+        path
+        for path, text in build_generated_files().items()
+        if not path.is_file() or path.read_text("utf-8") != text
     ]
-    for path in stale:
+    for path in outdated_paths:
         name = path.relative_to(ROOT)
         if argv:
             print(f"{name} is out of date; run python -m portable.config.reference", file=sys.stderr)
         else:
-            path.write_text(build_pages()[path], "utf-8")
+            path.write_text(build_generated_files()[path], "utf-8")
             print(f"wrote {name}")
-    return 1 if argv and stale else 0
+    return 1 if argv and outdated_paths else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
-from portable.config.derived_defaults import ZERO
+from portable.config.derived_defaults import ZERO_STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,16 +39,16 @@ def format_problem(problem: SettingProblem, config: RunConfig) -> str:
     Flags take precedence over files, because the user most likely changed a flag last.
     """
     origins = [origin for key in problem.keys for origin in _iter_origins(key, config)]
-    origin = next((origin for origin in origins if origin.flag), origins[0] if origins else None)
-    return problem.reason if origin is None else origin.prefix_message(problem.reason)
+    origin = next((origin for origin in origins if origin.is_flag), origins[0] if origins else None)
+    return problem.reason if origin is None else origin.add_to_message(problem.reason)
 
 
 def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
     """Yield the origin of a key, then the origins of the settings that contain it."""
-    parts = tuple(key.split("."))
-    for length in range(len(parts), 0, -1):
-        path = parts[:length]
-        if path in config.origins and ".".join(path) not in keys.get_sections(type(config)):
+    names = tuple(key.split("."))
+    for length in range(len(names), 0, -1):
+        path = names[:length]
+        if path in config.origins and ".".join(path) not in keys.get_section_descriptions(type(config)):
             yield config.origins[path]
 
 
@@ -59,21 +59,21 @@ def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def format_setting(config: RunConfig, key: str) -> str:
+def format_setting_with_value(config: RunConfig, key: str) -> str:
     """Return a key, followed by its value if that is a word or a number."""
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{key} {format_value(value)}" if is_word_or_number else key
 
 
-def is_changed(config: RunConfig, key: str) -> bool:
+def is_not_default(config: RunConfig, key: str) -> bool:
     """Return whether a setting differs from the default of the schema."""
-    return bool(config.get(key) != keys.get_settings(type(config))[key].default)
+    return bool(config.get(key) != keys.get_setting_fields(type(config))[key].default)
 
 
-def is_zero(config: RunConfig) -> bool:
+def uses_zero_strategy(config: RunConfig) -> bool:
     """Return whether DeepSpeed's engine trains the model."""
-    return config.strategy in ZERO
+    return config.strategy in ZERO_STRATEGIES
 
 
 def has_adapter(config: RunConfig) -> bool:

@@ -28,7 +28,7 @@ from portable.config.sections import (
     TrainConfig,
     XlaConfig,
 )
-from portable.config.validation import validate
+from portable.config.validation import validate_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,9 +117,9 @@ class RunConfig(Section):
     _documents: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _with_derived_defaults(self) -> RunConfig:
+    def _apply_derived_defaults(self) -> RunConfig:
         for key, value in compute_derived_defaults(self).items():
-            setting = keys.get_settings(type(self))[key]
+            setting = keys.get_setting_fields(type(self))[key]
             if not setting.section:  # frozen models do not allow plain assignment
                 object.__setattr__(self, setting.attribute, value)
                 continue
@@ -131,7 +131,7 @@ class RunConfig(Section):
 
     def _find_attribute(self, key: str) -> _AttributeLocation:
         """Find the section and the attribute of a setting. Raises ``KeyError`` for an unknown key."""
-        setting = keys.get_settings(type(self))[key]
+        setting = keys.get_setting_fields(type(self))[key]
         owner = getattr(self, setting.section) if setting.section else self
         return _AttributeLocation(owner, setting.attribute)
 
@@ -140,7 +140,7 @@ class RunConfig(Section):
 
         For a section: whether any of its keys is set. Raises ``KeyError`` for an unknown key.
         """
-        if key in keys.get_sections(type(self)):
+        if key in keys.get_section_descriptions(type(self)):
             return bool(getattr(self, key).model_fields_set)
         section, attribute = self._find_attribute(key)
         return attribute in section.model_fields_set
@@ -151,7 +151,7 @@ class RunConfig(Section):
 
     def given(self) -> dict[str, Any]:
         """Return the settings that the user has set, by dotted key."""
-        return {key: self.get(key) for key in keys.get_settings(type(self)) if self.is_set(key)}
+        return {key: self.get(key) for key in keys.get_setting_fields(type(self)) if self.is_set(key)}
 
     @property
     def ranks_together(self) -> int:
@@ -163,9 +163,10 @@ class RunConfig(Section):
         """The origins of settings from files and flags, by dotted key, as text for the user."""
         around = {path[:length] for path in self._origins for length in range(1, len(path))}
         return {
-            ".".join(path): origin.text + (f" (over {', '.join(origin.over)})" if origin.over else "")
+            ".".join(path): origin.text
+            + (f" (over {', '.join(origin.overridden)})" if origin.overridden else "")
             for path, origin in self._origins.items()
-            if path not in around and ".".join(path) not in keys.get_sections(type(self))
+            if path not in around and ".".join(path) not in keys.get_section_descriptions(type(self))
         }
 
     @property
@@ -191,8 +192,8 @@ class RunConfig(Section):
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that define the run, by dotted key, as plain JSON values."""
         return {
-            key: keys.to_plain(self.get(key))
-            for key, setting in keys.get_settings(type(self)).items()
+            key: keys.to_plain_value(self.get(key))
+            for key, setting in keys.get_setting_fields(type(self)).items()
             if setting.is_identity
         }
 
@@ -203,7 +204,7 @@ class RunConfig(Section):
         They do not count as set by the user. The rules in :mod:`portable.checks` are not checked.
         """
         put = {**self._put, **values}
-        copy = validate(type(self), keys.nest_keys({**self.given(), **put}))
+        copy = validate_settings(type(self), keys.nest_dotted_keys({**self.given(), **put}))
         copy._put = put
         copy._origins = self._origins
         copy._documents = self._documents

@@ -39,6 +39,7 @@ from portable.config.number_types import (
     GeneratedTokens,
     Gigabytes,
     GradientNorm,
+    Interval,
     LayerNumber,
     LearningRate,
     Length,
@@ -47,7 +48,7 @@ from portable.config.number_types import (
     Minutes,
     ModuleSize,
     NoiseScale,
-    Parts,
+    PartCount,
     Processes,
     ProperFraction,
     Ranks,
@@ -57,7 +58,6 @@ from portable.config.number_types import (
     Seconds,
     Steps,
     Threshold,
-    Times,
     TokenId,
     VocabularySize,
     Weight,
@@ -89,9 +89,9 @@ Format = Literal[
 ]
 XlaDtype = Literal["float32", "bfloat16"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
-SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-ONE, SEVERAL = "[one]", "[several]"
-"""Alternatives of ``data.eval`` in the paths of pydantic's errors, in brackets like pydantic's ``[key]``."""
+SOURCE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+SINGLE_EVAL_TAG, NAMED_EVAL_TAG = "[one]", "[several]"
+"""Alternatives of ``data.eval`` in the paths of pydantic's errors, in brackets like pydantic's ``[setting_key]``."""
 
 
 def _build_quickstart_model() -> dict[str, Any]:
@@ -142,7 +142,7 @@ class ModelConfig(Section):
     read."""
 
     @property
-    def key(self) -> str:
+    def setting_key(self) -> str:
         """Key of the setting that names the model, used in error messages."""
         return "model.config" if self.name_or_path is None else "model.name_or_path"
 
@@ -280,13 +280,13 @@ class SourceConfig(Section):
     without packing, because each text is truncated to data.seq_len."""
 
 
-def _check_source_name(name: str) -> str:
-    if SOURCE_NAME.fullmatch(name) is None:
+def _validate_source_name(name: str) -> str:
+    if SOURCE_NAME_PATTERN.fullmatch(name) is None:
         raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
 
 
-SourceName = Annotated[str, AfterValidator(_check_source_name)]
+SourceName = Annotated[str, AfterValidator(_validate_source_name)]
 
 
 class MixedSource(SourceConfig):
@@ -309,18 +309,19 @@ class Phase(Section):
     """Weights by the name of the source."""
 
 
-def _choose_eval_form(value: Any) -> str:
+def _choose_eval_tag(value: Any) -> str:
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
     return (
-        SEVERAL
+        NAMED_EVAL_TAG
         if several and all(isinstance(source, dict | SourceConfig) for source in value.values())
-        else ONE
+        else SINGLE_EVAL_TAG
     )
 
 
 EvaluationSources = Annotated[
-    Annotated[SourceConfig, Tag(ONE)] | Annotated[dict[SourceName, SourceConfig], Tag(SEVERAL)],
-    Discriminator(_choose_eval_form),
+    Annotated[SourceConfig, Tag(SINGLE_EVAL_TAG)]
+    | Annotated[dict[SourceName, SourceConfig], Tag(NAMED_EVAL_TAG)],
+    Discriminator(_choose_eval_tag),
 ]
 
 
@@ -335,7 +336,7 @@ class DataConfig(SourceConfig):
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
     """Weights of data.sources that change during the run, such as [{step: 9000, weights: {web: 1, code: 4}}].
     From that step on, they replace all earlier weights."""
-    shuffle_window: Parts = Field(default=1, json_schema_extra=IDENTITY)
+    shuffle_window: PartCount = Field(default=1, json_schema_extra=IDENTITY)
     """Number of parts of a stream whose samples are mixed. A larger window shuffles better, and the run
     starts later, because that many parts must be tokenized first."""
     cache_limit: Gigabytes | None = None
@@ -391,12 +392,12 @@ class DataConfig(SourceConfig):
     ($XDG_CACHE_HOME, or ~/.cache)."""
 
     @property
-    def sequences(self) -> int:
+    def sequences_per_sample(self) -> int:
         """Sequences of a sample: a preference has two."""
         return 2 if self.format == "preference" else 1
 
     @property
-    def longest(self) -> int:
+    def max_sequence_length(self) -> int:
         """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
 
@@ -520,12 +521,12 @@ class TrainConfig(Section):
     and optimizer state do not change. stop ends the run and reports the step, its samples and how to find the
     cause (--replay). skip continues, counts skipped_steps, and ends the run after ten such steps in a row. An
     overflow under fp16 only lowers the loss scale."""
-    eval_every: Times | None = 100
+    eval_every: Interval | None = 100
     """Steps between evaluations on the held-out records. Null: evaluate only at the end."""
     eval_every_epochs: Epochs | None = None
     """Passes over the data between evaluations, instead of train.eval_every. 0.5 evaluates in the middle and
     after the last step of each epoch."""
-    eval_batches: Times | None = None
+    eval_batches: Interval | None = None
     """Largest number of global batches in one evaluation. Null: all held-out records."""
     eval_ema: Flag = False
     """Evaluate the average of the weights (train.ema) instead of the weights."""
@@ -534,7 +535,7 @@ class TrainConfig(Section):
     classifier: accuracy, f1 and confusion. For a regression: mse, mae and r2. For generated texts
     (seq2seq-lm): exact_match and rouge_l. Or a custom function or class, written package.module:name. Null:
     all metrics of the task that do not generate text, or no metrics with train.loss. []: only the loss."""
-    early_stopping_patience: Times | None = None
+    early_stopping_patience: Interval | None = None
     """End the run after this many evaluations in a row in which checkpoint.best_metric did not improve. Null:
     never."""
     early_stopping_threshold: Threshold = 0.0
@@ -544,7 +545,7 @@ class TrainConfig(Section):
     at the start, after steps, logs, evaluations and saves, and at the end."""
 
     @property
-    def freezes(self) -> bool:
+    def has_frozen_patterns(self) -> bool:
         """Whether some parameters are frozen by pattern."""
         return self.trainable is not None or bool(self.frozen)
 
@@ -569,7 +570,7 @@ class MemoryConfig(Section):
     """Folder on a fast local disk, for offloading to nvme."""
 
     @property
-    def offloads(self) -> bool:
+    def has_offloading(self) -> bool:
         """Whether anything is offloaded from the devices."""
         return (self.offload_optimizer, self.offload_params) != ("none", "none")
 
@@ -605,9 +606,9 @@ class Fp16Config(Section):
 
     initial_scale_power: ScalePower = 16
     """Initial loss scale as a power of 2. Lower it if the first updates are skipped."""
-    loss_scale_window: Times = 1000
+    loss_scale_window: Interval = 1000
     """Number of updates without an overflow after which the scale is doubled."""
-    hysteresis: Times = 2
+    hysteresis: Interval = 2
     """Number of overflows since the last doubling after which the scale is halved. 1: every overflow halves
     the scale."""
     min_loss_scale: LossScale = 1.0
@@ -650,13 +651,13 @@ class XlaConfig(Section):
 class CheckpointConfig(Section):
     """Saving, resuming, and the export at the end."""
 
-    every_steps: Times | None = 100
+    every_steps: Interval | None = 100
     """Steps between checkpoints. Null: save only when the run stops."""
     every_epochs: Epochs | None = None
     """Passes over the data between checkpoints, instead of checkpoint.every_steps."""
-    keep: Times | None = 3
+    keep: Interval | None = 3
     """Number of newest checkpoints that are kept; older checkpoints are deleted. Null: keep all."""
-    keep_best: Times | None = None
+    keep_best: Interval | None = None
     """Number of checkpoints with the best checkpoint.best_metric that are kept in addition to the newest. An
     evaluation that is among the best saves a checkpoint. Null: keep only the newest."""
     best_metric: str | None = Field(default=None, min_length=1)
@@ -698,7 +699,7 @@ class CheckpointConfig(Section):
     Training continues, and each save tries again."""
 
     @property
-    def saves_on_the_way(self) -> bool:
+    def saves_during_training(self) -> bool:
         """Whether checkpoints are written during training."""
         return self.every_steps is not None or self.every_epochs is not None
 
@@ -706,7 +707,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Logs, trackers and samples of the run."""
 
-    every_steps: Times = 10
+    every_steps: Interval = 10
     """Steps between lines in metrics.jsonl and on the console. Each line synchronizes the host with the
     device."""
     hang_timeout: Seconds | None = 480.0

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config.rules import SettingProblem
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
-from portable.converters.similar_names import suggest_name
+from portable.converters.similar_names import format_name_suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ALONE = ""
+ONLY_SOURCE = ""
 """Name of a source that is the only source of a run."""
-HELD_OUT = "held_out"
+HELD_OUT_SOURCE = "held_out"
 """Name of the share that ``data.eval_fraction`` holds out, if there are sources in ``data.eval`` as well."""
 _NOT_INHERITED = ("config_name", "split", "max_samples", "format")
 """Settings that a source of an evaluation or a mixture does not inherit if it names its own data."""
@@ -39,24 +39,26 @@ def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
     return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
 
 
-def format_training_key(name: str) -> str:
+def format_training_source_key(name: str) -> str:
     """Return the dotted key of the source ``name``, or ``data`` for the only source of a run."""
     return f"data.sources.{name}" if name else "data"
 
 
-def format_eval_key(name: str) -> str:
+def format_eval_source_key(name: str) -> str:
     """Return the dotted key of the evaluation source ``name``."""
     return f"data.eval.{name}" if name else "data.eval"
 
 
-def list_training_names(data: DataConfig) -> tuple[str, ...]:
+def list_training_source_names(data: DataConfig) -> tuple[str, ...]:
     """Return the names of the sources of a mixture. Empty without ``data.sources``."""
     return tuple(source.name for source in data.sources)
 
 
 def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the settings of each training source by name. The only source has the name ``ALONE``."""
-    return {source.name: _merge_settings(data, source, {}) for source in data.sources} or {ALONE: data}
+    """Return the settings of each training source by name. The only source has the name ``ONLY_SOURCE``."""
+    return {source.name: _build_source_section(data, source, {}) for source in data.sources} or {
+        ONLY_SOURCE: data
+    }
 
 
 def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
@@ -65,27 +67,29 @@ def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
 
 
 def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the settings of each evaluation source by name. The only source has the name ``ALONE``."""
-    sources = _get_evaluation_sources(data)
-    return {name: _merge_settings(data, source, {"eval_fraction": 0.0}) for name, source in sources.items()}
+    """Return the settings of each evaluation source by name. The only source has the name ``ONLY_SOURCE``."""
+    sources = _get_evaluation_settings(data)
+    return {
+        name: _build_source_section(data, source, {"eval_fraction": 0.0}) for name, source in sources.items()
+    }
 
 
-def list_evaluation_names(data: DataConfig) -> list[str]:
+def list_evaluation_source_names(data: DataConfig) -> list[str]:
     """Return the names of all data that a run evaluates on."""
-    names = list(_get_evaluation_sources(data))
+    names = list(_get_evaluation_settings(data))
     return (
         names
         if data.eval_fraction == 0
-        else [*names, *(list_training_names(data) or [get_held_out_name(data)])]
+        else [*names, *(list_training_source_names(data) or [get_held_out_source_name(data)])]
     )
 
 
-def get_held_out_name(data: DataConfig) -> str:
+def get_held_out_source_name(data: DataConfig) -> str:
     """Return the name of the data that the only source of a run holds out."""
-    return HELD_OUT if data.eval is not None else ALONE
+    return HELD_OUT_SOURCE if data.eval is not None else ONLY_SOURCE
 
 
-def check_mixture(data: DataConfig) -> Iterator[SettingProblem]:
+def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the sources' names, weights and epochs, for training and for evaluation."""
     names: set[str] = set()
     if data.sources and data.source is not None:
@@ -94,29 +98,30 @@ def check_mixture(data: DataConfig) -> Iterator[SettingProblem]:
             "data.source: has no effect with data.sources; remove it, or make it one of data.sources",
         )
     for source in data.sources:
-        key = format_training_key(source.name)
+        key = format_training_source_key(source.name)
         if source.name in names:
             reason = f"data.sources: two sources are named {source.name}; rename one"
             yield SettingProblem(("data.sources",), reason)
         names.add(source.name)
-        yield from _check_has_data(key, source)
+        yield from _check_names_data(key, source)
         if source.weight is not None and source.epochs is not None:
             yield SettingProblem((key,), f"{key}: has a weight and epochs; remove one of the two")
-        if _merge_settings(data, source, {}).stream and source.weight is None:
+        if _build_source_section(data, source, {}).stream and source.weight is None:
             yield SettingProblem((key,), f"{key}: a stream has no epochs that are known; give it a weight")
     weighted = [source.name for source in data.sources if source.weight is not None]
     if weighted and len(weighted) < len(data.sources):
-        other = next(name for name in list_training_names(data) if name not in weighted)
+        unweighted = next(name for name in list_training_source_names(data) if name not in weighted)
         yield SettingProblem(
             ("data.sources",),
-            f"data.sources: {weighted[0]} has a weight and {other} has none; give a weight to all, or epochs",
+            f"data.sources: {weighted[0]} has a weight and {unweighted} has none; give a weight to all, or "
+            "epochs",
         )
     if weighted and not any(source.weight for source in data.sources):
         yield SettingProblem(("data.sources",), "data.sources: all weights are 0; raise one")
-    for name, evaluated in _get_evaluation_sources(data).items():
-        key = format_eval_key(name)
-        yield from _check_has_data(key, evaluated)
-        if name in (list_training_names(data) or (HELD_OUT,)) and data.eval_fraction != 0:
+    for name, evaluated in _get_evaluation_settings(data).items():
+        key = format_eval_source_key(name)
+        yield from _check_names_data(key, evaluated)
+        if name in (list_training_source_names(data) or (HELD_OUT_SOURCE,)) and data.eval_fraction != 0:
             yield SettingProblem(
                 (key, "data.eval_fraction"),
                 f"{key}: the share of data.eval_fraction has this name; choose another, or set "
@@ -126,7 +131,7 @@ def check_mixture(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
-    key, names = "data.weight_schedule", list_training_names(data)
+    key, names = "data.weight_schedule", list_training_source_names(data)
     if data.weight_schedule and not names:
         yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources")
     previous = -1
@@ -136,34 +141,36 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
             yield SettingProblem((key,), f"{key}: entry {number}: {reason}")
         previous = phase.step
         for name in phase.weights.keys() - set(names):
-            hint = suggest_name(name, names) or f"; there are {', '.join(names)}"
+            hint = format_name_suggestion(name, names) or f"; there are {', '.join(names)}"
             yield SettingProblem((key,), f"{key}: entry {number}: there is no source {name}{hint}")
         if not any(phase.weights.values()):
             yield SettingProblem((key,), f"{key}: entry {number}: all weights are 0; raise one")
 
 
-def _check_has_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
+def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
     if not source.model_fields_set & {"source", "split", "config_name"}:
         reason = f"{key}: names no data of its own; set source, or split of a hub dataset"
         yield SettingProblem((key,), reason)
 
 
-def _get_evaluation_sources(data: DataConfig) -> dict[str, SourceConfig]:
+def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
     if data.eval is None:
         return {}
-    return {ALONE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
+    return {ONLY_SOURCE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
 
 
-def _merge_settings(data: DataConfig, source: SourceConfig, more: dict[str, Any]) -> DataConfig:
+def _build_source_section(
+    data: DataConfig, source: SourceConfig, extra_settings: dict[str, Any]
+) -> DataConfig:
     """Return the ``data`` section with the settings of one source.
 
     Args:
         data: Section that provides the settings that the source does not set.
         source: Settings of the source.
-        more: Further settings, which the source may override.
+        extra_settings: Further settings, which the source may override.
     """
-    of_mixture = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
-    values = {name: getattr(source, name) for name in source.model_fields_set - of_mixture}
+    mixture_only_names = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
+    values = {name: getattr(source, name) for name in source.model_fields_set - mixture_only_names}
     if "source" in values:
         values = {name: SourceConfig.model_fields[name].default for name in _NOT_INHERITED} | values
-    return data.model_copy(update=_WITHOUT_MIXTURE | more | values)
+    return data.model_copy(update=_WITHOUT_MIXTURE | extra_settings | values)

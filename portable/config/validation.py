@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
-from portable.config.origins import MAX_SHOWN, Origin, Path, format_short_value
-from portable.config.sections import ONE, SEVERAL
-from portable.config.suggestions import find_remedy, load_foreign_names, suggest_key, suggest_word
-from portable.config.yaml_text import parse_value
-from portable.errors import MistakesError, UserError, to_one_line
+from portable.config.origins import MAX_VALUE_CHARACTERS, KeyPath, Origin, format_short_value
+from portable.config.sections import NAMED_EVAL_TAG, SINGLE_EVAL_TAG
+from portable.config.suggestions import (
+    format_key_hint,
+    format_remedy_hint,
+    format_word_hint,
+    load_foreign_vocabulary,
+)
+from portable.config.yaml_text import parse_yaml_value
+from portable.errors import MultipleMistakesError, UserError, to_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_MAX_LINES = 10
+_MAX_MESSAGE_LINES = 10
 
 
 class _Mistake(NamedTuple):
@@ -33,27 +38,28 @@ class _Mistake(NamedTuple):
     Attributes:
         message: The message without its origin.
         origin: Origin of the value, or None if it is not known.
-        specific: Whether a validator of the value's type raised the error, which then precedes errors of the
+        is_specific: Whether a validator of the value's type raised the error, which then precedes errors of
+        the
             other alternatives of a union.
     """
 
     message: str
     origin: Origin | None
-    specific: bool = False
+    is_specific: bool = False
 
     @property
-    def line(self) -> str:
+    def message_with_origin(self) -> str:
         """The message with its origin."""
-        return to_one_line(self.message if self.origin is None else self.origin.prefix_message(self.message))
+        return to_one_line(self.message if self.origin is None else self.origin.add_to_message(self.message))
 
     @property
-    def order(self) -> tuple[int, bool]:
+    def sort_key(self) -> tuple[int, bool]:
         """Position among all messages."""
-        return (self.origin.order if self.origin else sys.maxsize, not self.specific)
+        return (self.origin.order if self.origin else sys.maxsize, not self.is_specific)
 
 
-def validate(
-    model: type[Model], values: Mapping[str, Any], origins: Mapping[Path, Origin] | None = None
+def validate_settings(
+    model: type[Model], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin] | None = None
 ) -> Model:
     """Build a config or the options of a command from nested values.
 
@@ -72,18 +78,21 @@ def validate(
         return model.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-    explained = [(_get_setting_path(detail), _explain(model, values, origins, detail)) for detail in details]
+    explained = [
+        (_get_setting_path(detail), _convert_pydantic_error(model, values, origins, detail))
+        for detail in details
+    ]
     # One line for each setting, because every alternative of a union reports the same value.
-    mistakes: dict[Path, _Mistake] = {}
-    for path, mistake in sorted(explained, key=lambda item: item[1].order):
+    mistakes: dict[KeyPath, _Mistake] = {}
+    for path, mistake in sorted(explained, key=lambda item: item[1].sort_key):
         mistakes.setdefault(path, mistake)
-    raise _build_error(values, list(mistakes.values()))
+    raise _build_user_error(values, list(mistakes.values()))
 
 
-def find_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
+def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
     """Return the error message for a value of one setting, or None if the value is valid."""
     try:
-        validate(model, keys.nest_keys({key: value}))
+        validate_settings(model, keys.nest_dotted_keys({key: value}))
     except UserError as error:
         return str(error)
     return None
@@ -92,35 +101,35 @@ def find_mistake(model: type[BaseModel], key: str, value: Any) -> str | None:
 def describe_unknown_key(model: type[BaseModel], key: str) -> str:
     """Return the error message for a key that the schema does not have."""
     section = key.rpartition(".")[0]
-    table, sections = keys.get_settings(model), keys.get_sections(model)
-    hint = suggest_key(key, [*table, *sections])
+    table, sections = keys.get_setting_fields(model), keys.get_section_descriptions(model)
+    hint = format_key_hint(key, [*table, *sections])
     if not hint and section in table:
         hint = f"; {section} must be {table[section].allowed_values}"
     elif not hint:
-        around = section if section in sections else ""
-        hint = f"; {around or 'the top level'} takes {_list_names(model, around)}"
+        parent_section = section if section in sections else ""
+        hint = f"; {parent_section or 'the top level'} takes {_format_setting_names(model, parent_section)}"
     return f"unknown key {_format_key(key)}{hint}"
 
 
-def _build_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:
+def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:
     """Build the exception for mistakes, which are in the order of their origins."""
-    lines = list(dict.fromkeys(mistake.line for mistake in mistakes))
-    if program := load_foreign_names().find_program(values):
+    lines = list(dict.fromkeys(mistake.message_with_origin for mistake in mistakes))
+    if program := load_foreign_vocabulary().find_program(values):
         origin = mistakes[0].origin
         file = "" if origin is None else origin.text.rpartition(":")[0] + ": "
         lines.insert(0, f"{file}this is a file of {program}; portable-train import makes a config of it")
-    if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more mistakes"]
-    return MistakesError(lines) if len(lines) > 1 else UserError(lines[0])
+    if len(lines) > _MAX_MESSAGE_LINES:
+        lines[_MAX_MESSAGE_LINES:] = [f"and {len(lines) - _MAX_MESSAGE_LINES} more mistakes"]
+    return MultipleMistakesError(lines) if len(lines) > 1 else UserError(lines[0])
 
 
-def _get_setting_path(detail: Any) -> Path:
+def _get_setting_path(pydantic_error: Any) -> KeyPath:
     """Return the path of the setting that an error of pydantic is about."""
-    return tuple(map(str, detail["loc"]))[:2] or (str(detail["msg"]),)
+    return tuple(map(str, pydantic_error["loc"]))[:2] or (str(pydantic_error["msg"]),)
 
 
-def _explain(
-    model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
+def _convert_pydantic_error(
+    model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin], pydantic_error: Any
 ) -> _Mistake:
     """Convert one error of pydantic to a message.
 
@@ -128,82 +137,93 @@ def _explain(
         model: The schema.
         values: All values.
         origins: Origins of values by their path.
-        detail: The error, an item of ``ValidationError.errors()``.
+        pydantic_error: The error, an item of ``ValidationError.errors()``.
     """
-    path = _remove_marks(tuple(map(str, detail["loc"])), detail["type"])
-    target = _follow(model, path, values, unknown=detail["type"] == "extra_forbidden")
+    path = _remove_pydantic_marks(tuple(map(str, pydantic_error["loc"])), pydantic_error["type"])
+    target = _resolve_error_path(
+        model, path, values, is_unknown_key=pydantic_error["type"] == "extra_forbidden"
+    )
     origin = _find_origin(path, origins)
-    cause = detail.get("ctx", {}).get("error")
-    if detail["type"] in ("extra_forbidden", "invalid_key"):
-        if target.group is model:
+    cause = pydantic_error.get("ctx", {}).get("error")
+    if pydantic_error["type"] in ("extra_forbidden", "invalid_key"):
+        if target.schema is model:
             return _Mistake(_describe_extra_key(model, path), origin)
-        takes = tuple(keys.get_settings(target.group))
-        hint = suggest_word(target.label, path[-1], takes) or f"; it takes {', '.join(takes)}"
+        takes = tuple(keys.get_setting_fields(target.schema))
+        hint = format_word_hint(target.label, path[-1], takes) or f"; it takes {', '.join(takes)}"
         return _Mistake(f"unknown key {target.label}.{_format_key(path[-1])}{hint}", origin)
     if target.setting is not None:
-        if detail["type"] == "missing" and target.group is not model:
+        if pydantic_error["type"] == "missing" and target.schema is not model:
             group, _, name = target.label.rpartition(".")
             return _Mistake(f"{group}: has no {name}; set {name}, {target.setting.allowed_values}", origin)
         if isinstance(cause, ValueError):
-            return _Mistake(f"{target.label} {cause}", origin, specific=True)
+            return _Mistake(f"{target.label} {cause}", origin, is_specific=True)
         setting = replace(target.setting, key=target.label)
         return _Mistake(_describe_wrong_value(setting, target.value, origin), origin)
-    if target.group is not model:
+    if target.schema is not model:
         reason = f" {cause}" if isinstance(cause, ValueError) else " must be a mapping"
         return _Mistake(target.label + reason, origin)
-    if path and path[0] in keys.get_sections(model):
+    if path and path[0] in keys.get_section_descriptions(model):
         return _Mistake(_describe_wrong_section(model, path[0], values.get(path[0])), origin)
-    return _Mistake(f"{'.'.join(path)}: {detail['msg']}", None)
+    return _Mistake(f"{'.'.join(path)}: {pydantic_error['msg']}", None)
 
 
-def _remove_marks(path: Path, kind: str) -> Path:
+def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
     """Remove parts that pydantic adds to the path of an error: alternatives of a union, keys of a mapping."""
-    if path[2:3] in ((ONE,), (SEVERAL,)):  # of data.eval; further in, it is the name of a source
+    if path[2:3] in (
+        (SINGLE_EVAL_TAG,),
+        (NAMED_EVAL_TAG,),
+    ):  # of data.eval; further in, it is the name of a source
         path = path[:2] + path[3:]
-    return path[:-1] if path[1:] and path[-1] == "[key]" and kind != "extra_forbidden" else path
+    return path[:-1] if path[1:] and path[-1] == "[key]" and error_type != "extra_forbidden" else path
 
 
-class _Target(NamedTuple):
+class _ErrorTarget(NamedTuple):
     """The part of the schema that an error is about.
 
     Attributes:
         label: Dotted name of the value in messages. Items of a list have their name, or a number from 1.
         setting: The setting, or None for an unknown key, a section, or a group of settings in a list.
-        group: The schema that has the setting: the config, or the group of settings of an item.
+        schema: The schema that has the setting: the config, or the group of settings of an item.
         value: The value of the setting.
     """
 
     label: str
     setting: keys.SettingField | None
-    group: type[BaseModel]
+    schema: type[BaseModel]
     value: Any
 
 
-def _follow(group: type[BaseModel], path: Path, value: Any, *, unknown: bool) -> _Target:
+def _resolve_error_path(
+    schema: type[BaseModel], path: KeyPath, value: Any, *, is_unknown_key: bool
+) -> _ErrorTarget:
     """Follow the path of an error through the schema and the values.
 
     Args:
-        group: The schema of the config.
+        schema: The schema of the config.
         path: Path of the error.
         value: All values.
-        unknown: Whether the last part of the path is a key that the schema does not have.
+        is_unknown_key: Whether the last part of the path is a key that the schema does not have.
     """
     label = ""
     while True:
-        table = keys.get_settings(group)
+        table = keys.get_setting_fields(schema)
         length = next((n for n in range(1, len(path) + 1) if ".".join(path[:n]) in table), 0)
         if not length:
-            return _Target(label, None, group, value)
+            return _ErrorTarget(label, None, schema, value)
         setting = table[".".join(path[:length])]
         label = f"{label}.{setting.key}" if label else setting.key
         for name in path[:length]:
             value = _get_item(value, name)
         path = path[length:]
-        if setting.items is None or not path:
-            return _Target(label, setting, group, value)
-        group = setting.items
+        if setting.item_schema is None or not path:
+            return _ErrorTarget(label, setting, schema, value)
+        schema = setting.item_schema
         # A list or a mapping of groups of settings: the next part is a number or a name.
-        while path and path[0] not in keys.get_settings(group) and not (unknown and len(path) == 1):
+        while (
+            path
+            and path[0] not in keys.get_setting_fields(schema)
+            and not (is_unknown_key and len(path) == 1)
+        ):
             item = _get_item(value, path[0])
             item_name: object = path[0]
             if isinstance(value, list | tuple):
@@ -222,59 +242,63 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
     message = f"{setting.key} must be {setting.allowed_values}, got {format_short_value(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if isinstance(value, bool) and setting.choices:
-        message += suggest_word(setting.key, str(value).lower(), setting.choices)
+        message += format_word_hint(setting.key, str(value).lower(), setting.choices)
     if setting.key == "train.warmup_steps" and isinstance(value, float) and 0 < value < 1:
         return f"{message}; for a share of all steps, set train.warmup_ratio to {value:g}"
     for word in words:
         if isinstance(word, str) and setting.choices and word not in setting.choices:
-            return message + suggest_word(setting.key, word, setting.choices)
-    if isinstance(value, bool | int | float) and setting.accepts_type(str) and not (origin and origin.flag):
+            return message + format_word_hint(setting.key, word, setting.choices)
+    if (
+        isinstance(value, bool | int | float)
+        and setting.accepts_type(str)
+        and not (origin and origin.is_flag)
+    ):
         return message + "; quote text that looks like another type"
     if (
         isinstance(value, str)
         and not setting.accepts_type(str)
-        and isinstance(parse_value(value), int | float)
+        and isinstance(parse_yaml_value(value), int | float)
     ):
         return message + "; leave out its quotes"
     return message
 
 
 def _describe_wrong_section(model: type[BaseModel], section: str, value: object) -> str:
-    table = keys.get_settings(model)
-    message = f"{section} must be a mapping of {_list_names(model, section)}, got {format_short_value(value)}"
+    table = keys.get_setting_fields(model)
+    message = f"{section} must be a mapping of {_format_setting_names(model, section)}, got {format_short_value(value)}"
     if isinstance(value, str):
         name, _, rest = value.partition(" ")
         if rest and f"{section}.{name}" in table:
             return f"{section}: {format_short_value(value)} has no colon; write {name}: {rest[:60]}"
         usual = {"model": "name_or_path", "data": "source"}.get(section, "type")
-        inner = next((name for name in (usual, "config") if f"{section}.{name}" in table), None)
-        words = load_foreign_names().words.get(section, {})
-        translation = words.get(value, f"{{{inner}: {format_short_value(value)}}}")
-        message += "" if inner is None else f"; write {section}: {translation}"
-    return message + find_remedy(section)
+        usual_key = next((name for name in (usual, "config") if f"{section}.{name}" in table), None)
+        words = load_foreign_vocabulary().words.get(section, {})
+        translation = words.get(value, f"{{{usual_key}: {format_short_value(value)}}}")
+        message += "" if usual_key is None else f"; write {section}: {translation}"
+    return message + format_remedy_hint(section)
 
 
-def _describe_extra_key(model: type[BaseModel], path: Path) -> str:
-    *around, name = path
+def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
+    *parents, name = path
     if "." not in name:
         return describe_unknown_key(model, ".".join(path))
     section, _, rest = name.partition(".")
-    if not around and name in keys.get_settings(model):
+    if not parents and name in keys.get_setting_fields(model):
         return f"unknown key '{name}'; dots are for flags, in a file write {section}: {{{rest}: ...}}"
     return f"unknown key {format_short_value(name)}; a key is one word without dots"
 
 
-def _list_names(model: type[BaseModel], section: str) -> str:
-    settings = keys.get_settings(model).values()
+def _format_setting_names(model: type[BaseModel], section: str) -> str:
+    settings = keys.get_setting_fields(model).values()
     names = [setting.name for setting in settings if setting.section == section]
-    return ", ".join(names if section else [*names, *keys.get_sections(model)])
+    return ", ".join(names if section else [*names, *keys.get_section_descriptions(model)])
 
 
 def _format_key(key: str) -> str:
-    return key if key.isprintable() and 0 < len(key) <= MAX_SHOWN else format_short_value(key)
+    return key if key.isprintable() and 0 < len(key) <= MAX_VALUE_CHARACTERS else format_short_value(key)
 
 
-def _find_origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
+def _find_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
     """Return the origin of ``path``, or of its nearest parent."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     import yaml
 
 
-class Fault(NamedTuple):
+class YamlFault(NamedTuple):
     """A mistake in a YAML file."""
 
-    line: int
+    line_index: int
     """Line number, starting at 0."""
 
     reason: str
     remedy: str
 
 
-def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
+def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
     """Find the mistake because of which the parser stopped.
 
     Args:
@@ -38,86 +38,97 @@ def explain_fault(error: yaml.MarkedYAMLError, text: str) -> Fault:
     start_mark = error.context_mark or mark
     start_line = min(start_mark.line, len(lines) - 1)
     if "\\t" in problem:
-        return Fault(error_line, "a tab", "indent with spaces")
+        return YamlFault(error_line, "a tab", "indent with spaces")
     if match := re.match(r"found character '(.)' that cannot start", problem):
-        return Fault(error_line, f"a text that begins with {match[1]}", "put the text in quotes")
+        return YamlFault(error_line, f"a text that begins with {match[1]}", "put the text in quotes")
     if "escape" in problem:
-        return Fault(
+        return YamlFault(
             error_line,
             "an unknown escape sequence in double quotes",
             "use single quotes, or write \\\\ for \\",
         )
     if "alias" in context or "alias" in problem:
-        return Fault(error_line, "a text that begins with *", "put the text in quotes")
+        return YamlFault(error_line, "a text that begins with *", "put the text in quotes")
     if "expected ':'" in problem:
         return _explain_missing_colon(lines, start_line)
     if problem.startswith("mapping values"):
         return _explain_unexpected_colon(lines, error_line, mark.column)
     if "quoted scalar" in context:
         quote = lines[start_line][start_mark.column : start_mark.column + 1]
-        return Fault(start_line, "a quote is not closed", f"write another {quote} at the end of the text")
+        return YamlFault(start_line, "a quote is not closed", f"write another {quote} at the end of the text")
     if "flow sequence" in context or "flow mapping" in context:
         bracket, closing, value = ("[", "]", "list") if "sequence" in context else ("{", "}", "mapping")
         if mark.line == start_mark.line:
             rest = lines[start_line][mark.column :].strip()[:60]
             reason = f"a comma or {closing} is missing before {rest!r}"
-            return Fault(
+            return YamlFault(
                 start_line, reason, "separate the items by commas, and put a text with a colon in quotes"
             )
         remedy = f"write {closing} at the end of the {value}"
-        return Fault(start_line, f"the bracket {bracket} is not closed", remedy)
+        return YamlFault(start_line, f"the bracket {bracket} is not closed", remedy)
     if "block mapping" in context or "block collection" in context:
         return _explain_indentation(lines, error_line, mark.column)
-    return Fault(error_line, problem, "check indentation, quotes and brackets")
+    return YamlFault(error_line, problem, "check indentation, quotes and brackets")
 
 
-def _explain_missing_colon(lines: list[str], number: int) -> Fault:
-    text = _remove_comment(lines[number])
+def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
+    text = _remove_comment(lines[line_index])
     if match := re.match(r"-(?=[^\s-])(.+)", text):
-        return Fault(number, f"{text[:60]!r} has no space after the dash", f"write - {match[1][:60]}")
+        return YamlFault(line_index, f"{text[:60]!r} has no space after the dash", f"write - {match[1][:60]}")
     if match := re.match(r"([\w.]+)[:\uff1a](?=\S)(.+)", text):
-        return Fault(
-            number, f"{text[:60]!r} has no space after the colon", f"write {match[1]}: {match[2][:60]}"
+        return YamlFault(
+            line_index, f"{text[:60]!r} has no space after the colon", f"write {match[1]}: {match[2][:60]}"
         )
     key, _, value = text.partition(" ")
     value = value.lstrip("= ")
     example = f"{key}: {value}".rstrip() if key else "key: value"
-    return Fault(number, f"{text[:60]!r} has no colon", f"write {example[:60]}")
+    return YamlFault(line_index, f"{text[:60]!r} has no colon", f"write {example[:60]}")
 
 
-def _explain_unexpected_colon(lines: list[str], number: int, column: int) -> Fault:
+def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) -> YamlFault:
     """Explain a colon that the parser does not expect.
 
     The line has two colons, the line above has none, or the line is indented too far.
     """
-    before = lines[number][:column]
-    if match := re.search(r":\s+(?!['\"\[{])(\S.*)$", before):  # a second colon in the same line
-        value = match[1] + lines[number][column:]
-        return Fault(
-            number,
+    text_before_colon = lines[line_index][:column]
+    if match := re.search(r":\s+(?!['\"\[{])(\S.*)$", text_before_colon):  # a second colon in the same line
+        value = match[1] + lines[line_index][column:]
+        return YamlFault(
+            line_index,
             f"a second colon in {value.strip()[:60]!r}",
             "put a text with a colon in quotes, and write each key on a separate line",
         )
-    above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), None)
-    if above is None:
-        return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
-    if not re.search(r":(\s|$)", _remove_comment(lines[above])):
-        return _explain_missing_colon(lines, above)
-    if _count_spaces(lines[number]) > _count_spaces(lines[above]):
-        return _explain_indentation(lines, number)
-    return Fault(number, "a colon that does not follow a key", "check indentation, quotes and brackets")
+    previous_index = next((line for line in range(line_index - 1, -1, -1) if _has_content(lines[line])), None)
+    if previous_index is None:
+        return YamlFault(
+            line_index, "a colon that does not follow a key", "check indentation, quotes and brackets"
+        )
+    if not re.search(r":(\s|$)", _remove_comment(lines[previous_index])):
+        return _explain_missing_colon(lines, previous_index)
+    if _count_leading_spaces(lines[line_index]) > _count_leading_spaces(lines[previous_index]):
+        return _explain_indentation(lines, line_index)
+    return YamlFault(
+        line_index, "a colon that does not follow a key", "check indentation, quotes and brackets"
+    )
 
 
-def _explain_indentation(lines: list[str], number: int, column: int = 0) -> Fault:
+def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> YamlFault:
     """Explain a line whose indentation differs from the line above, or text after the end of a value."""
-    above = next((line for line in range(number - 1, -1, -1) if _has_content(lines[line])), number)
-    spaces = _count_spaces(lines[number])
-    if above == number or spaces == _count_spaces(lines[above]) or column > spaces:
-        reason = f"{lines[number][column:].strip()[:60]!r} after the end of a value"
-        return Fault(number, reason, "put the whole value in quotes, or remove this text")
-    return Fault(
-        number,
-        f"this line begins with {spaces} spaces, and line {above + 1} with {_count_spaces(lines[above])}",
+    previous_index = next(
+        (line for line in range(line_index - 1, -1, -1) if _has_content(lines[line])), line_index
+    )
+    spaces = _count_leading_spaces(lines[line_index])
+    if (
+        previous_index == line_index
+        or spaces == _count_leading_spaces(lines[previous_index])
+        or column > spaces
+    ):
+        reason = f"{lines[line_index][column:].strip()[:60]!r} after the end of a value"
+        return YamlFault(line_index, reason, "put the whole value in quotes, or remove this text")
+    return YamlFault(
+        line_index,
+        f"this line begins with {spaces} spaces, and line {previous_index + 1} with "
+        f"{_count_leading_spaces(lines[previous_index])}",
         "begin all keys of a section with the same number of spaces",
     )
 
@@ -130,5 +141,5 @@ def _remove_comment(line: str) -> str:
     return re.split(r"(?:^|\s)#", line)[0].strip()
 
 
-def _count_spaces(line: str) -> int:
+def _count_leading_spaces(line: str) -> int:
     return len(line) - len(line.lstrip(" "))

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from portable.config.yaml_faults import explain_fault
-from portable.converters.storage.path_or_url import in_store, suggest_path
+from portable.config.yaml_faults import find_yaml_fault
+from portable.converters.storage.path_or_url import format_path_suggestion, is_in_store
 from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
-    from portable.config.origins import Path
-    from portable.converters.storage.path_or_url import Place
+    from portable.config.origins import KeyPath
+    from portable.converters.storage.path_or_url import AnyPath
 
-MAX_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 """Size of a config file at most."""
 
 
@@ -49,7 +49,7 @@ CORE_SCHEMA = (
 )
 """Rules of the YAML 1.2 core schema. A scalar that matches none of them is text."""
 
-TAG = "tag:yaml.org,2002:"
+YAML_TAG_PREFIX = "tag:yaml.org,2002:"
 _MAX_NODES = 100_000
 _MAX_DIGITS = 3500
 """Digits of an integer at most. Python refuses to print longer integers, also in hexadecimal."""
@@ -63,7 +63,7 @@ class _CoreLoader(yaml.SafeLoader):
 
 
 for _tag, _pattern, _first in CORE_SCHEMA:
-    _CoreLoader.add_implicit_resolver(TAG + _tag, re.compile(rf"^(?:{_pattern})$"), _first)
+    _CoreLoader.add_implicit_resolver(YAML_TAG_PREFIX + _tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 @dataclass
@@ -76,20 +76,20 @@ class YamlDocument:
     """
 
     value: Any
-    lines: dict[Path, int]
+    lines: dict[KeyPath, int]
 
 
-def parse_file(path: Place) -> YamlDocument:
+def read_yaml_file(path: AnyPath) -> YamlDocument:
     """Parse a YAML file.
 
     Raises:
         UserError: If the file cannot be read or is not valid YAML.
     """
-    return parse(read_text(path), str(path))
+    return parse_yaml(read_config_text(path), str(path))
 
 
-def read_text(path: Place, key: str | None = None) -> str:
-    """Read the text of a config file, of at most :data:`MAX_BYTES`.
+def read_config_text(path: AnyPath, key: str | None = None) -> str:
+    """Read the text of a config file, of at most :data:`MAX_CONFIG_BYTES`.
 
     Args:
         path: The file.
@@ -98,106 +98,108 @@ def read_text(path: Place, key: str | None = None) -> str:
     Raises:
         UserError: If the file cannot be read, is too large, or is not text.
     """
-    start = "" if key is None else f"{key}: "
+    message_prefix = "" if key is None else f"{key}: "
     try:
-        if in_store(path):
+        if is_in_store(path):
             content = path.read_bytes()
         else:
             with path.open("rb") as file:
-                content = file.read(MAX_BYTES + 1)
+                content = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         reason = f"{error.strerror or error}"
         if isinstance(error, FileNotFoundError):
-            reason += suggest_path(path)
-        raise UserError(to_one_line(f"{start}{path}: cannot read the config: {reason}")) from error
+            reason += format_path_suggestion(path)
+        raise UserError(to_one_line(f"{message_prefix}{path}: cannot read the config: {reason}")) from error
     except ValueError as error:
-        raise UserError(to_one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{start}{path}: not a config file: larger than a megabyte")
+        raise UserError(
+            to_one_line(f"{message_prefix}{str(path)!r}: cannot read the config: {error}")
+        ) from error
+    if len(content) > MAX_CONFIG_BYTES:
+        raise UserError(f"{message_prefix}{path}: not a config file: larger than a megabyte")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{start}{path}: not a config file: not UTF-8 text") from error
+        raise UserError(f"{message_prefix}{path}: not a config file: not UTF-8 text") from error
 
 
-def parse(text: str, name: str, *, most: int = _MAX_NODES) -> YamlDocument:
+def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> YamlDocument:
     """Parse a YAML document.
 
     Args:
         text: The document.
-        name: Name of the file or flag, used in error messages.
-        most: Largest number of values, counted with each use of an alias.
+        file_name: Name of the file or flag, used in error messages.
+        max_nodes: Largest number of values, counted with each use of an alias.
 
     Raises:
         UserError: If the document is not valid, or too large.
     """
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
-        reader = _NodeReader(name, most)
-        value = None if node is None else reader.read(node, ())
+        converter = _NodeConverter(file_name, max_nodes)
+        value = None if node is None else converter.convert_node(node, ())
     except _PARSER_FAULTS as error:
-        raise UserError(_describe_error(name, text, error)) from error
-    return YamlDocument(value, reader.lines)
+        raise UserError(_describe_parser_error(file_name, text, error)) from error
+    return YamlDocument(value, converter.lines)
 
 
-def parse_value(text: str) -> Any:
+def parse_yaml_value(text: str) -> Any:
     """Parse the value of a flag as YAML. Invalid YAML is text."""
     try:
-        return parse(text, "value").value
+        return parse_yaml(text, "value").value
     except UserError:
         return text
 
 
-def parse_mapping(text: str, flag: str) -> Any:
+def parse_mapping_or_text(text: str, flag: str) -> Any:
     """Parse the value of a flag that takes a mapping or text.
 
     Raises:
         UserError: If the text begins with a brace and is not a valid mapping.
     """
-    return parse(text, flag).value if text.startswith("{") else parse_value(text)
+    return parse_yaml(text, flag).value if text.startswith("{") else parse_yaml_value(text)
 
 
-def _describe_error(name: str, text: str, error: BaseException) -> str:
+def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        fault = explain_fault(error, text)
-        return to_one_line(f"{name}:{fault.line + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
+        fault = find_yaml_fault(error, text)
+        return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
     if isinstance(error, RecursionError):
         return f"{name}: not a config file: nested too deeply"
     return to_one_line(f"{name}: not valid YAML: {to_one_line(error)}")
 
 
 @dataclass
-class _NodeReader:
+class _NodeConverter:
     """Converter from PyYAML's nodes to plain values, which records line numbers."""
 
     name: str
-    most: int
-    lines: dict[Path, int] = field(default_factory=dict)
-    _open: set[int] = field(default_factory=set)
-    _nodes: int = 0
+    max_nodes: int
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    _open_node_ids: set[int] = field(default_factory=set)
+    _num_nodes: int = 0
 
-    def read(self, node: yaml.Node, path: Path) -> Any:
+    def convert_node(self, node: yaml.Node, path: KeyPath) -> Any:
         """Convert a node and the nodes inside it."""
-        self._nodes += 1
+        self._num_nodes += 1
         # Nested aliases can expand a short file to more than fits in memory.
-        if id(node) in self._open or self._nodes > self.most:
+        if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
             raise self._build_error(node, "a recursive alias, or a file too large for a config")
-        self._open.add(id(node))
+        self._open_node_ids.add(id(node))
         try:
-            return self._convert(node, path)
+            return self._convert_by_tag(node, path)
         finally:
-            self._open.discard(id(node))
+            self._open_node_ids.discard(id(node))
 
-    def _convert(self, node: yaml.Node, path: Path) -> Any:
-        if isinstance(node, yaml.MappingNode) and node.tag == TAG + "map":
+    def _convert_by_tag(self, node: yaml.Node, path: KeyPath) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG_PREFIX + "map":
             return self._convert_mapping(node, path)
-        if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
-            return [self.read(item, (*path, str(i))) for i, item in enumerate(node.value)]
+        if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG_PREFIX + "seq":
+            return [self.convert_node(item, (*path, str(i))) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._convert_scalar(node)
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
-    def _convert_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -210,11 +212,11 @@ class _NodeReader:
                 first = f", first on line {self.lines[inner]}"
                 raise self._build_error(key_node, f"duplicate key {'.'.join(inner)}{first}")
             self.lines[inner] = line
-            result[key] = self.read(value_node, inner)
+            result[key] = self.convert_node(value_node, inner)
         return result
 
     def _convert_scalar(self, node: yaml.ScalarNode) -> Any:
-        kind, text = node.tag.removeprefix(TAG), str(node.value)
+        kind, text = node.tag.removeprefix(YAML_TAG_PREFIX), str(node.value)
         try:
             if kind == "str":
                 return text

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from portable.config import keys
-from portable.config.yaml_text import CORE_SCHEMA, TAG
+from portable.config.yaml_text import CORE_SCHEMA, YAML_TAG_PREFIX
 
 if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
 
-_WIDTH = 80
+_LINE_WIDTH = 80
 
 
 class _Dumper(yaml.SafeDumper):
@@ -26,12 +26,12 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _pattern, _first in CORE_SCHEMA:
-    _Dumper.add_implicit_resolver(TAG + _tag, re.compile(rf"^(?:{_pattern})$"), _first)
+    _Dumper.add_implicit_resolver(YAML_TAG_PREFIX + _tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
     flat = not any(isinstance(item, dict | list) for item in items)
-    return dumper.represent_sequence(TAG + "seq", items, flow_style=flat)
+    return dumper.represent_sequence(YAML_TAG_PREFIX + "seq", items, flow_style=flat)
 
 
 _Dumper.add_representer(list, _represent_list)
@@ -42,30 +42,30 @@ def dump_yaml(config: RunConfig) -> str:
 
     Sections whose defaults are all null contain only the settings that are not null.
     """
-    tree, about = _nest(config), keys.get_sections(type(config))
+    tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []
     for name, value in tree.items():
-        if name in about:
-            comment = textwrap.wrap(about[name], _WIDTH - 2, break_on_hyphens=False)
+        if name in section_descriptions:
+            comment = textwrap.wrap(section_descriptions[name], _LINE_WIDTH - 2, break_on_hyphens=False)
             parts.append("".join(["\n", *(f"# {line}\n" for line in comment)]))
-        parts.append(as_yaml({name: value}))
+        parts.append(format_yaml({name: value}))
     return "".join(parts).lstrip("\n")
 
 
-def _nest(config: RunConfig) -> dict[str, Any]:
+def _nest_settings(config: RunConfig) -> dict[str, Any]:
     """Return the values nested as in the file: the top level, then every section."""
-    table, sections = keys.get_settings(type(config)), keys.get_sections(type(config))
-    tree: dict[str, Any] = {key: config.get(key) for key, setting in table.items() if not setting.section}
+    settings, sections = keys.get_setting_fields(type(config)), keys.get_section_descriptions(type(config))
+    tree: dict[str, Any] = {key: config.get(key) for key, setting in settings.items() if not setting.section}
     for section in sections:
-        inside = [setting for setting in table.values() if setting.section == section]
-        optional = all(setting.default is None for setting in inside)
-        values = {setting.name: config.get(setting.key) for setting in inside}
-        tree[section] = {name: v for name, v in values.items() if not (optional and v is None)}
-    plain: dict[str, Any] = keys.to_plain(tree)
+        section_settings = [setting for setting in settings.values() if setting.section == section]
+        has_only_null_defaults = all(setting.default is None for setting in section_settings)
+        values = {setting.name: config.get(setting.key) for setting in section_settings}
+        tree[section] = {name: v for name, v in values.items() if not (has_only_null_defaults and v is None)}
+    plain: dict[str, Any] = keys.to_plain_value(tree)
     return plain
 
 
-def as_yaml(value: dict[str, Any], width: float = _WIDTH) -> str:
+def format_yaml(value: dict[str, Any], width: float = _LINE_WIDTH) -> str:
     """Write plain values as YAML that reads back as the same values.
 
     Args:

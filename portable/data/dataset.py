@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 from typing_extensions import Unpack
 
-from portable.config.sources import ALONE, format_training_key, get_held_out_name, get_weight_schedule
+from portable.config.sources import (
+    ONLY_SOURCE,
+    format_training_source_key,
+    get_held_out_source_name,
+    get_weight_schedule,
+)
 from portable.data.samples.base import SampleRange, split_documents
-from portable.data.samples.classes import Classes, KnownClasses, Problem, map_classes, map_eval_classes
-from portable.data.sizes import DataSizes, EvalSize, compute_sizes
-from portable.data.sources.documents import compute_digest
-from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
+from portable.data.samples.classes import (
+    LabelMapping,
+    ModelClasses,
+    ProblemType,
+    map_eval_labels_to_outputs,
+    map_labels_to_outputs,
+)
+from portable.data.sizes import DataSizes, EvalSize, compute_data_sizes
+from portable.data.sources.documents import compute_text_digest
+from portable.data.sources.source import CAUSAL, CLASSIFICATION, CUSTOM_SAMPLES, MASKED
 from portable.data.sources.source_kinds import (
-    StreamedFiles,
-    get_evaluation_settings,
-    get_training_settings,
+    StreamSource,
+    build_evaluation_settings,
+    build_training_settings,
     open_source,
 )
 from portable.data.tokenization import TokenizationContext
@@ -26,9 +37,9 @@ from portable.data.tokens.tokenizer import (
     Vocabulary,
     add_tokens,
     get_trained_tokenizer_folder,
-    get_trained_vocab_size,
-    is_trained,
+    has_trained_tokenizer,
     load_tokenizer,
+    resolve_trained_vocab_size,
     train_tokenizer,
 )
 from portable.errors import UserError
@@ -41,14 +52,14 @@ if TYPE_CHECKING:
     from portable.data.samples.mixture import MixtureShare
     from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import DataSource, SourceSettings
-    from portable.data.stream import Stream
+    from portable.data.stream import StreamSamples
     from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.special_tokens import Frame
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data of a run."""
 
     tokenizer: Any
@@ -60,33 +71,33 @@ class Data:
     """A digest of every token and label; equal on all machines with the same text and tokenizer."""
     vocab_size: int
     """One more than the tokenizer's largest id: the minimum size of the model's embedding."""
-    classes: Classes | None = None
+    classes: LabelMapping | None = None
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
-    opened: Mapping[str, TokenizedSource] = field(default_factory=dict)
+    tokenized_sources: Mapping[str, TokenizedSource] = field(default_factory=dict)
     """The sources of ``train`` as tokens, by name; the only one has the empty name."""
-    end_of_turn: int | None = None
+    end_of_turn_token: int | None = None
     """For conversations, the token after which the assistant has said everything."""
-    streams: tuple[str, ...] = ()
-    """The names of the sources that are read while the run trains; ``opened`` has the first part of each."""
+    stream_names: tuple[str, ...] = ()
+    """The names of the sources that are read while the run trains; ``tokenized_sources`` has the first part of each."""
     eval_fingerprints: Mapping[str, str] = field(default_factory=dict)
     """The same for each source of ``data.eval``. It may change between the launches of a run."""
 
     @property
-    def tokens(self) -> TokenCache:
+    def first_tokens(self) -> TokenCache:
         """All tokens of the first source of ``train``."""
-        return next(iter(self.opened.values())).tokens
+        return next(iter(self.tokenized_sources.values())).tokens
 
     @property
-    def eval(self) -> Samples | None:
+    def first_eval(self) -> Samples | None:
         """The first of ``evals``."""
         return next(iter(self.evals.values()), None)
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """For classification, the classes in the order of their ids."""
-        return () if self.classes is None else self.classes.names
+        return () if self.classes is None else self.classes.output_names
 
     @property
     def num_labels(self) -> int | None:
@@ -97,7 +108,7 @@ class Data:
         return str(self.sizes)
 
 
-class Hints(TypedDict, total=False):
+class ModelDataHints(TypedDict, total=False):
     """What a model and its loss say about their data."""
 
     model_tokenizer: str | None
@@ -130,25 +141,27 @@ class _RunSamples(NamedTuple):
     evals: dict[str, Samples]
 
 
-def _build_samples(settings: DataConfig, sources: RunSources, classes: Classes | None) -> _RunSamples:
+def _build_run_samples(
+    settings: DataConfig, sources: RunSources, classes: LabelMapping | None
+) -> _RunSamples:
     """The samples of each source: to train on, and to evaluate on, with those held out at the end."""
-    first = next(iter(sources.tokenized.values()))
+    first = next(iter(sources.tokenized_training_sources.values()))
     train: dict[str, Samples] = {}
     held_out: dict[str, Samples] = {}
-    for name, tokenized in sources.tokenized.items():
+    for name, tokenized in sources.tokenized_training_sources.items():
         with tokenized.settings.convert_errors():
             if name in sources.streams:
                 train[name] = sources.streams[name]
                 continue
             source_classes = classes if tokenized is first else _map_eval_classes(classes, first, tokenized)
-            to_train, held_out_part = tokenized.split_parts()
+            to_train, held_out_part = tokenized.split_samples()
             train[name] = tokenized.build_samples(to_train, source_classes)
             if held_out_part.num_samples:
-                held_out[name or get_held_out_name(settings)] = tokenized.build_samples(
+                held_out[name or get_held_out_source_name(settings)] = tokenized.build_samples(
                     held_out_part, source_classes
                 )
     evals: dict[str, Samples] = {}
-    for name, tokenized in sources.evaluated.items():
+    for name, tokenized in sources.tokenized_eval_sources.items():
         with tokenized.settings.convert_errors():
             evals[name] = tokenized.build_samples(classes=_map_eval_classes(classes, first, tokenized))
     return _RunSamples(train, evals | held_out)
@@ -158,12 +171,12 @@ def build_data(
     settings: DataConfig,
     *,
     task: str = CAUSAL,
-    known_classes: KnownClasses | None = None,
-    problem: Problem | None = None,
+    model_classes: ModelClasses | None = None,
+    problem_type: ProblemType | None = None,
     global_batch_size: int = 1,
     progress: bool = False,
-    **hints: Unpack[Hints],
-) -> Data:
+    **hints: Unpack[ModelDataHints],
+) -> RunData:
     """Open the data. Tokenizes it first if it is not cached.
 
     Every rank calls this with the same arguments. On each machine one rank builds what is missing in the
@@ -172,8 +185,8 @@ def build_data(
     Args:
         settings: the ``data`` section.
         task: one of ``TASKS``.
-        known_classes: the classes of the model, if any.
-        problem: ``problem_type`` of the model's config.
+        model_classes: the classes of the model, if any.
+        problem_type: ``problem_type`` of the model's config.
         global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
@@ -183,44 +196,48 @@ def build_data(
     sources = open_sources(settings, task, progress=progress, **hints)
     context = sources.context
     assert context is not None
-    if sources.finished_source is not None:
-        return _build_finished_data(settings, sources, context, hints.get("model_vocab_size") or 0)
-    opened, streams = sources.tokenized, sources.streams
+    if sources.custom_samples_source is not None:
+        return _build_custom_sample_data(settings, sources, context, hints.get("model_vocab_size") or 0)
+    opened, streams = sources.tokenized_training_sources, sources.streams
     first = next(iter(opened.values()))
-    classes: Classes | None = None
+    classes: LabelMapping | None = None
     if task == CLASSIFICATION:
-        classes = map_classes(first.tokens, first.source.class_names, known_classes, problem)
-    train, evals = _build_samples(settings, sources, classes)
+        classes = map_labels_to_outputs(first.tokens, first.source.class_names, model_classes, problem_type)
+    train, evals = _build_run_samples(settings, sources, classes)
     prints = {
         name: streams[name].fingerprint if name in streams else source.tokens.fingerprint
         for name, source in opened.items()
     }
-    mixed = _build_mixture(settings, train, global_batch_size, task) if ALONE not in train else None
-    return Data(
+    mixed = _build_mixture(settings, train, global_batch_size, task) if ONLY_SOURCE not in train else None
+    return RunData(
         tokenizer=context.tokenizer,
-        train=mixed or train[ALONE],
+        train=mixed or train[ONLY_SOURCE],
         evals=evals,
         sizes=sources.compute_sizes(),
-        fingerprint=prints[ALONE] if mixed is None else _compute_fingerprint(settings, prints),
+        fingerprint=prints[ONLY_SOURCE] if mixed is None else _compute_mixture_fingerprint(settings, prints),
         vocab_size=context.vocabulary.size,
         classes=classes,
         target_frame=context.build_target_frame(first.settings),
-        opened=opened,
-        end_of_turn=sources.end_of_turn,
-        streams=tuple(streams),
-        eval_fingerprints={name: source.tokens.fingerprint for name, source in sources.evaluated.items()},
+        tokenized_sources=opened,
+        end_of_turn_token=sources.end_of_turn_token,
+        stream_names=tuple(streams),
+        eval_fingerprints={
+            name: source.tokens.fingerprint for name, source in sources.tokenized_eval_sources.items()
+        },
     )
 
 
-def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hints]) -> DataSizes:
+def inspect_data_sizes(
+    settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[ModelDataHints]
+) -> DataSizes:
     """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
 
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
     sources = open_sources(settings, task, offline=True, **hints)
-    if sources.finished_source is not None and sources.context is not None:
-        return _build_finished_data(
+    if sources.custom_samples_source is not None and sources.context is not None:
+        return _build_custom_sample_data(
             settings, sources, sources.context, hints.get("model_vocab_size") or 0
         ).sizes
     return sources.compute_sizes()
@@ -231,63 +248,74 @@ class RunSources:
     """The sources of a run, and what is known of their tokens.
 
     Attributes:
-        training, evals: by name; the only one has the empty name.
-        tokenizer: its name, if it is not trained.
+        training_sources, eval_sources: by name; the only one has the empty name.
+        tokenizer_name: its name, if it is not trained.
         vocab_size: one more than the tokenizer's largest id.
         context: what tokenizes; None while the tokenizer is not here.
-        tokenized, evaluated: those whose tokens are here; of a stream, the first part.
-        streams: the samples of streams.
-        end_of_turn: for conversations, the token that ends an answer, as far as it is known.
+        tokenized_training_sources, tokenized_eval_sources: those whose tokens are here; of a stream, the
+        first part. streams: the samples of streams.
+        end_of_turn_token: for conversations, the token that ends an answer, as far as it is known.
     """
 
-    training: dict[str, DataSource]
-    evals: dict[str, DataSource]
-    tokenizer: str | None = None
+    training_sources: dict[str, DataSource]
+    eval_sources: dict[str, DataSource]
+    tokenizer_name: str | None = None
     vocab_size: int | None = None
     context: TokenizationContext | None = None
-    tokenized: dict[str, TokenizedSource] = field(default_factory=dict)
-    evaluated: dict[str, TokenizedSource] = field(default_factory=dict)
-    streams: dict[str, Stream] = field(default_factory=dict)
-    end_of_turn: int | None = None
+    tokenized_training_sources: dict[str, TokenizedSource] = field(default_factory=dict)
+    tokenized_eval_sources: dict[str, TokenizedSource] = field(default_factory=dict)
+    streams: dict[str, StreamSamples] = field(default_factory=dict)
+    end_of_turn_token: int | None = None
 
     @property
-    def combined_source(self) -> DataSource:
+    def joined_training_source(self) -> DataSource:
         """All that is trained on."""
-        if ALONE in self.training:
-            return self.training[ALONE]
-        from portable.data.sources.joined_sources import JoinedSource
+        if ONLY_SOURCE in self.training_sources:
+            return self.training_sources[ONLY_SOURCE]
+        from portable.data.sources.joined_sources import InterleavedSource
 
-        return JoinedSource(list(self.training.values()))
+        return InterleavedSource(list(self.training_sources.values()))
 
     @property
-    def finished_source(self) -> DataSource | None:
+    def custom_samples_source(self) -> DataSource | None:
         """The only source, if its records are finished samples."""
-        for name, source in self.training.items():
-            if source.settings.data.format == FINISHED:
+        for name, source in self.training_sources.items():
+            if source.settings.data.format == CUSTOM_SAMPLES:
                 if name:
                     raise UserError(
-                        f"{format_training_key(name)}: finished samples cannot be a part of a mixture"
+                        f"{format_training_source_key(name)}: finished samples cannot be a part of a mixture"
                     )
                 return source
         return None
 
     def compute_sizes(self) -> DataSizes:
-        local_sources = {name: source for name, source in self.tokenized.items() if name not in self.streams}
-        counts = {name: source.count_samples().train for name, source in self.evaluated.items()}
-        context, trained_on = self.context, self.combined_source.contents if self.evals else frozenset()
-        sizes = compute_sizes(self.training, local_sources, self.tokenizer, self.vocab_size)
-        evaluated = (source.tokens.meta for source in self.evaluated.values())
+        local_sources = {
+            name: source
+            for name, source in self.tokenized_training_sources.items()
+            if name not in self.streams
+        }
+        counts = {name: source.count_samples().train for name, source in self.tokenized_eval_sources.items()}
+        context, trained_on = (
+            self.context,
+            self.joined_training_source.content_digests if self.eval_sources else frozenset(),
+        )
+        sizes = compute_data_sizes(self.training_sources, local_sources, self.tokenizer_name, self.vocab_size)
+        evaluated = (source.tokens.meta for source in self.tokenized_eval_sources.values())
         notes = [note for meta in evaluated for note in meta.get("notes", ())]
         return replace(
             sizes,
             notes=tuple(dict.fromkeys([*sizes.notes, *notes])),
-            evals={name: EvalSize(source.name, counts.get(name)) for name, source in self.evals.items()},
-            trained_on=tuple(name for name, source in self.evals.items() if trained_on & source.contents),
-            opened=None if context is None else context.tokenizer,
-            end_of_turn=self.end_of_turn,
+            evals={
+                name: EvalSize(source.name, counts.get(name)) for name, source in self.eval_sources.items()
+            },
+            evals_in_training_data=tuple(
+                name for name, source in self.eval_sources.items() if trained_on & source.content_digests
+            ),
+            tokenizer_object=None if context is None else context.tokenizer,
+            end_of_turn_token=self.end_of_turn_token,
             target_frame=None
             if context is None
-            else context.build_target_frame(next(iter(self.training.values())).settings),
+            else context.build_target_frame(next(iter(self.training_sources.values())).settings),
         )
 
 
@@ -298,7 +326,7 @@ def open_sources(
     offline: bool = False,
     tokenize: bool = True,
     progress: bool = False,
-    **hints: Unpack[Hints],
+    **hints: Unpack[ModelDataHints],
 ) -> RunSources:
     """Open the sources, then their tokenizer, then their tokens; what is not cached is made.
 
@@ -307,11 +335,11 @@ def open_sources(
         tokenize: make tokens.
     """
     sources = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
-    _open_training(sources.training, get_training_settings(settings, task, offline=offline))
-    _open_evals(sources, get_evaluation_settings(settings, task, offline=offline))
-    if sources.tokenizer is None and sources.finished_source is not None and not offline:
+    _open_training_sources(sources.training_sources, build_training_settings(settings, task, offline=offline))
+    _open_eval_sources(sources, build_evaluation_settings(settings, task, offline=offline))
+    if sources.tokenizer_name is None and sources.custom_samples_source is not None and not offline:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    tokenizer = _open_tokenizer(sources, settings, hints)
+    tokenizer = _load_or_train_tokenizer(sources, settings, hints)
     if tokenizer is None:
         return sources
     context = sources.context = TokenizationContext(
@@ -322,96 +350,113 @@ def open_sources(
         decoder_start_token_id=hints.get("decoder_start_token_id"),
         label_shift=hints.get("label_shift"),
         pad_left=hints.get("pad_left", False),
-        whole=hints.get("whole", False),
-        with_last=hints.get("with_last", False),
+        keep_last_input=hints.get("whole", False),
+        keep_last_input_if_room=hints.get("with_last", False),
     )
-    context.check(ends_texts=hints.get("ends_texts", False))
+    context.check_special_tokens(ends_texts=hints.get("ends_texts", False))
     sources.vocab_size = context.vocabulary.size
-    if not tokenize or sources.finished_source is not None:
+    if not tokenize or sources.custom_samples_source is not None:
         return sources
-    for name, source in sources.training.items():
+    for name, source in sources.training_sources.items():
         with source.settings.convert_errors():
-            tokenized = context.open_cached(source) if offline else None
-            if not offline and isinstance(source, StreamedFiles):
-                sources.streams[name], tokenized = context.open_stream(source, name)
+            tokenized = context.open_cached_source(source) if offline else None
+            if not offline and isinstance(source, StreamSource):
+                sources.streams[name], tokenized = context.open_stream_source(source, name)
             elif not offline:
-                tokenized = context.open(source, progress=progress)
+                tokenized = context.tokenize_source(source, progress=progress)
             if tokenized is not None:
-                sources.tokenized[name] = tokenized
+                sources.tokenized_training_sources[name] = tokenized
                 if name not in sources.streams:
-                    tokenized.check_ends()
-            end = context.find_end_of_turn(source) if tokenized is None else tokenized.end_of_turn
-            sources.end_of_turn = end if sources.end_of_turn is None else sources.end_of_turn
-    for name, source in sources.evals.items():
+                    tokenized.check_end_of_turn_kept()
+            end = context.find_end_of_turn(source) if tokenized is None else tokenized.end_of_turn_token
+            sources.end_of_turn_token = (
+                end if sources.end_of_turn_token is None else sources.end_of_turn_token
+            )
+    for name, source in sources.eval_sources.items():
         with source.settings.convert_errors():
-            tokenized = context.open_cached(source) if offline else context.open(source, progress=progress)
+            tokenized = (
+                context.open_cached_source(source)
+                if offline
+                else context.tokenize_source(source, progress=progress)
+            )
             if tokenized is not None:
-                sources.evaluated[name] = tokenized
+                sources.tokenized_eval_sources[name] = tokenized
             else:
                 context.find_end_of_turn(source)
     return sources
 
 
-def _open_source(settings: SourceSettings) -> DataSource:
+def _open_and_detect_format(settings: SourceSettings) -> DataSource:
     source = open_source(settings)
-    if not (settings.offline and source.downloads):
-        source.detect_format()
+    if not (settings.offline and source.downloads_to_read):
+        source.detect_and_set_format()
     return source
 
 
-def _open_training(opened: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]) -> None:
+def _open_training_sources(
+    sources_by_name: dict[str, DataSource], settings_by_name: Mapping[str, SourceSettings]
+) -> None:
     keys: dict[str, str] = {}
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
-            source = opened[name] = _open_source(settings)
+            source = sources_by_name[name] = _open_and_detect_format(settings)
             if name or settings.offline:
-                source.check()
-            if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
+                source.check_readable()
+            if (
+                name
+                and not source.downloads_to_open
+                and (twin := keys.setdefault(source.cache_key, name)) != name
+            ):
                 raise UserError(
-                    f"{format_training_key(name)}: has the same data as {format_training_key(twin)}; to "
-                    "repeat it, raise the weight or epochs of one of them"
+                    f"{format_training_source_key(name)}: has the same data as "
+                    f"{format_training_source_key(twin)}; to repeat it, raise the weight or epochs of one of "
+                    "them"
                 )
 
 
-def _open_evals(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
+def _open_eval_sources(sources: RunSources, settings_by_name: Mapping[str, SourceSettings]) -> None:
     for name, settings in settings_by_name.items():
         with settings.convert_errors():
-            source = sources.evals[name] = _open_source(settings)
-            source.check()
+            source = sources.eval_sources[name] = _open_and_detect_format(settings)
+            source.check_readable()
         readable_sources = [
-            other for other in (source, *sources.training.values()) if not (settings.offline and other.remote)
+            other
+            for other in (source, *sources.training_sources.values())
+            if not (settings.offline and other.downloads_to_open)
         ]
-        if source in readable_sources and source.key in {
-            other.key for other in readable_sources if other is not source
+        if source in readable_sources and source.cache_key in {
+            other.cache_key for other in readable_sources if other is not source
         }:
-            raise UserError(f"{settings.key}: is the training data itself; name other files or another split")
+            raise UserError(
+                f"{settings.config_key}: is the training data itself; name other files or another split"
+            )
 
 
-def _open_tokenizer(run_sources: RunSources, settings: DataConfig, hints: Hints) -> Any:
+def _load_or_train_tokenizer(run_sources: RunSources, settings: DataConfig, hints: ModelDataHints) -> Any:
     """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
 
     None if it would have to be trained or downloaded, and nothing may be.
     """
-    sources, combined_source = list(run_sources.training.values()), run_sources.combined_source
+    sources, combined_source = list(run_sources.training_sources.values()), run_sources.joined_training_source
     first = sources[0].settings
-    name = run_sources.tokenizer
-    if name is None and not (first.offline and combined_source.downloads):
+    name = run_sources.tokenizer_name
+    if name is None and not (first.offline and combined_source.downloads_to_read):
         tokenizer_folder = next(
             (folder for source in sources if (folder := source.find_tokenizer_folder()) is not None), None
         )
-        name = run_sources.tokenizer = None if tokenizer_folder is None else str(tokenizer_folder)
+        name = run_sources.tokenizer_name = None if tokenizer_folder is None else str(tokenizer_folder)
     path = name
     if name is None:
         size = settings.vocab_size or hints.get("model_vocab_size")
         chat = any(source.settings.has_conversations for source in sources)
         options = {"mask": first.task == MASKED, "ends": hints.get("ends_texts", False), "chat": chat}
-        cache = replace(first, data=settings.model_copy(update={"stream": False})).cache
-        run_sources.vocab_size = get_trained_vocab_size(size, mask=options["mask"])
+        cache = replace(first, data=settings.model_copy(update={"stream": False})).cache_folder
+        run_sources.vocab_size = resolve_trained_vocab_size(size, mask=options["mask"])
         if not first.offline:
             tokenizer = train_tokenizer(combined_source, size, cache, **options)
-        elif combined_source.remote:
+        elif combined_source.downloads_to_open:
             return None
-        elif is_trained(
+        elif has_trained_tokenizer(
             trained := get_trained_tokenizer_folder(combined_source, run_sources.vocab_size, cache, **options)
         ):
             path = str(trained)
@@ -421,7 +466,7 @@ def _open_tokenizer(run_sources: RunSources, settings: DataConfig, hints: Hints)
                 path,
                 offline=first.offline,
                 trust_remote_code=hints.get("trust_remote_code", False),
-                **first.languages,
+                **first.tokenizer_languages,
             )
         except UserError:
             if not first.offline or (name is not None and Path(name).exists()):
@@ -433,7 +478,7 @@ def _open_tokenizer(run_sources: RunSources, settings: DataConfig, hints: Hints)
     return tokenizer
 
 
-def _list_shares(settings: DataConfig) -> dict[str, MixtureShare]:
+def _read_mixture_shares(settings: DataConfig) -> dict[str, MixtureShare]:
     """Weight and epochs of each source of a mixture; one without either is read once."""
     from portable.data.samples.mixture import MixtureShare
 
@@ -449,36 +494,42 @@ def _list_shares(settings: DataConfig) -> dict[str, MixtureShare]:
 def _build_mixture(
     settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str
 ) -> Samples:
-    from portable.data.samples.mixture import Mixture
+    from portable.data.samples.mixture import MixtureSamples
 
     phases = [(step * step_samples, weights) for step, weights in get_weight_schedule(settings)]
-    return Mixture(train, _list_shares(settings), phases, marked=task != CLASSIFICATION)
+    return MixtureSamples(
+        train, _read_mixture_shares(settings), phases, with_source_column=task != CLASSIFICATION
+    )
 
 
-def _compute_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
+def _compute_mixture_fingerprint(settings: DataConfig, token_fingerprints: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, share.weight, share.epochs) for name, share in _list_shares(settings).items()]
-    return compute_digest(repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings))))
+    shares = [(name, share.weight, share.epochs) for name, share in _read_mixture_shares(settings).items()]
+    return compute_text_digest(
+        repr((shares, list(token_fingerprints.items()), get_weight_schedule(settings)))
+    )
 
 
 def _map_eval_classes(
-    classes: Classes | None, training: TokenizedSource, other: TokenizedSource
-) -> Classes | None:
+    classes: LabelMapping | None, training: TokenizedSource, other: TokenizedSource
+) -> LabelMapping | None:
     if classes is None:
         return None
     declared = training.source.class_names
-    return map_eval_classes(classes, training.tokens, declared, other.tokens, other.source.class_names)
+    return map_eval_labels_to_outputs(
+        classes, training.tokens, declared, other.tokens, other.source.class_names
+    )
 
 
-def _build_finished_data(
+def _build_custom_sample_data(
     settings: DataConfig, sources: RunSources, context: TokenizationContext, model_vocab_size: int
-) -> Data:
+) -> RunData:
     """The data of code of the user's that gives finished samples."""
-    from portable.data.samples.custom_samples import FinishedSamples
+    from portable.data.samples.custom_samples import CustomSamples
 
     vocab_size = max(context.vocabulary.size, model_vocab_size)
 
-    def build_samples(data_source: DataSource, part: SampleRange | None = None) -> FinishedSamples:
+    def build_samples(data_source: DataSource, part: SampleRange | None = None) -> CustomSamples:
         subject, records = (
             f"data.source: {data_source.name}",
             cast("Any", getattr(data_source, "records", None)),
@@ -487,48 +538,51 @@ def _build_finished_data(
             raise UserError(f"{subject}: has no len() and no sample by number; give it both")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(f"{subject}: has no fingerprint; give it a text that tells its content")
-        samples = FinishedSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
-        if samples.tokens != (length := data_source.settings.data.seq_len):
+        samples = CustomSamples(data_source.name, records, part or SampleRange(0, len(records)), vocab_size)
+        if samples.tokens_per_sequence != (length := data_source.settings.data.seq_len):
             raise UserError(
-                f"data.seq_len: {length}, but a sample has {samples.tokens} tokens; set it to that"
+                f"data.seq_len: {length}, but a sample has {samples.tokens_per_sequence} tokens; set it to "
+                "that"
             )
         return samples
 
-    source = sources.combined_source
+    source = sources.joined_training_source
     all_samples = build_samples(source)
     train, held_out = split_documents(len(all_samples), settings.eval_fraction)
     eval_samples: dict[str, Samples] = {}
-    for name, eval_source in sources.evals.items():
+    for name, eval_source in sources.eval_sources.items():
         with eval_source.settings.convert_errors():
             eval_samples[name] = build_samples(eval_source)
-            if eval_samples[name].sequences != all_samples.sequences:
+            if eval_samples[name].sequences_per_sample != all_samples.sequences_per_sample:
                 raise UserError(
-                    f"data.source: its samples have {eval_samples[name].sequences} sequences, and those to "
-                    f"train on {all_samples.sequences}; give samples of one kind"
+                    f"data.source: its samples have {eval_samples[name].sequences_per_sample} sequences, and "
+                    f"those to train on {all_samples.sequences_per_sample}; give samples of one kind"
                 )
     sizes = replace(
         sources.compute_sizes(),
         packing=False,
         documents=len(all_samples),
-        tokens=len(all_samples) * settings.seq_len * all_samples.sequences,
+        tokens=len(all_samples) * settings.seq_len * all_samples.sequences_per_sample,
         train_samples=train.num_samples,
         eval_samples=held_out.num_samples,
-        cached=source.settings.cache,
+        cache_folder=source.settings.cache_folder,
         evals={
-            name: EvalSize(sources.evals[name].name, len(samples)) for name, samples in eval_samples.items()
+            name: EvalSize(sources.eval_sources[name].name, len(samples))
+            for name, samples in eval_samples.items()
         },
     )
     held_out_samples = (
-        {get_held_out_name(settings): build_samples(source, held_out)} if held_out.num_samples else {}
+        {get_held_out_source_name(settings): build_samples(source, held_out)} if held_out.num_samples else {}
     )
-    return Data(
+    return RunData(
         tokenizer=context.tokenizer,
         train=build_samples(source, train),
         evals=eval_samples | held_out_samples,
         sizes=sizes,
-        fingerprint=f"{source.key} {len(all_samples)}",
+        fingerprint=f"{source.cache_key} {len(all_samples)}",
         vocab_size=context.vocabulary.size,
         eval_fingerprints={
-            name: f"{sources.evals[name].key} {len(samples)}" for name, samples in eval_samples.items()
+            name: f"{sources.eval_sources[name].cache_key} {len(samples)}"
+            for name, samples in eval_samples.items()
         },
     )

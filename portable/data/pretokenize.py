@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from portable.converters.storage.folder_operations import files_below, make_folder, put_folder
-from portable.converters.storage.path_or_url import in_store
+from portable.converters.storage.folder_operations import create_folder, list_files_below, move_into_place
+from portable.converters.storage.path_or_url import is_in_store
 from portable.data.sources.documents import NoTextError
 from portable.data.sources.pretokenized import (
-    BEGUN,
-    INDEX,
-    LAST,
-    TOKENIZER,
+    BEGUN_FILE,
+    INDEX_FILE,
+    LAST_FILE,
+    TOKENIZER_FOLDER,
     ShardRecord,
     TokenIndex,
     get_shard_folder,
@@ -35,17 +35,17 @@ from portable.temporary_folder import create_scratch_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.data.sources.source import SourceShard
-    from portable.data.sources.source_kinds import StreamedFiles
+    from portable.data.sources.source_kinds import StreamSource
     from portable.data.tokenization import TokenizationContext
     from portable.data.tokens.tokenize import TokenizeJob
 
 MachinePart = tuple[int, int]
 """Number of this machine, from 0, and the number of machines that share the work."""
-_EMPTY = ShardRecord(0, 0, "")
-_DRAFTS = ".making"
-_READS = 32  # records that are read at a time: one is a request, or a file and its checksums
+_EMPTY_RECORD = ShardRecord(0, 0, "")
+_DRAFTS_FOLDER = ".making"
+_NUM_READ_THREADS = 32  # records that are read at a time: one is a request, or a file and its checksums
 
 
 @dataclass(frozen=True)
@@ -53,114 +53,136 @@ class PretokenizeResult:
     """What was written for a source.
 
     Attributes:
-        shards, tokens: of the source, as far as it is written.
-        left: shards that other machines have to write.
+        num_shards, num_tokens: of the source, as far as it is written.
+        num_shards_left: shards that other machines have to write.
     """
 
-    shards: int
-    tokens: int
-    left: int
+    num_shards: int
+    num_tokens: int
+    num_shards_left: int
 
 
 def pretokenize_source(
     context: TokenizationContext,
-    source: StreamedFiles,
-    out: Place,
+    source: StreamSource,
+    output_folder: AnyPath,
     *,
-    processes: int,
-    part: MachinePart = (0, 1),
+    num_processes: int,
+    machine_part: MachinePart = (0, 1),
     progress: bool = False,
 ) -> PretokenizeResult:
-    """Write the tokens of ``source`` to ``out``.
+    """Write the tokens of ``source`` to ``output_folder``.
 
     Args:
-        processes: that tokenize at a time.
-        part: number of this machine and how many there are; each makes every so many-th shard.
+        num_processes: that tokenize at a time.
+        machine_part: number of this machine and how many there are; each makes every so many-th shard.
 
     Raises:
-        UserError: if the source or ``out`` cannot be used, or ``out`` has the tokens of something else.
+        UserError: if the source or ``output_folder`` cannot be used, or ``output_folder`` has the tokens of
+        something else.
     """
-    drafts = create_scratch_folder("portable-data") if in_store(out) else nullcontext(out / _DRAFTS)
+    drafts = (
+        create_scratch_folder("portable-data")
+        if is_in_store(output_folder)
+        else nullcontext(output_folder / _DRAFTS_FOLDER)
+    )
     try:
         with convert_storage_errors("--out"), drafts as scratch:
-            job = context.build_job(source.settings, scratch)
-            if _begin_output(out, {"files": source.key, "made": job.digest}, source.name):
-                _save_tokenizer(context.tokenizer, out / TOKENIZER, scratch)
-            records: list[ShardRecord | None] = [None] * len(source.parts)
-            _read_records(out, records)
-            mine = [n for n in range(part[0], len(source.parts), part[1]) if records[n] is None]
-            write = _ShardWriter(job, out)
-            total = sum(shard.bytes for shard in source.parts)
+            job = context.build_tokenize_job(source.settings, scratch)
+            if _start_or_resume_output(
+                output_folder, {"files": source.cache_key, "made": job.digest}, source.name
+            ):
+                _save_tokenizer(context.tokenizer, output_folder / TOKENIZER_FOLDER, scratch)
+            records: list[ShardRecord | None] = [None] * len(source.shards)
+            _fill_in_finished_records(output_folder, records)
+            assigned_shards = [
+                n for n in range(machine_part[0], len(source.shards), machine_part[1]) if records[n] is None
+            ]
+            write = _ShardWriter(job, output_folder)
+            total = sum(shard.size_bytes for shard in source.shards)
             with tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=not progress) as bar:
-                done = (source.parts[n].bytes for n, record in enumerate(records) if record is not None)
-                bar.update(sum(done))
-                items = ((n, source.parts[n]) for n in mine)
-                new_records = map_in_order(write, items, processes=min(processes, len(mine)))
-                for number, record in zip(mine, new_records, strict=True):
+                finished_bytes = (
+                    source.shards[n].size_bytes for n, record in enumerate(records) if record is not None
+                )
+                bar.update(sum(finished_bytes))
+                items = ((n, source.shards[n]) for n in assigned_shards)
+                new_records = map_in_order(
+                    write, items, num_processes=min(num_processes, len(assigned_shards))
+                )
+                for number, record in zip(assigned_shards, new_records, strict=True):
                     records[number] = record
-                    bar.update(source.parts[number].bytes)
-            if part[1] > 1:
-                _read_records(out, records)  # the others may have ended meanwhile
+                    bar.update(source.shards[number].size_bytes)
+            if machine_part[1] > 1:
+                _fill_in_finished_records(output_folder, records)  # the others may have ended meanwhile
             finished_records = [record for record in records if record is not None]
             tokens = sum(record.tokens for record in finished_records)
             if len(finished_records) == len(records):
                 if not tokens:
                     raise source.build_no_text_error()
                 write_durably(
-                    out / INDEX,
+                    output_folder / INDEX_FILE,
                     TokenIndex(job.digest, source.settings.data.format, tuple(finished_records)).to_json(),  # type: ignore[arg-type]
                 )
                 shutil.rmtree(scratch, ignore_errors=True)
             return PretokenizeResult(len(finished_records), tokens, len(records) - len(finished_records))
     except OSError as error:
         raise UserError(
-            f"--out: cannot write in {out} ({to_one_line(error)}); choose another place"
+            f"--out: cannot write in {output_folder} ({to_one_line(error)}); choose another place"
         ) from error
 
 
-def _begin_output(out: Place, contents: dict[str, str], name: str) -> bool:
-    """Note what ``out`` is made of, or compare it with that; return whether it has to be begun."""
-    make_folder(out)
-    has_begun = (out / BEGUN).is_file()
+def _start_or_resume_output(output_folder: AnyPath, contents: dict[str, str], name: str) -> bool:
+    """Note what ``output_folder`` is made of, or compare it with that; return whether it has to be begun."""
+    create_folder(output_folder)
+    has_begun = (output_folder / BEGUN_FILE).is_file()
     if has_begun:
         with suppress(ValueError):
-            if json.loads((out / BEGUN).read_bytes()) == contents and (out / TOKENIZER).is_dir():
+            if (
+                json.loads((output_folder / BEGUN_FILE).read_bytes()) == contents
+                and (output_folder / TOKENIZER_FOLDER).is_dir()
+            ):
                 return False
-        if any(name.endswith(LAST) for name in files_below(out / "shards")):
+        if any(name.endswith(LAST_FILE) for name in list_files_below(output_folder / "shards")):
             raise UserError(
-                f"--out: {out} was begun with other files, another tokenizer or template than those of "
-                f"{name}; choose another place, or remove it"
+                f"--out: {output_folder} was begun with other files, another tokenizer or template than "
+                f"those of {name}; choose another place, or remove it"
             )
-    elif not in_store(out) and any(path.name != _DRAFTS for path in out.iterdir()):
-        raise UserError(f"--out: {out} is not empty; choose an empty or new folder")
-    write_durably(out / BEGUN, json.dumps(contents) + "\n")
+    elif not is_in_store(output_folder) and any(
+        path.name != _DRAFTS_FOLDER for path in output_folder.iterdir()
+    ):
+        raise UserError(f"--out: {output_folder} is not empty; choose an empty or new folder")
+    write_durably(output_folder / BEGUN_FILE, json.dumps(contents) + "\n")
     return True
 
 
-def _read_records(out: Place, records: list[ShardRecord | None]) -> None:
+def _fill_in_finished_records(output_folder: AnyPath, records: list[ShardRecord | None]) -> None:
     """Fill in the records of the shards that are whole by now."""
     missing = [number for number, record in enumerate(records) if record is None]
-    names = files_below(out / "shards")
-    missing = [number for number in missing if f"{number:06}/{LAST}" in names]
-    with ThreadPoolExecutor(_READS) as pool:
-        read_records = pool.map(lambda number: _read_record(get_shard_folder(out, number)), missing)
+    names = list_files_below(output_folder / "shards")
+    missing = [number for number in missing if f"{number:06}/{LAST_FILE}" in names]
+    with ThreadPoolExecutor(_NUM_READ_THREADS) as pool:
+        read_records = pool.map(
+            lambda number: _read_shard_record(get_shard_folder(output_folder, number)), missing
+        )
         for number, record in zip(missing, read_records, strict=True):
             records[number] = record
 
 
-def _read_record(folder: Place) -> ShardRecord | None:
+def _read_shard_record(folder: AnyPath) -> ShardRecord | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        meta = json.loads((folder / LAST).read_bytes())
+        meta = json.loads((folder / LAST_FILE).read_bytes())
         if not meta["documents"]:
-            return _EMPTY
-        if not in_store(folder):
-            return None if (tokens := TokenCache.open_if_intact(folder)) is None else _build_record(tokens)
+            return _EMPTY_RECORD
+        if not is_in_store(folder):
+            return (
+                None if (tokens := TokenCache.open_if_intact(folder)) is None else _build_shard_record(tokens)
+            )
         return ShardRecord(int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"]))
     return None
 
 
-def _build_record(tokens: TokenCache) -> ShardRecord:
-    return ShardRecord(tokens.documents, tokens.total_tokens, tokens.fingerprint)
+def _build_shard_record(tokens: TokenCache) -> ShardRecord:
+    return ShardRecord(tokens.num_documents, tokens.num_tokens, tokens.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -168,23 +190,23 @@ class _ShardWriter:
     """Writes one shard; in other processes, too."""
 
     job: TokenizeJob
-    out: Place
+    output_folder: AnyPath
 
     def __call__(self, item: tuple[int, SourceShard]) -> ShardRecord:
         number, shard = item
-        folder = get_shard_folder(self.out, number)
+        folder = get_shard_folder(self.output_folder, number)
         try:
             tokens = self.job.tokenize_shard(shard)
         except NoTextError:
-            make_folder(folder)
-            write_durably(folder / LAST, json.dumps({"documents": 0}) + "\n")
-            return _EMPTY
-        record = _build_record(tokens)
+            create_folder(folder)
+            write_durably(folder / LAST_FILE, json.dumps({"documents": 0}) + "\n")
+            return _EMPTY_RECORD
+        record = _build_shard_record(tokens)
         with convert_storage_errors("--out"):
-            put_folder(tokens.folder, folder, last=LAST)
+            move_into_place(tokens.folder, folder, last_file_name=LAST_FILE)
         return record
 
 
-def _save_tokenizer(tokenizer: Any, folder: Place, scratch: Path) -> None:
-    tokenizer.save_pretrained(scratch / TOKENIZER)
-    put_folder(scratch / TOKENIZER, folder)
+def _save_tokenizer(tokenizer: Any, folder: AnyPath, scratch: Path) -> None:
+    tokenizer.save_pretrained(scratch / TOKENIZER_FOLDER)
+    move_into_place(scratch / TOKENIZER_FOLDER, folder)

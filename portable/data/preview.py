@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.converters.console import escape_control_characters
-from portable.data.samples.base import select_sequence
+from portable.data.samples.base import select_sequence_of_samples
 from portable.data.samples.order import EpochIndex
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from portable.data.dataset import Data
+    from portable.data.dataset import RunData
 
-SHOWN = 3
+REPORT_SAMPLES = 3
 """Samples in a run's file, for its report."""
-_BINS = 12
+_NUM_NARROW_BINS = 12
 _CHUNK = 1 << 20
-_MOST_CHARS = 20_000
+_MAX_CHARS = 20_000
 
 
 class TextPiece(NamedTuple):
@@ -63,7 +63,7 @@ class _SequenceText(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class SamplePreview:
     """One sample of a run.
 
     Attributes:
@@ -84,7 +84,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Preview:
+class DataPreview:
     """The data of a run in a few numbers and samples.
 
     Attributes:
@@ -96,63 +96,65 @@ class Preview:
 
     facts: dict[str, str]
     lengths: list[LengthBin]
-    samples: list[Sample]
+    samples: list[SamplePreview]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def build_preview(data: Data, count: int, seed: int) -> Preview:
+def build_preview(data: RunData, num_samples: int, seed: int) -> DataPreview:
     """Look at the data of a run and at the first samples, or the first documents if they are packed.
 
     Args:
         data: Data of a causal language model.
-        count: Number of samples or packed documents.
+        num_samples: Number of samples or packed documents.
         seed: Seed of the run, which orders them.
     """
     length = data.sizes.seq_len
-    caches = [source.tokens for source in data.opened.values()]
-    total, documents = sum(cache.total_tokens for cache in caches), sum(cache.documents for cache in caches)
+    caches = [source.tokens for source in data.tokenized_sources.values()]
+    total, documents = sum(cache.num_tokens for cache in caches), sum(cache.num_documents for cache in caches)
     lengths, num_filled = _compute_length_histogram(data)
-    samples = list(islice(_iter_samples(data, seed), count))
+    samples = list(islice(_iter_sample_previews(data, seed), num_samples))
     mean = total / max(1, documents)
     facts = {
         "source": data.sizes.source,
         "documents": f"{documents:,}",
         "samples": f"{len(data.train):,} to train, of {length:,} tokens",
         "tokens": f"{total:,}, {mean:,.1f} a document",
-        "trained": "all" if data.sizes.trained is None else f"{data.sizes.trained:.1%} of the tokens",
+        "trained": "all"
+        if data.sizes.trained_share is None
+        else f"{data.sizes.trained_share:.1%} of the tokens",
     }
-    if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
+    if data.sizes.truncation_stats is not None and (lost := str(data.sizes.truncation_stats)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
     left_out = sum(
         0 if source.truncation_stats is None else len(source.truncation_stats.left_out)
-        for source in data.opened.values()
+        for source in data.tokenized_sources.values()
     )
     num_kept = documents - left_out
-    waste = 1 - num_filled / max(1, num_kept * length) if padded else data.train.waste
+    waste = 1 - num_filled / max(1, num_kept * length) if padded else data.train.padding_share
     facts["padding"] = f"{waste:.1%} of the positions"
-    if data.end_of_turn is not None:
-        facts["an answer ends with"] = decode(data.tokenizer, [data.end_of_turn])
-    return Preview(facts, lengths, samples)
+    if data.end_of_turn_token is not None:
+        facts["an answer ends with"] = decode(data.tokenizer, [data.end_of_turn_token])
+    return DataPreview(facts, lengths, samples)
 
 
-def _compute_length_histogram(data: Data) -> _LengthHistogram:
+def _compute_length_histogram(data: RunData) -> _LengthHistogram:
     """The histogram of the documents' lengths, and the positions that they fill without packing."""
     length = data.sizes.seq_len
-    step = max(1, -(-length // (_BINS - 4)))
+    step = max(1, -(-length // (_NUM_NARROW_BINS - 4)))
     # Equal bins up to about the length of a sample; beyond, each is twice as wide as the one before.
-    edges = step * np.append(np.arange(_BINS), _BINS << np.arange(32, dtype=np.int64))
+    edges = step * np.append(np.arange(_NUM_NARROW_BINS), _NUM_NARROW_BINS << np.arange(32, dtype=np.int64))
     counts = np.zeros(len(edges), dtype=np.int64)
     num_filled = 0
-    for source in data.opened.values():
+    for source in data.tokenized_sources.values():
         left_out = (
             np.zeros(0, dtype=np.int64)
             if source.truncation_stats is None
             else source.truncation_stats.left_out
         )
-        for start in range(0, source.tokens.documents, _CHUNK):
+        for start in range(0, source.tokens.num_documents, _CHUNK):
             sizes = np.diff(source.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
             counts += np.bincount(np.searchsorted(edges, sizes, "right") - 1, minlength=len(edges))
             filled = np.clip(sizes - 1, 0, length)
@@ -168,32 +170,36 @@ def _compute_length_histogram(data: Data) -> _LengthHistogram:
     return _LengthHistogram(bins, num_filled)
 
 
-def _iter_samples(data: Data, seed: int) -> Iterator[Sample]:
+def _iter_sample_previews(data: RunData, seed: int) -> Iterator[SamplePreview]:
     """Yield the samples of a run in its order, and each document of a packed sample on its own."""
     for position in range(len(data.train)):
-        epoch, index = data.train.locate(position, seed)
+        epoch, index = data.train.locate_sample(position, seed)
         arrays = data.train.build_arrays([EpochIndex(epoch, index)])
-        documents = [int(number) for number in data.train.list_documents(index)]
+        documents = [int(number) for number in data.train.list_document_numbers(index)]
         source = data.train.get_source_name(index)
         if "document_lengths" in arrays:
             start = 0
             for number, length in zip(documents, arrays["document_lengths"][0].tolist(), strict=False):
                 part = {name: arrays[name][:, start : start + length] for name in ("input_ids", "labels")}
-                yield Sample(position, [number], *_decode_sequence(data, part), source)
+                yield SamplePreview(position, [number], *_decode_sequence(data, part), source)
                 start += length
             continue
-        several = data.train.sequences  # one after the other
-        parts = [select_sequence(arrays, index) for index in range(several)] if several > 1 else [arrays]
+        num_sequences = data.train.sequences_per_sample  # one after the other
+        parts = (
+            [select_sequence_of_samples(arrays, index) for index in range(num_sequences)]
+            if num_sequences > 1
+            else [arrays]
+        )
         sequences = [_decode_sequence(data, part) for part in parts]
         pieces = sequences[0].pieces
         for sequence in sequences[1:]:
             pieces = [*pieces, TextPiece("\n", False), *sequence.pieces]
         tokens = sum(sequence.num_tokens for sequence in sequences)
         trained = sum(sequence.num_trained for sequence in sequences)
-        yield Sample(position, documents, tokens, trained, pieces, source)
+        yield SamplePreview(position, documents, tokens, trained, pieces, source)
 
 
-def _decode_sequence(data: Data, arrays: Any) -> _SequenceText:
+def _decode_sequence(data: RunData, arrays: Any) -> _SequenceText:
     """Return the tokens, trained labels and the text of one sequence."""
     inputs, labels = arrays["input_ids"][0].tolist(), arrays["labels"][0].tolist()
     filled = len(inputs)
@@ -209,20 +215,20 @@ def _decode_sequence(data: Data, arrays: Any) -> _SequenceText:
     for index in range(filled):
         add(inputs[index], index > 0 and labels[index - 1] == inputs[index])
         # The last token of a document is only a label.
-        if labels[index] != IGNORED and (index + 1 == filled or inputs[index + 1] != labels[index]):
+        if labels[index] != IGNORED_LABEL and (index + 1 == filled or inputs[index + 1] != labels[index]):
             add(labels[index], True)
-    pieces, remaining = [], _MOST_CHARS
+    pieces, remaining = [], _MAX_CHARS
     for ids, trained in runs:
         text = decode(data.tokenizer, ids)
         pieces.append(TextPiece(text[:remaining] + ("..." if len(text) > remaining else ""), trained))
         remaining -= len(text)
         if remaining <= 0:
             break
-    counted = sum(label != IGNORED for label in labels)
+    counted = sum(label != IGNORED_LABEL for label in labels)
     return _SequenceText(sum(len(ids) for ids, _ in runs), counted, pieces)
 
 
-def format_preview(preview: Preview, *, color: bool) -> str:
+def format_preview(preview: DataPreview, *, color: bool) -> str:
     """The preview as text.
 
     Args:
@@ -243,7 +249,7 @@ def format_preview(preview: Preview, *, color: bool) -> str:
         head = (
             f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
         )
-        parts.append(f"{head}\n{_mark_pieces(sample.pieces, color)}")
+        parts.append(f"{head}\n{_mark_trained_pieces(sample.pieces, color)}")
     return "\n".join(parts)
 
 
@@ -252,7 +258,7 @@ def _format_documents(documents: Sequence[int]) -> str:
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
-def _mark_pieces(pieces: list[TextPiece], color: bool) -> str:
+def _mark_trained_pieces(pieces: list[TextPiece], color: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{escape_control_characters(text)}{closing}" if trained else escape_control_characters(text)

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from portable.config.sources import format_eval_key
-from portable.data.samples.truncation import merge_stats
+from portable.config.sources import format_eval_source_key
+from portable.data.samples.truncation import merge_truncation_stats
 from portable.formatting import format_count
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.special_tokens import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
-MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
+MAX_TRUNCATED_SHARE = 0.05  # a larger share of truncated tokens causes a warning
 
 
 class EvalSize(NamedTuple):
@@ -44,31 +44,31 @@ class DataSizes:
     tokens: int | None = None
     train_samples: int | None = None
     eval_samples: int | None = None
-    held_out: int | None = None
+    held_out_records: int | None = None
     """Number of held-out records. If they are packed, there are fewer held-out samples than records."""
-    cut: float = 0.0
+    truncated_share: float = 0.0
     """The share of truncated tokens in documents longer than ``seq_len``."""
-    waste: float | None = None
+    padding_share: float | None = None
     """With packed documents, the share of positions to train on that are padding."""
-    truncated: TruncationStats | None = None
+    truncation_stats: TruncationStats | None = None
     """What truncation does to conversations, or to texts where it does not only cut their ends."""
-    trained: float | None = None
+    trained_share: float | None = None
     """The share of a conversation's tokens that is trained."""
     notes: tuple[str, ...] = ()
     """What the chat template does that may surprise."""
     size_bytes: int | None = None
     """Of files of plain text or JSON."""
-    cached: Path | None = None
+    cache_folder: Path | None = None
     """The token cache, if it exists."""
-    of_sources: Mapping[str, int] = field(default_factory=dict)
+    train_samples_by_source: Mapping[str, int] = field(default_factory=dict)
     """For a mixture, the samples to train on of each source, by name."""
     evals: Mapping[str, EvalSize] = field(default_factory=dict)
     """Source and samples of each of ``data.eval``, by name."""
-    trained_on: tuple[str, ...] = ()
+    evals_in_training_data: tuple[str, ...] = ()
     """The names of those that have files of the training data."""
-    opened: Any = field(default=None, compare=False, repr=False)
+    tokenizer_object: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
-    end_of_turn: int | None = field(default=None, compare=False, repr=False)
+    end_of_turn_token: int | None = field(default=None, compare=False, repr=False)
     """For conversations, the token that ends an answer, as far as it is known."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
     """The special tokens around a target text, if the tokenizer is available."""
@@ -83,56 +83,67 @@ class DataSizes:
             + ("" if samples is None else f", {samples:,} samples")
             for name, (source, samples) in self.evals.items()
         )
-        if self.cached is None:
+        if self.cache_folder is None:
             return f"{self.source}: sizes are known after tokenizing by {method_text}{evals_text}"
         held_out = f", {self.describe_held_out()}" if self.eval_samples or not self.evals else ""
         text = (
             f"{self.source}: {self.documents:,} documents, {self.tokens:,} tokens by {method_text}: "
             f"{self.train_samples:,} to train{held_out}{evals_text}"
         )
-        text += "".join(f"; {name}: {samples:,} samples" for name, samples in self.of_sources.items())
-        text += "" if self.trained is None else f"; {self.trained:.1%} of the tokens are trained"
-        if self.waste is not None:
-            text += f"; {self.waste:.2%} of the positions are padding"
-        return text if self.cut <= MAX_CUT else f"{text}; {self.cut:.0%} of the tokens are cut off"
+        text += "".join(
+            f"; {name}: {samples:,} samples" for name, samples in self.train_samples_by_source.items()
+        )
+        text += "" if self.trained_share is None else f"; {self.trained_share:.1%} of the tokens are trained"
+        if self.padding_share is not None:
+            text += f"; {self.padding_share:.2%} of the positions are padding"
+        return (
+            text
+            if self.truncated_share <= MAX_TRUNCATED_SHARE
+            else f"{text}; {self.truncated_share:.0%} of the tokens are cut off"
+        )
 
     def describe_held_out(self) -> str:
         """Describe the held-out data, such as ``2 to evaluate (16 documents)``."""
-        packed = f" ({format_count(self.held_out or 0, 'document')})" if self.packing == "documents" else ""
+        packed = (
+            f" ({format_count(self.held_out_records or 0, 'document')})"
+            if self.packing == "documents"
+            else ""
+        )
         return f"{self.eval_samples:,} to evaluate{packed}"
 
     @property
     def warnings(self) -> list[str]:
         """What may surprise the user about the data, a line each."""
         lines = []
-        if self.truncated is not None and (lost := str(self.truncated)):
+        if self.truncation_stats is not None and (lost := str(self.truncation_stats)):
             lines.append(f"data.truncation: of the samples, {lost}")
-        elif self.cut > MAX_CUT:
+        elif self.truncated_share > MAX_TRUNCATED_SHARE:
             lines.append(self._cut_warning)
         lines += [
-            f"{format_eval_key(name)}: the run is trained on files of it, too" for name in self.trained_on
+            f"{format_eval_source_key(name)}: the run is trained on files of it, too"
+            for name in self.evals_in_training_data
         ]
         return [*lines, *self.notes]
 
     @property
     def _cut_warning(self) -> str:
         return (
-            f"data.seq_len: {self.cut:.0%} of the tokens are cut off, because documents are truncated to "
-            f"{self.seq_len} tokens; raise it, set data.packing to true (language models), or for .txt files "
-            "set data.text_split to paragraph or line"
+            f"data.seq_len: {self.truncated_share:.0%} of the tokens are cut off, because documents are "
+            f"truncated to {self.seq_len} tokens; raise it, set data.packing to true (language models), or "
+            "for .txt files set data.text_split to paragraph or line"
         )
 
 
-def compute_sizes(
+def compute_data_sizes(
     sources: Mapping[str, DataSource],
-    tokenized: Mapping[str, TokenizedSource],
+    tokenized_sources: Mapping[str, TokenizedSource],
     tokenizer: str | None,
     vocab_size: int | None,
 ) -> DataSizes:
     """The sizes of all sources of a run together, by name.
 
     Args:
-        tokenized: those whose tokens are known.
+        tokenized_sources: those whose tokens are known.
     """
     first = next(iter(sources.values()))
     lengths = [
@@ -150,31 +161,34 @@ def compute_sizes(
         packing=first.settings.packing,
         size_bytes=None if None in lengths else sum(length or 0 for length in lengths),
     )
-    if tokenized.keys() != sources.keys():
+    if tokenized_sources.keys() != sources.keys():
         return sizes
-    parts = list(tokenized.values())
-    counts = {name: source.count_samples() for name, source in tokenized.items()}
+    parts = list(tokenized_sources.values())
+    counts = {name: source.count_samples() for name, source in tokenized_sources.items()}
     samples = sum(count.train for count in counts.values())
-    padding = [count.train * count.waste for count in counts.values() if count.waste is not None]
-    tokens = sum(source.tokens.total_tokens for source in parts)
-    masks = [source.trained_tokens for source in parts]
+    padding = [
+        count.train * count.padding_share for count in counts.values() if count.padding_share is not None
+    ]
+    tokens = sum(source.tokens.num_tokens for source in parts)
+    masks = [source.num_trained_tokens for source in parts]
     trained = sum(
-        source.tokens.total_tokens if mask is None else mask
-        for source, mask in zip(parts, masks, strict=True)
+        source.tokens.num_tokens if mask is None else mask for source, mask in zip(parts, masks, strict=True)
     )
     truncated = [source.truncation_stats for source in parts if source.truncation_stats is not None]
     return replace(
         sizes,
-        documents=sum(source.tokens.documents for source in parts),
+        documents=sum(source.tokens.num_documents for source in parts),
         tokens=tokens,
         train_samples=samples,
         eval_samples=sum(count.held_out for count in counts.values()),
-        held_out=sum(source.split_parts().held_out.num_samples for source in parts),
-        cut=sum(source.count_cut_tokens() for source in parts) / max(1, tokens),
-        waste=sum(padding) / max(1, samples) if padding else None,
-        truncated=merge_stats(truncated) if len(truncated) > 1 else next(iter(truncated), None),
-        trained=None if set(masks) == {None} else trained / max(1, tokens),
+        held_out_records=sum(source.split_samples().held_out.num_samples for source in parts),
+        truncated_share=sum(source.count_truncated_tokens() for source in parts) / max(1, tokens),
+        padding_share=sum(padding) / max(1, samples) if padding else None,
+        truncation_stats=merge_truncation_stats(truncated)
+        if len(truncated) > 1
+        else next(iter(truncated), None),
+        trained_share=None if set(masks) == {None} else trained / max(1, tokens),
         notes=tuple(dict.fromkeys(note for source in parts for note in source.tokens.meta.get("notes", ()))),
-        cached=parts[0].tokens.folder,
-        of_sources={name: count.train for name, count in counts.items() if name},
+        cache_folder=parts[0].tokens.folder,
+        train_samples_by_source={name: count.train for name, count in counts.items() if name},
     )

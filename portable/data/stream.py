@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.order import EpochIndex, derive_seed, get_permutation
-from portable.data.sources.documents import NoTextError, compute_digest
+from portable.data.samples.order import EpochIndex, derive_seed, get_epoch_permutation
+from portable.data.sources.documents import NoTextError, compute_text_digest
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
-from portable.data.tokens.tokenize import TOKENS
+from portable.data.tokens.tokenize import TOKENS_FOLDER
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from portable.data.sources.source import SourceShard
-    from portable.data.sources.source_kinds import StreamedFiles
+    from portable.data.sources.source_kinds import StreamSource
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import TokenizeJob
 
-_SHIFT = 32
+_INDEX_BITS = 32
 """Bits of a sample's number within its shard."""
 _WINDOWS_AHEAD = 2
-_SPARE = 20  # a share of the limit
-_PRINT = 16  # characters of a fingerprint in the manifest
+_SPARE_DIVISOR = 20  # a share of the limit
+_FINGERPRINT_CHARS = 16  # characters of a fingerprint in the manifest
 
 
 class ShardEntry(NamedTuple):
@@ -58,49 +58,51 @@ class ShardEntry(NamedTuple):
     fingerprint: str
 
 
-class Stream(Samples):
+class StreamSamples(Samples):
     """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
 
     Args:
         name: for messages.
         source: the files.
         job: makes tokens of a shard.
-        samples: makes samples of its tokens; None for a shard that is too short for one.
-        count: the number of samples of a shard, if it is known without the tokens.
+        build_samples: makes samples of its tokens; None for a shard that is too short for one.
+        count_samples: the number of samples of a shard, if it is known without the tokens.
         seed: of the order.
-        window: shards whose samples are mixed.
-        limit: bytes of tokens on disk; those in use may exceed it.
-        processes: that tokenize shards before they are needed. 0: another process of this machine sees to
+        window_shards: shards whose samples are mixed.
+        limit_bytes: bytes of tokens on disk; those in use may exceed it.
+        num_processes: that tokenize shards before they are needed. 0: another process of this machine sees to
             that, and to the limit.
     """
 
     def __init__(
         self,
         name: str,
-        source: StreamedFiles,
+        source: StreamSource,
         job: TokenizeJob,
-        samples: Callable[[TokenCache], Samples | None],
-        count: Callable[[SourceShard], int | None],
+        build_samples: Callable[[TokenCache], Samples | None],
+        count_samples: Callable[[SourceShard], int | None],
         *,
         seed: int,
-        window: int = 1,
-        limit: int | None = None,
-        processes: int = 1,
+        window_shards: int = 1,
+        limit_bytes: int | None = None,
+        num_processes: int = 1,
     ) -> None:
         self._name = name
-        self._shards = source.parts
+        self._shards = source.shards
         self._job = job
-        self._samples = samples
+        self._samples = build_samples
         self._seed = seed
-        self._window = window
-        self._processes = processes
-        self._disk = _TokenStore(job.cache / TOKENS, limit if processes else None, window)
-        self.num_samples = len(self._shards) << _SHIFT
+        self._window = window_shards
+        self._processes = num_processes
+        self._disk = _TokenCacheLimiter(
+            job.cache / TOKENS_FOLDER, limit_bytes if num_processes else None, window_shards
+        )
+        self.num_samples = len(self._shards) << _INDEX_BITS
         self._manifest: dict[int, ShardEntry] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
-        for number, shard in enumerate(source.parts):
-            if (num_samples := count(shard)) is not None:
-                self._manifest[number] = ShardEntry(num_samples, shard.fingerprint[:_PRINT])
+        for number, shard in enumerate(source.shards):
+            if (num_samples := count_samples(shard)) is not None:
+                self._manifest[number] = ShardEntry(num_samples, shard.fingerprint[:_FINGERPRINT_CHARS])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -112,21 +114,21 @@ class Stream(Samples):
         self._lock = threading.RLock()
         self.fingerprint = ""
         """A digest of the list of files and of how they are read."""
-        first = self._load_shard_samples(self._get_shard(0, 0))
+        first = self._load_shard_samples(self._get_shard_at(0, 0))
         if first is not None:
-            self.valid_tokens, self.context, self.sequences = (
-                first.valid_tokens,
-                first.context,
-                first.sequences,
+            self.valid_labels_per_sample, self.mean_context_length, self.sequences_per_sample = (
+                first.valid_labels_per_sample,
+                first.mean_context_length,
+                first.sequences_per_sample,
             )
-            self.waste = first.waste
+            self.padding_share = first.padding_share
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that prepares batches: what is open there, it opens itself."""
         return {
             **self.__dict__,
             "_open": OrderedDict(),
-            "_disk": _TokenStore(self._job.cache / TOKENS, None, self._window),
+            "_disk": _TokenCacheLimiter(self._job.cache / TOKENS_FOLDER, None, self._window),
             "_ahead": None,
             "_processes": 0,
             "_lock": None,
@@ -143,30 +145,30 @@ class Stream(Samples):
             UserError: if none has.
         """
         processes, self._processes = self._processes, 0  # a resumed run begins elsewhere
-        shard = self.locate(0, self._seed)[1] >> _SHIFT
+        shard = self.locate_sample(0, self._seed)[1] >> _INDEX_BITS
         self._processes = processes
-        return _load_tokens(self._job, self._shards[shard], self._disk)
+        return _load_shard_tokens(self._job, self._shards[shard], self._disk)
 
     # -- the order --------------------------------------------------------------------------------------
 
-    def _get_shard(self, epoch: int, number: int) -> int:
-        """The shard that comes at ``number`` in an epoch."""
-        return get_permutation(len(self._shards), self._seed, epoch)(number)
+    def _get_shard_at(self, epoch: int, position: int) -> int:
+        """The shard that comes at ``position`` in an epoch."""
+        return get_epoch_permutation(len(self._shards), self._seed, epoch)(position)
 
-    def _begin(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            order = get_permutation(len(self._shards), self._seed, epoch)
+            order = get_epoch_permutation(len(self._shards), self._seed, epoch)
             self._order = order.permute_array(np.arange(len(self._shards)))
             self._epoch, self._ends, self._read_ahead_window = epoch, [], -1
 
-    def _learn_lengths(self, number: int) -> None:
+    def _extend_ends(self, number: int) -> None:
         """Learn the lengths of the shards up to ``number`` in the order of the epoch."""
         while len(self._ends) <= min(number, len(self._order) - 1):
             shard = int(self._order[len(self._ends)])
             before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + self._get_length(shard))
+            self._ends.append(before + self._get_num_samples(shard))
 
-    def _get_length(self, shard: int) -> int:
+    def _get_num_samples(self, shard: int) -> int:
         entry = self._manifest.get(shard)
         if entry is None:
             self._load_shard_samples(shard)
@@ -181,54 +183,56 @@ class Stream(Samples):
                 raise UserError(f"{self._name}: no file has enough text for one sample; lower data.seq_len")
         return self._total
 
-    def locate(self, position: int, seed: int) -> EpochIndex:
-        """See :meth:`Samples.locate`; the seed is the stream's own."""
+    def locate_sample(self, position: int, seed: int) -> EpochIndex:
+        """See :meth:`Samples.locate_sample`; the seed is the stream's own."""
         with self._lock:
-            return self._locate(position)
+            return self._locate_position(position)
 
-    def _locate(self, position: int) -> EpochIndex:
+    def _locate_position(self, position: int) -> EpochIndex:
         total = self._count_epoch_samples()
         epoch, offset = (0, position) if total is None else divmod(position, total)
-        self._begin(epoch)
+        self._begin_epoch(epoch)
         last = len(self._order) - 1
         while (not self._ends or self._ends[-1] <= offset) and len(self._ends) <= last:
-            self._learn_lengths(len(self._ends))
+            self._extend_ends(len(self._ends))
         if self._ends[-1] <= offset:  # the epoch ended, and is known now
-            return self._locate(position)
+            return self._locate_position(position)
         window = bisect_right(self._ends, offset) // self._window
         first, end = window * self._window, min((window + 1) * self._window, len(self._order))
-        self._learn_lengths(end - 1)
+        self._extend_ends(end - 1)
         before = self._ends[first - 1] if first else 0
-        shuffle = get_permutation(self._ends[end - 1] - before, self._derive_window_seed(window), epoch)
+        shuffle = get_epoch_permutation(self._ends[end - 1] - before, self._derive_window_seed(window), epoch)
         shuffled_offset = before + shuffle(offset - before)
         number = bisect_right(self._ends, shuffled_offset, first, end)
         within = shuffled_offset - (self._ends[number - 1] if number else 0)
-        self._read_ahead(epoch, window)
-        return EpochIndex(epoch, int(self._order[number]) << _SHIFT | within)
+        self._request_shards_ahead(epoch, window)
+        return EpochIndex(epoch, int(self._order[number]) << _INDEX_BITS | within)
 
     def _derive_window_seed(self, window: int) -> int:
         return derive_seed(f"window {window}", self._seed)
 
-    def find_example(self) -> EpochIndex:
-        return self.locate(0, self._seed)
+    def find_early_sample(self) -> EpochIndex:
+        return self.locate_sample(0, self._seed)
 
-    def count_epochs(self, taken: int) -> float | None:
-        return None if self._total is None else taken / self._total
+    def count_epochs(self, num_samples: int) -> float | None:
+        return None if self._total is None else num_samples / self._total
 
     # -- the shards -------------------------------------------------------------------------------------
 
-    def _read_ahead(self, epoch: int, window: int) -> None:
+    def _request_shards_ahead(self, epoch: int, window: int) -> None:
         if not self._processes or window == self._read_ahead_window:
             return
         self._read_ahead_window = window
         if self._ahead is None:
             # Not a method of this object, which the tokenizer's thread would keep alive.
-            self._ahead = BackgroundTokenizer(self._job, self._disk.add_ahead, self._processes)
+            self._ahead = BackgroundTokenizer(self._job, self._disk.add_prefetched_folder, self._processes)
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
-        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._disk.count_shards_ahead()))
+        numbers = range(
+            first, first + min(_WINDOWS_AHEAD * self._window, self._disk.compute_num_shards_ahead())
+        )
         count = len(self._order)
-        coming = [self._get_shard(epoch + number // count, number % count) for number in numbers]
+        coming = [self._get_shard_at(epoch + number // count, number % count) for number in numbers]
         self._ahead.request_shards([self._shards[shard] for shard in coming])
 
     def _load_shard_samples(self, shard: int) -> Samples | None:
@@ -238,21 +242,21 @@ class Stream(Samples):
                 self._open.move_to_end(shard)
                 return self._open[shard]
             try:
-                tokens = _load_tokens(self._job, self._shards[shard], self._disk)
+                tokens = _load_shard_tokens(self._job, self._shards[shard], self._disk)
             except NoTextError:
                 self._manifest[shard] = ShardEntry(0, "")
                 return None
             samples = self._samples(tokens)
             length = 0 if samples is None else len(samples)
-            print_ = tokens.fingerprint[:_PRINT]
-            entry = self._manifest.setdefault(shard, ShardEntry(length, print_))
-            if entry != (length, print_):
+            fingerprint = tokens.fingerprint[:_FINGERPRINT_CHARS]
+            entry = self._manifest.setdefault(shard, ShardEntry(length, fingerprint))
+            if entry != (length, fingerprint):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the run read it")
             self._open[shard] = samples
-            self._disk.used[shard] = tokens.folder
+            self._disk.used_folders[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
                 closed, _ = self._open.popitem(last=False)
-                del self._disk.used[closed]
+                del self._disk.used_folders[closed]
             self._disk.enforce_limit(tokens.folder)
             return samples
 
@@ -261,14 +265,14 @@ class Stream(Samples):
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         rows: dict[int, list[int]] = {}
         for row, (_, index) in enumerate(indices):
-            rows.setdefault(index >> _SHIFT, []).append(row)
+            rows.setdefault(index >> _INDEX_BITS, []).append(row)
         out: Arrays = {}
         for shard, taken in rows.items():
             samples = self._load_shard_samples(shard)
             assert samples is not None
-            arrays = samples.build_columns(
+            arrays = samples.build_arrays_with_columns(
                 [
-                    EpochIndex(indices[row].epoch, indices[row].sample_index & ((1 << _SHIFT) - 1))
+                    EpochIndex(indices[row].epoch, indices[row].sample_index & ((1 << _INDEX_BITS) - 1))
                     for row in taken
                 ]
             )
@@ -278,16 +282,16 @@ class Stream(Samples):
                 out[column][taken] = values
         return out
 
-    def list_documents(self, index: int) -> Sequence[int]:
-        samples = self._load_shard_samples(index >> _SHIFT)
+    def list_document_numbers(self, index: int) -> Sequence[int]:
+        samples = self._load_shard_samples(index >> _INDEX_BITS)
         assert samples is not None
-        return samples.list_documents(index & ((1 << _SHIFT) - 1))
+        return samples.list_document_numbers(index & ((1 << _INDEX_BITS) - 1))
 
     def get_source_name(self, index: int) -> str:
-        return self._get_shard_name(index >> _SHIFT)
+        return self._get_shard_name(index >> _INDEX_BITS)
 
     def _get_shard_name(self, shard: int) -> str:
-        return self._shards[shard].open(self._job.settings).name
+        return self._shards[shard].open_source(self._job.settings).name
 
     # -- the manifest -----------------------------------------------------------------------------------
 
@@ -302,11 +306,11 @@ class Stream(Samples):
         Raises:
             ValueError: if it is none.
         """
-        for shard, length, print_ in state.get(self._name, ()):
+        for shard, length, fingerprint in state.get(self._name, ()):
             if not 0 <= shard < len(self._shards) or length < 0:
                 raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
-            entry = self._manifest.setdefault(shard, ShardEntry(length, print_))
-            if entry != (length, print_):
+            entry = self._manifest.setdefault(shard, ShardEntry(length, fingerprint))
+            if entry != (length, fingerprint):
                 raise _build_changed_error(self._name, self._get_shard_name(shard), "the checkpoint")
 
     def close(self) -> None:
@@ -314,24 +318,24 @@ class Stream(Samples):
             self._ahead.close()
         self._ahead, self._read_ahead_window = None, -1
 
-    def digest_consumed(self, position: int) -> str:
+    def compute_consumed_digest(self, position: int) -> str:
         """A digest of the manifest up to ``position``, which is the same on all ranks."""
         with self._lock:
             total = self._count_epoch_samples()
             manifest = dict(self._manifest)
         if total is None or position < total:
-            order = get_permutation(len(self._shards), self._seed, 0).permute_array(
+            order = get_epoch_permutation(len(self._shards), self._seed, 0).permute_array(
                 np.arange(len(self._shards))
             )
-            manifest = _select_consumed(position, manifest, order.tolist())
-        return compute_digest(repr(sorted((shard, tuple(entry)) for shard, entry in manifest.items())))
+            manifest = _select_consumed_shards(position, manifest, order.tolist())
+        return compute_text_digest(repr(sorted((shard, tuple(entry)) for shard, entry in manifest.items())))
 
 
 def _build_changed_error(source: str, file: str, since: str) -> RunError:
     return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
 
 
-def _select_consumed(
+def _select_consumed_shards(
     position: int, manifest: dict[int, ShardEntry], order: Sequence[int]
 ) -> dict[int, ShardEntry]:
     """The shards of a manifest that hold the samples before ``position``."""
@@ -344,7 +348,7 @@ def _select_consumed(
     return consumed
 
 
-class _TokenStore:
+class _TokenCacheLimiter:
     """Keeps the tokens in the cache within a limit, which those in use may exceed.
 
     Args:
@@ -355,46 +359,46 @@ class _TokenStore:
 
     def __init__(self, cache: Path, limit: int | None, window: int) -> None:
         self._cache, self._limit, self._window = cache, limit, window
-        self.used: dict[int, Path] = {}
+        self.used_folders: dict[int, Path] = {}
         """Of the shards that are open."""
-        self._coming: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
+        self._prefetched_folders: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
         """Those that were made ahead last."""
-        self._free = 0
+        self._free_bytes = 0
         """Bytes of tokens that may come until the limit is looked at again."""
 
-    def count_shards_ahead(self) -> int:
+    def compute_num_shards_ahead(self) -> int:
         """How many shards the limit allows besides those of two windows, as long as those that are open."""
-        sizes = [_compute_size(folder) for folder in self.used.values()]
+        sizes = [_compute_folder_bytes(folder) for folder in self.used_folders.values()]
         if self._limit is None or not sum(sizes):
             return _WINDOWS_AHEAD * self._window
         return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
-    def add_ahead(self, folder: Path) -> None:
+    def add_prefetched_folder(self, folder: Path) -> None:
         """The tokens of a shard were made ahead; called in another thread."""
-        self._coming.append(folder)
+        self._prefetched_folders.append(folder)
         self.enforce_limit(folder)
 
     def enforce_limit(self, folder: Path) -> None:
         """Look at the limit again, once so many tokens came that it may be exceeded."""
         if self._limit is not None:
-            self._free -= _compute_size(folder)
-            if self._free <= 0:
-                self.make_room(self._limit)
+            self._free_bytes -= _compute_folder_bytes(folder)
+            if self._free_bytes <= 0:
+                self.remove_oldest_tokens(self._limit)
 
-    def make_room(self, limit: int) -> None:
+    def remove_oldest_tokens(self, limit: int) -> None:
         """Remove the tokens that were not used for the longest time, if all exceed the limit.
 
         A cache may have very many folders: a little more is removed, so that the next look is not soon.
         """
-        used = {*dict(self.used).values(), *tuple(self._coming)}
+        used = {*dict(self.used_folders).values(), *tuple(self._prefetched_folders)}
         folders = []
         with suppress(OSError):
             for folder in self._cache.iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
-                        folders.append((folder.stat().st_mtime_ns, _compute_size(folder), folder))
+                        folders.append((folder.stat().st_mtime_ns, _compute_folder_bytes(folder), folder))
         total = sum(size for _, size, _ in folders)
-        most = limit if total <= limit else limit - limit // _SPARE
+        most = limit if total <= limit else limit - limit // _SPARE_DIVISOR
         for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
             if total <= most:
                 break
@@ -404,10 +408,10 @@ class _TokenStore:
                     folder.rename(trash)
                     shutil.rmtree(trash, ignore_errors=True)
                     total -= size
-        self._free = (limit - total) // 2  # another run may write as much
+        self._free_bytes = (limit - total) // 2  # another run may write as much
 
 
-def _load_tokens(job: TokenizeJob, shard: SourceShard, disk: _TokenStore) -> TokenCache:
+def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCacheLimiter) -> TokenCache:
     """The tokens of a shard. Where the disk is full, those that are not in use make room."""
     try:
         tokens = job.tokenize_shard(shard)
@@ -415,15 +419,15 @@ def _load_tokens(job: TokenizeJob, shard: SourceShard, disk: _TokenStore) -> Tok
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        disk.make_room(0)  # the disk is full: keep only what is in use
+        limiter.remove_oldest_tokens(0)  # the disk is full: keep only what is in use
         tokens = job.tokenize_shard(shard)
-    if tokens.folder.parent == job.cache / TOKENS:  # not where the user's tokens are
+    if tokens.folder.parent == job.cache / TOKENS_FOLDER:  # not where the user's tokens are
         with suppress(OSError):
             os.utime(tokens.folder)  # used last
     return tokens
 
 
-def _compute_size(folder: Path) -> int:
+def _compute_folder_bytes(folder: Path) -> int:
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.iterdir())
     return 0

@@ -12,26 +12,26 @@ import numpy as np
 
 from portable.config.sources import list_number_columns
 from portable.data.samples.base import (
-    PackedCausal,
-    PaddedCausal,
+    PackedCausalSamples,
+    PaddedCausalSamples,
     PairSamples,
     SampleRange,
     Samples,
     TrainEvalSplit,
     count_packed_samples,
-    split_blocks,
     split_documents,
+    split_packed_blocks,
 )
 from portable.data.samples.order import derive_seed
 from portable.data.samples.truncation import (
     TruncationStats,
-    compute_block_truncation,
-    compute_truncation,
-    has_end_label,
+    compute_block_truncation_stats,
+    compute_truncation_stats,
+    has_trained_end_token,
 )
-from portable.data.sources.documents import compute_digest
+from portable.data.sources.documents import compute_text_digest
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
-from portable.data.sources.source_kinds import StreamedFiles
+from portable.data.sources.source_kinds import StreamSource
 from portable.data.tokens.bounded_tokenizer import decode
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.special_tokens import Frame, build_special_token_frame
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.data.samples.base import CacheSamples
-    from portable.data.samples.classes import Classes
+    from portable.data.samples.classes import LabelMapping
     from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
-    from portable.data.stream import Stream
-    from portable.data.tokens.chat_template import ChatTemplate
+    from portable.data.stream import StreamSamples
+    from portable.data.tokens.chat_template import ConversationEncoder
 
 
 class SampleCounts(NamedTuple):
@@ -57,18 +57,19 @@ class SampleCounts(NamedTuple):
     Attributes:
         train: Number of samples to train on.
         held_out: Number of samples held out for evaluation.
-        waste: Share of positions to train on that are padding. None unless whole documents are packed.
+        padding_share: Share of positions to train on that are padding. None unless whole documents are
+        packed.
     """
 
     train: int
     held_out: int
-    waste: float | None
+    padding_share: float | None
 
 
 class OpenedStream(NamedTuple):
     """Samples of a stream, and the tokens of its first shard that has a sample."""
 
-    samples: Stream
+    samples: StreamSamples
     first_shard: TokenizedSource
 
 
@@ -80,7 +81,7 @@ class TokenizationContext:
 
     Attributes:
         task: one of ``TASKS``.
-        seed, decoder_start_token_id, label_shift, pad_left, whole: as in :func:`build_data`.
+        seed, decoder_start_token_id, label_shift, pad_left, keep_last_input: as in :func:`build_data`.
     """
 
     task: str
@@ -90,8 +91,8 @@ class TokenizationContext:
     decoder_start_token_id: int | Callable[[Any], int] | None = None
     label_shift: Callable[[Any], LabelShift | None] | None = None
     pad_left: bool = False
-    whole: bool = False
-    with_last: bool = False
+    keep_last_input: bool = False
+    keep_last_input_if_room: bool = False
 
     def build_frame(self, settings: SourceSettings) -> Frame:
         """The special tokens around each text."""
@@ -113,26 +114,26 @@ class TokenizationContext:
 
     def _build_pair_frame(self, settings: SourceSettings) -> PairFrame:
         frame = PairFrame.from_tokenizer(self.tokenizer)
-        if settings.data.seq_len < frame.length + 2:
+        if settings.data.seq_len < frame.num_special_tokens + 2:
             raise UserError(
                 f"data.seq_len: {settings.data.seq_len} tokens are too few for a pair of texts with "
-                f"{frame.length} special tokens; raise it"
+                f"{frame.num_special_tokens} special tokens; raise it"
             )
         return frame
 
     @property
-    def mask_token(self) -> int:
-        if self.vocabulary.mask is None:
+    def required_mask_token(self) -> int:
+        if self.vocabulary.mask_token is None:
             raise UserError(
                 "data.tokenizer: it has no mask_token, which masked-lm needs; set one in its "
                 "tokenizer_config.json, use another tokenizer, or null to train one"
             )
-        return self.vocabulary.mask
+        return self.vocabulary.mask_token
 
-    def check(self, *, ends_texts: bool) -> None:
+    def check_special_tokens(self, *, ends_texts: bool) -> None:
         """Raise UserError if the tokenizer lacks a token that the task or the model needs."""
         if self.task == MASKED:
-            self.mask_token  # noqa: B018 - raises
+            self.required_mask_token  # noqa: B018 - raises
         end = self.tokenizer.eos_token_id
         if ends_texts and (end is None or end not in (*self.vocabulary.prefix, *self.vocabulary.suffix)):
             raise UserError(
@@ -140,16 +141,20 @@ class TokenizationContext:
                 "model's own tokenizer, or null to train one that adds it"
             )
 
-    def build_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
+    def build_tokenize_job(self, settings: SourceSettings, cache: Path | None = None) -> TokenizeJob:
         """What turns a source of these settings into tokens. Saves a chosen template with the tokenizer."""
         frame = self.build_frame(settings)
-        chat = self._build_chat(settings, frame)
-        return TokenizeJob(settings, self.tokenizer, self.vocabulary, frame, cache or settings.cache, chat)
+        chat = self._build_conversation_encoder(settings, frame)
+        return TokenizeJob(
+            settings, self.tokenizer, self.vocabulary, frame, cache or settings.cache_folder, chat
+        )
 
-    def _build_chat(self, settings: SourceSettings, frame: Frame) -> ChatTemplate | None:
+    def _build_conversation_encoder(
+        self, settings: SourceSettings, frame: Frame
+    ) -> ConversationEncoder | None:
         if not settings.has_conversations:
             return None
-        from portable.data.tokens.chat_template import ChatTemplate, load_chat_template
+        from portable.data.tokens.chat_template import ConversationEncoder, load_chat_template
 
         data = settings.data
         has_template = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
@@ -158,7 +163,7 @@ class TokenizationContext:
         templates = load_chat_template(self.tokenizer, data.chat_template) if needs_template else None
         if data.chat_template is not None:
             self.tokenizer.chat_template = templates
-        return ChatTemplate(
+        return ConversationEncoder(
             self.tokenizer,
             templates,
             frame,
@@ -168,35 +173,35 @@ class TokenizationContext:
             kwargs=data.chat_template_kwargs,
         )
 
-    def open(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
+    def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenizedSource:
         """Tokenize ``source``, if it is not cached."""
-        tokens = self.build_job(source.settings).tokenize(source, progress=progress)
+        tokens = self.build_tokenize_job(source.settings).tokenize_source(source, progress=progress)
         return TokenizedSource(self, source, tokens)
 
-    def open_cached(self, source: DataSource) -> TokenizedSource | None:
+    def open_cached_source(self, source: DataSource) -> TokenizedSource | None:
         """``source``, if its tokens are cached."""
-        if source.remote or isinstance(source, StreamedFiles):
+        if source.downloads_to_open or isinstance(source, StreamSource):
             return None
-        tokens = TokenCache.open_if_intact(self.build_job(source.settings).get_cache_folder(source))
+        tokens = TokenCache.open_if_intact(self.build_tokenize_job(source.settings).get_cache_folder(source))
         return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
         """The token that ends an answer; raises UserError for what the first conversations reveal."""
-        readable = not source.downloads and source.find_tokenizer_folder() is None
-        return self.build_job(source.settings).find_end_of_turn(source) if readable else None
+        readable = not source.downloads_to_read and source.find_tokenizer_folder() is None
+        return self.build_tokenize_job(source.settings).find_end_of_turn(source) if readable else None
 
-    def open_stream(self, source: StreamedFiles, name: str) -> OpenedStream:
+    def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
         """The samples of a stream, and its first shard as tokens."""
-        from portable.data.stream import Stream
+        from portable.data.stream import StreamSamples
 
-        data, job = source.settings.data, self.build_job(source.settings)
+        data, job = source.settings.data, self.build_tokenize_job(source.settings)
         try:
             job.cache.mkdir(parents=True, exist_ok=True)
             limit = data.cache_limit
             room = disk_usage(job.cache).free // 2 if limit is None else int(limit * 1e9)
         except OSError as error:
             raise UserError(f"data.cache_dir: cannot write in {job.cache} ({to_one_line(error)})") from error
-        stream = Stream(
+        stream = StreamSamples(
             name or "data.source",
             source,
             job,
@@ -206,13 +211,15 @@ class TokenizationContext:
             ),
             partial(_count_shard_samples, source.settings),
             seed=derive_seed(name, self.seed) if name else self.seed,
-            window=data.shuffle_window,
-            limit=room,
+            window_shards=data.shuffle_window,
+            limit_bytes=room,
             # One reader for a machine.
-            processes=max(1, data.num_workers) if os.environ.get("LOCAL_RANK", "0") == "0" else 0,
+            num_processes=max(1, data.num_workers) if os.environ.get("LOCAL_RANK", "0") == "0" else 0,
         )
         first = stream.load_first_tokens()
-        stream.fingerprint = compute_digest(f"{source.key} {job.digest} {data.seq_len} {data.shuffle_window}")
+        stream.fingerprint = compute_text_digest(
+            f"{source.cache_key} {job.digest} {data.seq_len} {data.shuffle_window}"
+        )
         return OpenedStream(stream, TokenizedSource(self, source, first))
 
 
@@ -234,16 +241,16 @@ class TokenizedSource:
         return self.context.build_frame(self.settings)
 
     @property
-    def end_of_turn(self) -> int | None:
+    def end_of_turn_token(self) -> int | None:
         """For conversations, the token that ends an answer."""
         return self.tokens.meta.get("end_of_turn")
 
     @property
-    def trained_tokens(self) -> int | None:
+    def num_trained_tokens(self) -> int | None:
         """How many tokens are trained, where not all are."""
         return self.tokens.meta.get("trained_tokens")
 
-    def count_cut_tokens(self) -> int:
+    def count_truncated_tokens(self) -> int:
         """How many tokens no sample has, since they are too far from the start of their text."""
         settings, tokens, cut = self.settings, self.tokens, 0
         if settings.packing is True:
@@ -253,7 +260,7 @@ class TokenizedSource:
         pairs = "pair" in tokens.offsets
         for names in [["text", "pair"]] if pairs else [[name] for name in tokens.offsets]:
             most = longest_target if names == ["target"] else longest
-            for start in range(0, tokens.documents, 1 << 20):
+            for start in range(0, tokens.num_documents, 1 << 20):
                 rows = slice(start, start + (1 << 20) + 1)
                 lengths = sum(np.diff(tokens.offsets[name][rows].astype(np.int64)) for name in names)
                 cut += int(np.maximum(lengths - most, 0).sum())
@@ -262,7 +269,7 @@ class TokenizedSource:
     @property
     def _num_blocks(self) -> int:
         shifted = self.settings.task == CAUSAL
-        return count_packed_samples(self.tokens.total_tokens, self.settings.data.seq_len, shifted=shifted)
+        return count_packed_samples(self.tokens.num_tokens, self.settings.data.seq_len, shifted=shifted)
 
     @cached_property
     def truncation_stats(self) -> TruncationStats | None:
@@ -273,42 +280,45 @@ class TokenizedSource:
         if tokens.trained_bits is None and (data.packing is True or data.truncation == "end"):
             return None
         if data.packing is True:
-            return compute_block_truncation(tokens, data.seq_len, self._num_blocks)
-        return compute_truncation(tokens, data.truncation, data.seq_len, keep_last_input=self.context.whole)
+            return compute_block_truncation_stats(tokens, data.seq_len, self._num_blocks)
+        return compute_truncation_stats(
+            tokens, data.truncation, data.seq_len, keep_last_input=self.context.keep_last_input
+        )
 
-    def split_parts(self) -> TrainEvalSplit:
+    def split_samples(self) -> TrainEvalSplit:
         """The samples to train on, and those that are held out to evaluate on; none of a stream."""
         data, packing = self.settings.data, self.settings.packing
         share = 0.0 if data.stream else data.eval_fraction
         left_out = None if self.truncation_stats is None else self.truncation_stats.left_out
         if data.format == PREFERENCE:
             pairs = None if left_out is None else np.unique(left_out // 2)
-            return split_documents(self.tokens.documents // 2, share, pairs)
+            return split_documents(self.tokens.num_documents // 2, share, pairs)
         if data.packing == "documents" or not packing:
-            return split_documents(self.tokens.documents, share, left_out)
-        return split_blocks(self._num_blocks, share, left_out)
+            return split_documents(self.tokens.num_documents, share, left_out)
+        return split_packed_blocks(self._num_blocks, share, left_out)
 
     def count_samples(self) -> SampleCounts:
         """Samples to train and to evaluate on; with packed documents, the share of padding in the first."""
-        train, held_out = self.split_parts()
+        train, held_out = self.split_samples()
         if self.settings.packing != "documents":
             return SampleCounts(train.num_samples, held_out.num_samples, None)
-        from portable.data.samples.packing import compute_packed_sizes
+        from portable.data.samples.packing import compute_packing_stats
 
         length = self.settings.data.seq_len
-        last = self.context.with_last
+        last = self.context.keep_last_input_if_room
         packed, packed_held_out = (
-            compute_packed_sizes(self.tokens, part, length, with_last=last) for part in (train, held_out)
+            compute_packing_stats(self.tokens, part, length, keep_last_input_if_room=last)
+            for part in (train, held_out)
         )
-        return SampleCounts(packed.samples, packed_held_out.samples, packed.waste)
+        return SampleCounts(packed.samples, packed_held_out.samples, packed.padding_share)
 
-    def check_ends(self) -> None:
+    def check_end_of_turn_kept(self) -> None:
         """Raise UserError if truncation takes the end of every answer: the model would never stop."""
-        end = self.end_of_turn
+        end = self.end_of_turn_token
         if (
             end is None
             or self.truncation_stats is None
-            or has_end_label(self.tokens, self.truncation_stats, end)
+            or has_trained_end_token(self.tokens, self.truncation_stats, end)
         ):
             return
         raise UserError(
@@ -317,73 +327,93 @@ class TokenizedSource:
             f"{self.settings.data.seq_len}, or set data.truncation to start or drop"
         )
 
-    def build_samples(self, part: SampleRange | None = None, classes: Classes | None = None) -> Samples:
+    def build_samples(
+        self, sample_range: SampleRange | None = None, classes: LabelMapping | None = None
+    ) -> Samples:
         """The samples of a part; of all that is not held out without one."""
-        samples = self._build_samples(self.split_parts().train if part is None else part, classes)
-        samples.with_columns = bool(list_number_columns(self.settings.data))
+        samples = self._build_samples(
+            self.split_samples().train if sample_range is None else sample_range, classes
+        )
+        samples.includes_columns = bool(list_number_columns(self.settings.data))
         return samples
 
-    def _build_samples(self, part: SampleRange, classes: Classes | None) -> CacheSamples:
+    def _build_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._build_task_samples(part, classes)
-        pad, common = context.vocabulary.pad, (tokens, part, data.seq_len)
+        pad, common = context.vocabulary.pad_token, (tokens, part, data.seq_len)
         if data.format == PREFERENCE:
             return PairSamples(
-                *common, pad, data.truncation, whole=context.whole, with_last=context.with_last
+                *common,
+                pad,
+                data.truncation,
+                keep_last_input=context.keep_last_input,
+                keep_last_input_if_room=context.keep_last_input_if_room,
             )
         if data.packing == "documents":
-            from portable.data.samples.packing import PackedDocuments, plan_packing
+            from portable.data.samples.packing import PackedDocumentSamples, load_or_build_packing_plan
 
-            plan = plan_packing(*common, with_last=context.with_last)
-            return PackedDocuments(*common, plan, pad, data.truncation, with_last=context.with_last)
+            plan = load_or_build_packing_plan(
+                *common, keep_last_input_if_room=context.keep_last_input_if_room
+            )
+            return PackedDocumentSamples(
+                *common, plan, pad, data.truncation, keep_last_input_if_room=context.keep_last_input_if_room
+            )
         if data.packing:
-            return PackedCausal(*common)
-        return PaddedCausal(*common, pad, data.truncation, whole=context.whole, with_last=context.with_last)
+            return PackedCausalSamples(*common)
+        return PaddedCausalSamples(
+            *common,
+            pad,
+            data.truncation,
+            keep_last_input=context.keep_last_input,
+            keep_last_input_if_room=context.keep_last_input_if_room,
+        )
 
-    def _build_task_samples(self, part: SampleRange, classes: Classes | None) -> CacheSamples:
+    def _build_task_samples(self, part: SampleRange, classes: LabelMapping | None) -> CacheSamples:
         """The samples of another task than a causal language model's."""
-        from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
+        from portable.data.samples.tasks import ClassificationSamples, MaskedLMSamples, Seq2SeqSamples
 
         context, tokens, data = self.context, self.tokens, self.settings.data
         common = tokens, part, data.seq_len
         vocabulary, suffix = context.vocabulary, self.frame.suffix
         if context.task == MASKED:
-            return MaskedLM(
+            return MaskedLMSamples(
                 *common,
                 vocabulary,
-                mask=context.mask_token,
+                mask_token=context.required_mask_token,
                 suffix=suffix,
                 seed=context.seed,
-                packed=bool(data.packing),
-                shift=None if context.label_shift is None else context.label_shift(context.tokenizer),
+                is_packed=bool(data.packing),
+                label_shift=None if context.label_shift is None else context.label_shift(context.tokenizer),
             )
         if context.task == SEQ2SEQ:
             start = context.decoder_start_token_id
             start = start(context.tokenizer) if callable(start) else start
-            return Seq2Seq(
+            return Seq2SeqSamples(
                 *common,
                 vocabulary,
                 suffix=suffix,
-                decoder_start_token_id=vocabulary.pad if start is None else start,
+                decoder_start_token_id=vocabulary.pad_token if start is None else start,
                 target_suffix=(self.frame.target or self.frame).suffix,
                 target_seq_len=data.target_seq_len,
             )
-        return Classification(
+        return ClassificationSamples(
             *common,
             vocabulary,
             suffix=suffix,
-            classes=classes,
-            left=context.pad_left,
-            pair=None if self.settings.fields.pair is None else PairFrame.from_tokenizer(context.tokenizer),
+            label_mapping=classes,
+            pad_left=context.pad_left,
+            pair_frame=None
+            if self.settings.fields.pair is None
+            else PairFrame.from_tokenizer(context.tokenizer),
         )
 
 
 def _count_shard_samples(settings: SourceSettings, shard: SourceShard) -> int | None:
     """The number of samples of a shard, if it is known without its tokens."""
-    if shard.tokens is None or settings.data.packing is not True or settings.has_conversations:
+    if shard.num_tokens is None or settings.data.packing is not True or settings.has_conversations:
         return None
-    return max(0, (shard.tokens - 1) // settings.data.seq_len)
+    return max(0, (shard.num_tokens - 1) // settings.data.seq_len)
 
 
 def _build_shard_samples(
@@ -391,6 +421,6 @@ def _build_shard_samples(
 ) -> Samples | None:
     """The samples of a shard; None if it is too short for one."""
     data = source.settings.data
-    if data.packing is True and tokens.total_tokens <= data.seq_len:
+    if data.packing is True and tokens.num_tokens <= data.seq_len:
         return None
     return TokenizedSource(context, source, tokens).build_samples()

@@ -1,7 +1,7 @@
 """What torch itself can do on any device: DDP and FSDP2, and the backend on torch.distributed.
 
 Knows devices through the record :class:`portable.engines.package.TorchPackage` alone. DeepSpeed's engine, in
-:mod:`portable.gpu.zero`, is found through :data:`portable.registry.ENGINES`.
+:mod:`portable.gpu.zero`, is found through :data:`portable.registry.ENGINE_PACKAGES`.
 """
 
 import os

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.engines.engine_interface import Machine, get_dist_backend
+from portable.engines.engine_interface import RankInfo, get_dist_backend
 from portable.errors import RunError, UserError, to_one_line
 from portable.private import torch_internals
 from portable.ranks.collectives import gather_text, reduce_any
 from portable.ranks.rendezvous import join_rendezvous
-from portable.registry import import_engine_part
+from portable.registry import import_engine_module
 from portable.terminal import discard_native_stdout
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portable.backend import Engine, MemoryUsage
     from portable.batch import Batch
     from portable.config import RunConfig
-    from portable.engines.engine_interface import MeasuredEngine
+    from portable.engines.engine_interface import EngineWithMetrics
     from portable.engines.torch_device import TorchDevice
 
 _DEVICES_WITH_EVENTS = ("cuda", "xpu")
@@ -37,28 +37,28 @@ class TorchBackend:
     """Ranks in one torch.distributed process group.
 
     Args:
-        kind: Kind of the ranks' devices.
+        torch_device: Kind of the ranks' devices.
     """
 
-    def __init__(self, kind: TorchDevice) -> None:
-        self.name = kind.name
-        self._kind = kind
+    def __init__(self, torch_device: TorchDevice) -> None:
+        self.name = torch_device.name
+        self._torch_device = torch_device
         self.one_program = False
-        self._engine: MeasuredEngine | None = None
+        self._engine: EngineWithMetrics | None = None
         self._at_stop = ExitStack()
-        self._left_groups: list[Any] = []
-        self._products_before: tuple[str, bool] | None = None
-        self._counts = True
-        self._stop_requests = CopyToHost()
+        self._detached_groups: list[Any] = []
+        self._previous_fp32_products: tuple[str, bool] | None = None
+        self._contributes_to_sums = True
+        self._stop_requests = AsyncHostCopy()
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.device = kind.open(self.local_rank, self.local_world_size)
-        self.diagnostics = kind.build_diagnostics(self.device, self.rank, self.world_size)
+        self.device = torch_device.open_device(self.local_rank, self.local_world_size)
+        self.diagnostics = torch_device.build_diagnostics(self.device, self.rank, self.world_size)
 
     def start(self) -> None:
-        self._kind.start(self.device)
+        self._torch_device.make_current(self.device)
         if self.world_size > 1:
             try:
                 with discard_native_stdout():
@@ -74,56 +74,62 @@ class TorchBackend:
                 raise _build_rendezvous_error(error) from error
 
     def stop(self) -> None:
-        if self._products_before is not None:
-            _set_fp32_products(*self._products_before)
-            self._products_before = None
+        if self._previous_fp32_products is not None:
+            _set_fp32_matmul_precision(*self._previous_fp32_products)
+            self._previous_fp32_products = None
         self._engine = None
         self._at_stop.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        if self._products_before is None:
-            self._products_before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
+        if self._previous_fp32_products is None:
+            self._previous_fp32_products = (
+                torch.get_float32_matmul_precision(),
+                torch.backends.cudnn.allow_tf32,
+            )
         # Ranks that share layers have the same numbers: those of one of them count.
-        self._counts = self.rank % config.tensor_parallel_size == 0
+        self._contributes_to_sums = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
-        _set_fp32_products("high" if tf32 else "highest", tf32)
-        self._engine = import_engine_part(config.strategy, "engine").build_engine(
-            model, config, self._build_machine(self.rank), self._at_stop
+        _set_fp32_matmul_precision("high" if tf32 else "highest", tf32)
+        self._engine = import_engine_module(config.strategy, "engine").build_engine(
+            model, config, self._build_rank_info(self.rank), self._at_stop
         )
         return self._engine
 
-    def _build_machine(self, rank: int) -> Machine:
-        return Machine(self.device, rank, self.world_size, self.local_world_size)
+    def _build_rank_info(self, rank: int) -> RankInfo:
+        return RankInfo(self.device, rank, self.world_size, self.local_world_size)
 
-    def check_fit(
-        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    def run_memory_trial(
+        self,
+        build_meta_model: Callable[[], nn.Module],
+        config: RunConfig,
+        take_steps: Callable[[Engine], None],
     ) -> bool | None:
-        limit = self._kind.limit_memory(self.device, self.world_size)
+        limit = self._torch_device.build_memory_limit(self.device, self.world_size)
         if limit is None:
             return None
         from portable.engines.memory_trial import run_memory_trial
 
-        return run_memory_trial(build, config, self._build_machine(0), limit, steps)
+        return run_memory_trial(build_meta_model, config, self._build_rank_info(0), limit, take_steps)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         from portable.engines.memory_trial import is_out_of_memory
 
         return is_out_of_memory(error)
 
-    def leave(self) -> None:
+    def abandon_process_group(self) -> None:
         self._engine = None
-        self._left_groups += torch_internals.detach_process_groups()
+        self._detached_groups += torch_internals.detach_process_groups()
         self._at_stop.close()
 
-    def seed(self, value: int) -> None:
+    def seed_device_generator(self, value: int) -> None:
         # torch.manual_seed also visits all other device types, which costs 0.2 ms per call.
         torch.default_generator.manual_seed(value)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(value)
 
-    def place(self, batch: Batch) -> Batch:
+    def copy_to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -132,80 +138,80 @@ class TorchBackend:
     def devices_per_rank(self) -> int:
         return 1
 
-    def total(self, count: float, *, stop: bool = False) -> Tensor:
+    def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
         # Filled on the device: a copy from the host would sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
-        count = count if self._counts else 0
+        count = count if self._contributes_to_sums else 0
         if self.world_size == 1:
             return torch.full((), count, dtype=kind, device=self.device)
         sums = torch.full((2,), count, dtype=kind, device=self.device)
         sums[1].fill_(int(stop))
         dist.all_reduce(sums)
-        self._stop_requests.start(sums[1])
+        self._stop_requests.start_copy(sums[1])
         return sums[0]
 
-    def stop_requested(self, here: bool) -> bool:
-        return here if self.world_size == 1 else self._stop_requests.finish() > 0
+    def is_stop_requested(self, requested_by_rank: bool) -> bool:
+        return requested_by_rank if self.world_size == 1 else self._stop_requests.wait_for_value() > 0
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
         if self.world_size > 1:
-            value = value.clone() if self._counts else torch.zeros_like(value)
+            value = value.clone() if self._contributes_to_sums else torch.zeros_like(value)
             dist.all_reduce(value)
         return value
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
+    def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
         numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
         return numbers
 
     def reduce_any(self, flag: bool) -> bool:
         return reduce_any(flag)
 
-    def gather(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         return gather_text(text)
 
     def barrier(self) -> None:
         self.reduce_any(False)  # over the host, because dist.barrier would also wait for the GPU
 
     def measure_memory(self) -> MemoryUsage:
-        return self._kind.measure_memory(self.device)
+        return self._torch_device.measure_memory(self.device)
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        return self._kind.get_shape_multiple(self.device, precision)
+        return self._torch_device.get_shape_multiple(self.device, precision)
 
     def get_peak_flops(self, precision: str) -> float | None:
-        return self._kind.get_peak_flops(self.device, precision)
+        return self._torch_device.get_peak_flops(self.device, precision)
 
     def get_metrics(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.get_metrics()
 
 
-class CopyToHost:
+class AsyncHostCopy:
     """Copy of a device scalar to the host that overlaps with the work of the device."""
 
     def __init__(self) -> None:
         self._copy = torch.zeros(())
-        self._copied: torch.Event | None = None
+        self._copy_event: torch.Event | None = None
 
-    def start(self, value: Tensor) -> None:
+    def start_copy(self, value: Tensor) -> None:
         """Queue the copy of ``value`` behind the work that computes it. Does not trigger a sync."""
         if value.device.type not in _DEVICES_WITH_EVENTS:
-            self._copy = value  # copied by `finish`, which waits for the value and not for later work
+            self._copy = value  # copied by `wait_for_value`, which waits for the value and not for later work
             return
         if self._copy.dtype != value.dtype:
             # The copy overlaps with other work only into page-locked memory.
             self._copy = torch.zeros((), dtype=value.dtype, pin_memory=True)
         self._copy.copy_(value, non_blocking=True)
-        self._copied = torch.Event(value.device)
-        self._copied.record()
+        self._copy_event = torch.Event(value.device)
+        self._copy_event.record()
 
-    def finish(self) -> float:
+    def wait_for_value(self) -> float:
         """Wait for the copy and return the value. Does not wait for later work of the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         return float(self._copy)
 
 
-def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
+def _set_fp32_matmul_precision(precision: str, tf32_convolutions: bool) -> None:
     """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
@@ -219,8 +225,8 @@ def _build_rendezvous_error(error: Exception) -> UserError | RunError:
             f"MASTER_PORT={port}: another program uses this port of {address}; set a free one on all nodes "
             "(torchrun: --master-port)"
         )
-    said = to_one_line(str(error).splitlines()[0])
+    reason = to_one_line(str(error).splitlines()[0])
     return RunError(
-        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({said}); start all of "
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({reason}); start all of "
         "them, with the address of the node of rank 0"
     )

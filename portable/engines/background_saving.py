@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class WriteHandle:
+class BackgroundWriteHandle:
     """Implements :class:`portable.backend.SaveHandle` for a background write; None: already written."""
 
     def __init__(self, writing: Future[None] | None) -> None:
@@ -30,26 +30,26 @@ class WriteHandle:
             self._writing.result()
 
 
-def copy_to_host(value: Any) -> Any:
+def copy_state_to_host(value: Any) -> Any:
     """Copy ``value``, with every tensor in its dicts, lists and tuples copied to host memory.
 
     Tensors that share a storage share its copy, so that files do not grow. A ``DTensor`` stays one, around
     the copy of its local shard. Returns when the copies are complete.
     """
-    copier = _Copier()
+    copier = _HostCopier()
     result = copier.copy_value(value)
-    copier.wait()
+    copier.wait_for_copies()
     return result
 
 
-class _Copier:
+class _HostCopier:
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._devices: set[torch.device] = set()
 
     def copy_value(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return torch_internals.shard_like(value, self._copy_tensor(value.to_local()))
+            return torch_internals.build_dtensor_like(value, self._copy_tensor(value.to_local()))
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value)
         if type(value) is tuple:
@@ -81,7 +81,7 @@ class _Copier:
         self._devices.add(storage.device)
         return target.untyped_storage()
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the copies are complete."""
         for device in self._devices:
             if device.type != "cpu":

@@ -8,21 +8,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from portable.planner.memory_model import Cluster
-    from portable.planner.parameter_inventory import Weight
+    from portable.planner.parameter_inventory import ParameterEntry
 
 
-def count_elements(weights: Iterable[Weight]) -> int:
+def sum_elements(weights: Iterable[ParameterEntry]) -> int:
     """Total elements of ``weights``."""
-    return sum(w.elements for w in weights)
+    return sum(w.num_elements for w in weights)
 
 
-def compute_internode_bytes(volume: float, cluster: Cluster) -> float:
+def compute_internode_bytes(total_bytes: float, cluster: Cluster) -> float:
     """Bytes that each device sends between nodes in a collective over all devices.
 
     A ring leaves each node once, so a node's devices share that traffic.
 
     Args:
-        volume: bytes that each device sends in total.
+        total_bytes: bytes that each device sends in total.
         cluster: nodes and devices per node.
     """
-    return 0.0 if cluster.nodes == 1 else volume * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+    return 0.0 if cluster.nodes == 1 else total_bytes * (cluster.nodes - 1) / cluster.nodes / cluster.per_node

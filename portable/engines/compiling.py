@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-CAPTURING = ("reduce-overhead", "max-autotune")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """The modes that capture CUDA graphs, which contain the addresses of parameters."""
 
 # For training, evaluation, and another batch size.
 _GRAPHS_PER_LAYER = 4
 
 
-def check(config: RunConfig, world_size: int, compiler: str) -> None:
+def check_compile_settings(config: RunConfig, world_size: int, device_compiler: str) -> None:
     """Raise UserError for an unknown compiler, or a mode that the strategy does not support.
 
     Args:
-        compiler: the device's own, which may be registered only where the device is opened.
+        device_compiler: the device's own, which may be registered only where the device is opened.
     """
-    if config.compile_backend not in ("inductor", compiler):
+    if config.compile_backend not in ("inductor", device_compiler):
         compilers = torch.compiler.list_backends(exclude_tags=())
         require(
             config.compile_backend in compilers,
@@ -41,7 +41,7 @@ def check(config: RunConfig, world_size: int, compiler: str) -> None:
         world_size > 1 or config.memory.offload_params != "none" or config.strategy.startswith("zero")
     )
     require(
-        not (sharded and config.compile_mode in CAPTURING),
+        not (sharded and config.compile_mode in CUDA_GRAPH_MODES),
         f"compile_mode: {config.compile_mode} captures CUDA graphs, which need parameters at fixed "
         f"addresses; strategy {config.strategy} gathers them into new memory; use default or "
         "max-autotune-no-cudagraphs, or strategy no_shard",
@@ -55,7 +55,7 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
     overwrite.
     """
     layers = find_transformer_layers(model)
-    torch_internals.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
+    torch_internals.raise_recompile_limit(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:
         layer.compile(backend=config.compile_backend, mode=mode)
@@ -64,7 +64,7 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
             module.compile(backend=config.compile_backend)
 
 
-class CapturedMemory:
+class CudaGraphMemory:
     """Keeps tensors in the memory of CUDA graphs valid.
 
     A graph reuses the memory of its outputs in the next pass, and by default every call of a compiled layer
@@ -72,7 +72,7 @@ class CapturedMemory:
     """
 
     def __init__(self) -> None:
-        self._first = True
+        self._is_first_pass = True
 
     @staticmethod
     def begin_pass() -> None:
@@ -86,8 +86,8 @@ class CapturedMemory:
             parameters: with their gradients.
             last: whether the optimizer step follows, so that no pass can overwrite them.
         """
-        if self._first and not last:
+        if self._is_first_pass and not last:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
-        self._first = last
+        self._is_first_pass = last

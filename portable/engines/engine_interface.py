@@ -26,7 +26,7 @@ COMPUTE_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Machine:
+class RankInfo:
     """This process's part of the machine."""
 
     device: torch.device
@@ -36,7 +36,7 @@ class Machine:
     """Ranks on this node."""
 
 
-class MeasuredEngine(Engine, Protocol):
+class EngineWithMetrics(Engine, Protocol):
     """An engine on torch.distributed."""
 
     def get_metrics(self) -> dict[str, float]:
@@ -47,14 +47,14 @@ class EngineModule(Protocol):
     """The interface of ``portable/engines/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
 
     def build_engine(
-        self, model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack
-    ) -> MeasuredEngine:
+        self, model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
+    ) -> EngineWithMetrics:
         """Shard a model from the meta device over the ranks. The weights stay unset.
 
         Args:
             model: on the meta device.
             config: of the run.
-            machine: this rank's part of it.
+            rank_info: this rank's part of it.
             at_stop: receives what must run before the process group is destroyed.
         """
 

@@ -14,22 +14,24 @@ import torch
 from torch import Tensor, nn
 
 
-def find_routed_modules(model: nn.Module) -> list[nn.Module]:
+def find_modules_with_unused_parameters(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward may leave out parameters.
 
     ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules; and
     experts in one tensor, beside others that return what they get (LongCat Flash).
     """
-    plain = (nn.ModuleList.forward, nn.ModuleDict.forward)
-    passing = [m for m in find_expert_modules(model) if any(type(c) is nn.Identity for c in m.children())]
-    return passing + [
+    default_forwards = (nn.ModuleList.forward, nn.ModuleDict.forward)
+    experts_with_identity = [
+        m for m in find_stacked_expert_modules(model) if any(type(c) is nn.Identity for c in m.children())
+    ]
+    return experts_with_identity + [
         module
         for module in model.modules()
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward not in plain
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward not in default_forwards
     ]
 
 
-def find_expert_modules(model: nn.Module) -> list[nn.Module]:
+def find_stacked_expert_modules(model: nn.Module) -> list[nn.Module]:
     """Modules with all experts in one tensor and submodules without parameters.
 
     The submodules may run once per chosen expert, so in a different order on each rank.
@@ -43,22 +45,22 @@ def find_expert_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def zero_missing_gradients(model: nn.Module) -> None:
-    """Give unused parameters of :func:`find_routed_modules` modules a gradient of zeros in each pass.
+def register_zero_gradient_hooks(model: nn.Module) -> None:
+    """Give unused parameters of :func:`find_modules_with_unused_parameters` modules a gradient of zeros in each pass.
 
     Call it before other forward hooks are registered: it needs unsharded parameters.
     """
-    for module in find_routed_modules(model):
-        module.register_forward_hook(_connect_parameters)
+    for module in find_modules_with_unused_parameters(model):
+        module.register_forward_hook(_connect_parameters_to_output)
 
 
-def _connect_parameters(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+def _connect_parameters_to_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    reached: Tensor = _Reach.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
+    reached: Tensor = _ZeroGradients.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
     return reached
 
 
-class _Reach(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
     """The identity on its first argument; the gradients of the others are zeros."""
 
     @staticmethod

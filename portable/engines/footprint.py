@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.derived_defaults import ZERO
+from portable.config.derived_defaults import ZERO_STRATEGIES
 from portable.engines.fsdp import footprint as fsdp
 from portable.planner.memory_model import Cluster, Footprint, StrategySetting
-from portable.registry import import_engine_part, load_backend_package
+from portable.registry import import_engine_module, load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.parameter_inventory import Inventory
+    from portable.planner.parameter_inventory import ModelInventory
 
 
-def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     if config.deepspeed.config is None or not load_backend_package(config.backend).runs_zero:
         return config
-    adopted: RunConfig = import_engine_part(ZERO[0], "engine").apply_deepspeed_json(
+    adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
         config, "cpu", cluster.devices
     )
     return adopted
 
 
-def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
+def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield StrategySetting("no_shard")
-    yield from import_engine_part(ZERO[0], "footprint").iter_zero_settings(config)
+    yield from import_engine_module(ZERO_STRATEGIES[0], "footprint").iter_zero_settings(config)
     yield StrategySetting("shard_grad_op")
     yield StrategySetting("full_shard")
     yield StrategySetting("full_shard", "cpu")
@@ -41,17 +41,17 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
         yield StrategySetting("hybrid_shard")
 
 
-def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     from portable.engines.fsdp.units import find_fsdp_units  # only here: it needs torch
 
     return find_fsdp_units(model, config)
 
 
-def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    if config.strategy in ZERO:
-        zero: Any = import_engine_part(config.strategy, "footprint")
+    if config.strategy in ZERO_STRATEGIES:
+        zero: Any = import_engine_module(config.strategy, "footprint")
         zero_footprint: Footprint = zero.compute_zero_footprint(model, config, cluster)
         return zero_footprint
     one_device = cluster.devices == 1 and config.memory.offload_params != "cpu"

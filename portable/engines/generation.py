@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def continue_text(
+def sample_continuation(
     model: nn.Module,
     prompt: Tensor,
     device: torch.device,
     *,
     max_new_tokens: int,
     seed: int,
-    collective: bool,
+    is_collective: bool,
 ) -> Tensor:
     """Sample up to ``max_new_tokens`` tokens after ``prompt``; all ranks get the same text.
 
@@ -28,7 +28,8 @@ def continue_text(
         device: of the model.
         max_new_tokens: the limit.
         seed: of the sampling.
-        collective: whether each forward pass gathers parameters, so that a rank that has finished must keep
+        is_collective: whether each forward pass gathers parameters, so that a rank that has finished must
+        keep
             running until the others have.
 
     Returns:
@@ -46,6 +47,6 @@ def continue_text(
             temperature=0.8,
             top_k=50,
             use_cache=True,
-            synced_gpus=collective,
+            synced_gpus=is_collective,
         )
     return tokens.cpu()

@@ -11,20 +11,20 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from portable.errors import RunError, UserError, to_one_line
-from portable.paths import read_json, write_durably
+from portable.paths import read_json_file, write_durably
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _FILE = "loss_scale.json"
-STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+STATE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """DeepSpeed's names for the state of the search."""
 
 
-class LossScale(ABC):
+class LossScaleSearch(ABC):
     """A search for the loss scale, in metrics and checkpoints. With one, an overflow is no failure.
 
     Attributes:
@@ -35,13 +35,13 @@ class LossScale(ABC):
 
     @abstractmethod
     def read_state(self) -> dict[str, float]:
-        """The values of :data:`STATE`, and ``overflows``: skipped updates since the start of the run.
+        """The values of :data:`STATE_NAMES`, and ``overflows``: skipped updates since the start of the run.
 
         Waits for the device.
         """
 
     @abstractmethod
-    def restore(self, state: Mapping[str, float]) -> None:
+    def restore_state(self, state: Mapping[str, float]) -> None:
         """Set what :meth:`state` returns."""
 
     def get_metrics(self) -> dict[str, float]:
@@ -56,11 +56,11 @@ class LossScale(ABC):
             "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"
         )
 
-    def save(self, folder: Path) -> None:
+    def save_state(self, folder: Path) -> None:
         """Write the state of the search; on rank 0."""
         write_durably(folder / _FILE, json.dumps(self.read_state()) + "\n")
 
-    def load(self, folder: Place) -> None:
+    def load_state(self, folder: AnyPath) -> None:
         """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
 
         Raises:
@@ -70,8 +70,8 @@ class LossScale(ABC):
         if not path.exists():
             return
         try:
-            stored = {"overflows": 0, **read_json(path)}  # older files do not count them
-            state = {name: float(stored[name]) for name in (*STATE, "overflows")}
+            stored = {"overflows": 0, **read_json_file(path)}  # older files do not count them
+            state = {name: float(stored[name]) for name in (*STATE_NAMES, "overflows")}
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise UserError(f"{path}: damaged ({to_one_line(error)}); use an older checkpoint") from error
-        self.restore(state)
+        self.restore_state(state)

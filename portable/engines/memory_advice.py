@@ -10,42 +10,44 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def format_memory_advice(config: RunConfig) -> str:
+def format_host_memory_advice(config: RunConfig) -> str:
     """The settings that reduce the host memory of a run's ranks, in one sentence."""
-    return "to use less, set " + "; ".join(_iter_remedies(config))
+    return "to use less, set " + "; ".join(_iter_host_memory_remedies(config))
 
 
-def _iter_remedies(config: RunConfig) -> Iterator[str]:
+def _iter_host_memory_remedies(config: RunConfig) -> Iterator[str]:
     memory, zero3 = config.memory, config.strategy == "zero3"
     on_gpu = config.backend == "cuda"
-    places = {
+    offload_targets = {
         "memory.offload_optimizer": memory.offload_optimizer,
         "memory.offload_params": memory.offload_params,
     }
-    in_memory = [name for name, place in places.items() if place == "cpu"]
+    in_memory = [name for name, target in offload_targets.items() if target == "cpu"]
     for name in in_memory:
         if zero3:
             yield f"{name} nvme, with memory.nvme_path on a local disk, instead of cpu"
     if in_memory and on_gpu:
         yield f"{' or '.join(in_memory)} none, if the GPUs have enough memory"
-    if "nvme" in places.values():
+    if "nvme" in offload_targets.values():
         yield (
             "zero_optimization.sub_group_size, offload_optimizer.buffer_count and offload_param.buffer_count "
             "lower in deepspeed.config, since swapping uses buffers in host memory"
         )
         yield from (
-            f"{name} nvme as well" for name, place in places.items() if place == "none" and not on_gpu
+            f"{name} nvme as well"
+            for name, target in offload_targets.items()
+            if target == "none" and not on_gpu
         )
     if not zero3 and (in_memory or not on_gpu):
         yield (
             "strategy zero3, which shards all state over the ranks and can offload to disk "
             "(memory.offload_optimizer and memory.offload_params nvme, memory.nvme_path)"
         )
-    elif not in_memory and not on_gpu and "nvme" not in places.values():
+    elif not in_memory and not on_gpu and "nvme" not in offload_targets.values():
         yield "memory.offload_optimizer and memory.offload_params nvme, with memory.nvme_path on a local disk"
     if not on_gpu:
         yield "memory.activation_checkpointing full, or train.micro_batch_size lower"
-    if config.checkpoint.async_ and config.checkpoint.saves_on_the_way:
+    if config.checkpoint.async_ and config.checkpoint.saves_during_training:
         yield "checkpoint.async false, since a background save copies the checkpoint to host memory"
     if not in_memory and on_gpu:
         yield "data.num_workers lower"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from portable.private import torch_internals
-from portable.registry import import_engine_part
+from portable.registry import import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from portable.backend import Engine
     from portable.config import RunConfig
-    from portable.engines.engine_interface import Machine
+    from portable.engines.engine_interface import RankInfo
 
 # Memory outside torch's allocator: on a host, thread stacks and I/O buffers.
-_RESERVED_ON_HOST = 1 << 26
+_RESERVED_HOST_BYTES = 1 << 26
 _HOST_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 # Errors besides torch's own class: from the host, the driver (kernels, pinned memory) and CUDA libraries.
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
-def has_host_limit() -> bool:
+def has_host_memory_limit() -> bool:
     """Whether running out of host memory raises: only under a limit of this process (``ulimit -v``).
 
     Otherwise the system overcommits and kills processes later.
@@ -55,43 +55,45 @@ def has_host_limit() -> bool:
 
 
 def run_memory_trial(
-    build: Callable[[], nn.Module],
+    build_model: Callable[[], nn.Module],
     config: RunConfig,
-    machine: Machine,
-    limit: AbstractContextManager[None],
-    steps: Callable[[Engine], None],
+    rank_info: RankInfo,
+    memory_limit: AbstractContextManager[None],
+    run_steps: Callable[[Engine], None],
 ) -> bool:
-    """See :meth:`portable.backend.Backend.check_fit`.
+    """See :meth:`portable.backend.Backend.run_memory_trial`.
 
     Args:
-        limit: makes allocations raise beyond the free memory, less what a run needs outside torch's
+        memory_limit: makes allocations raise beyond the free memory, less what a run needs outside torch's
             allocator.
     """
-    fitted = True
-    device = machine.device
+    fits = True
+    device = rank_info.device
     devices = [] if device.type == "cpu" else [device.index]
     torch.zeros(1, requires_grad=True).backward()  # autograd may start threads, whose stacks are not tried
-    with torch.random.fork_rng(devices=devices), limit, start_fake_ranks(machine) as at_stop:
+    with torch.random.fork_rng(devices=devices), memory_limit, start_fake_ranks(rank_info) as at_stop:
         try:
-            steps(
-                import_engine_part(config.strategy, "engine").build_engine(build(), config, machine, at_stop)
+            run_steps(
+                import_engine_module(config.strategy, "engine").build_engine(
+                    build_model(), config, rank_info, at_stop
+                )
             )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            fitted = False
+            fits = False
     gc.collect()
     if devices:
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats(device)
-    return fitted
+    return fits
 
 
 @contextmanager
-def start_fake_ranks(machine: Machine) -> Iterator[ExitStack]:
-    """Start a fake process group of ``machine.world_size`` ranks; yield callbacks to run before it ends."""
-    if machine.world_size > 1:
-        torch_internals.start_fake_group(machine.rank, machine.world_size)
+def start_fake_ranks(rank_info: RankInfo) -> Iterator[ExitStack]:
+    """Start a fake process group of ``rank_info.world_size`` ranks; yield callbacks to run before it ends."""
+    if rank_info.world_size > 1:
+        torch_internals.start_fake_process_group(rank_info.rank, rank_info.world_size)
     try:
         with ExitStack() as at_stop:
             yield at_stop
@@ -106,7 +108,7 @@ def limit_host_memory() -> Iterator[None]:
     limits = {kind: resource.getrlimit(kind) for kind in _HOST_LIMITS}
     for kind, (soft, hard) in limits.items():
         if soft != resource.RLIM_INFINITY:
-            resource.setrlimit(kind, (max(soft - _RESERVED_ON_HOST, 0), hard))
+            resource.setrlimit(kind, (max(soft - _RESERVED_HOST_BYTES, 0), hard))
     try:
         yield
     finally:

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.config.derived_defaults import ZERO
-from portable.config.rules import is_zero
+from portable.config.derived_defaults import ZERO_STRATEGIES
+from portable.config.rules import uses_zero_strategy
 from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require
-from portable.registry import World, import_engine_part
+from portable.registry import World, import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, MemoryUsage
     from portable.config import RunConfig
     from portable.config.rules import SettingProblem
-    from portable.planner.compiled_graph import Compiled
+    from portable.planner.compiled_graph import CompiledRun
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget
@@ -48,7 +48,7 @@ class TorchPackage(TorchDevice):
     typical_device: str = "h100"
     runs_cuda: bool = False
     runs_zero: bool = True
-    compiler: str = "inductor"
+    default_compile_backend: str = "inductor"
     """What the default of ``compile_backend`` means on it."""
 
     def get_world(self, ranks: int) -> World:
@@ -58,33 +58,33 @@ class TorchPackage(TorchDevice):
         return {}
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
-        from portable.checks.backends import check_without_cuda, check_without_zero
+        from portable.checks.backends import check_cuda_only_settings, check_strategy_without_zero
 
-        checks = import_engine_part(config.strategy, "checks")
+        checks = import_engine_module(config.strategy, "checks")
         if not self.runs_zero:
-            yield from check_without_zero(config)
-        if is_zero(config):
+            yield from check_strategy_without_zero(config)
+        if uses_zero_strategy(config):
             yield from checks.find_problems(config, late=late, cuda=self.runs_cuda)
         if not self.runs_cuda:
-            yield from check_without_cuda(config, late=late)
-        if late and not is_zero(config):
+            yield from check_cuda_only_settings(config, is_resolved=late)
+        if late and not uses_zero_strategy(config):
             yield from checks.check_memory(config)
             yield from checks.check_fsdp(config)
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:
             return config
-        adopted: RunConfig = import_engine_part(ZERO[0], "engine").apply_deepspeed_json(
+        adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
             config, self.name, world.ranks
         )
         return adopted
 
     def check(self, config: RunConfig, world: World) -> None:
-        from portable.engines.fsdp.sharding import shard_group_size
+        from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
         if attention not in ("sdpa", "eager", "flex_attention"):
-            flash_package = _FLASH.get(attention)
+            flash_package = _FLASH_PACKAGES.get(attention)
             require(
                 _is_installed("kernels")
                 or (flash_package is not None and _is_installed(flash_package.replace("-", "_"))),
@@ -95,23 +95,25 @@ class TorchPackage(TorchDevice):
         if config.compile:
             from portable.engines import compiling
 
-            compiling.check(config, world.ranks, self.compiler)
-        if config.strategy in ZERO:
-            import_engine_part(config.strategy, "engine").check_deepspeed(config, self.name)
+            compiling.check_compile_settings(config, world.ranks, self.default_compile_backend)
+        if config.strategy in ZERO_STRATEGIES:
+            import_engine_module(config.strategy, "engine").check_deepspeed(config, self.name)
         # The ranks that this process will start are all on this node.
-        shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
+        compute_shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
     def build_notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
         if not self.runs_zero:
             return [f"deepspeed.config has no effect: DeepSpeed does not run on backend {self.name}"]
-        zero_notes: list[str] = import_engine_part(ZERO[0], "engine").build_deepspeed_notes(config, self.name)
+        zero_notes: list[str] = import_engine_module(ZERO_STRATEGIES[0], "engine").build_deepspeed_notes(
+            config, self.name
+        )
         return zero_notes
 
     def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         memory = config.memory
-        sharded = "zero3" if config.strategy in ZERO else "full_shard"
+        sharded = "zero3" if config.strategy in ZERO_STRATEGIES else "full_shard"
         if memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
         if memory.loss_chunk_tokens == 0:
@@ -125,16 +127,16 @@ class TorchPackage(TorchDevice):
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
-        from portable.engines.memory_advice import format_memory_advice
+        from portable.engines.memory_advice import format_host_memory_advice
 
-        return format_memory_advice(config)
+        return format_host_memory_advice(config)
 
     def load_footprint(self) -> FootprintModule:
         from portable.engines import footprint
 
         return footprint
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
+    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
             "--device"
@@ -146,7 +148,7 @@ class TorchPackage(TorchDevice):
         return TorchBackend(self)
 
 
-_FLASH = {
+_FLASH_PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-interface",
     "flash_attention_4": "flash-attn",
@@ -177,14 +179,14 @@ class CpuPackage(TorchPackage):
     def list_devices(self) -> tuple[Device, ...]:
         return ()
 
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+    def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
         import torch
 
         if local_world_size > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
         return torch.device("cpu")
 
-    def start(self, device: torch.device) -> None:
+    def make_current(self, device: torch.device) -> None:
         pass
 
     def measure_memory(self, device: torch.device) -> MemoryUsage:
@@ -192,10 +194,12 @@ class CpuPackage(TorchPackage):
 
         return measure_host_memory()
 
-    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+    def build_memory_limit(
+        self, device: torch.device, world_size: int
+    ) -> AbstractContextManager[None] | None:
         from portable.engines import memory_trial
 
-        return memory_trial.limit_host_memory() if memory_trial.has_host_limit() else None
+        return memory_trial.limit_host_memory() if memory_trial.has_host_memory_limit() else None
 
 
 def _has_bf16_instructions() -> bool:

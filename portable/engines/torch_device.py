@@ -22,7 +22,7 @@ class TorchDevice:
     name: str
     """Name of the backend."""
 
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+    def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
         """Return the device of a rank.
 
         Args:
@@ -34,7 +34,7 @@ class TorchDevice:
         """
         raise NotImplementedError
 
-    def start(self, device: torch.device) -> None:
+    def make_current(self, device: torch.device) -> None:
         """Make ``device`` the current device, before the process group starts."""
         import torch
 
@@ -57,7 +57,9 @@ class TorchDevice:
             peak_bytes=torch.accelerator.max_memory_allocated(device),
         )
 
-    def limit_memory(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+    def build_memory_limit(
+        self, device: torch.device, world_size: int
+    ) -> AbstractContextManager[None] | None:
         """Return a context in which allocations beyond the memory of a rank raise.
 
         Args:

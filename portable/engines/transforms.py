@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.engines.compiling import compile_layers
-from portable.engines.experts import find_routed_modules, zero_missing_gradients
+from portable.engines.experts import find_modules_with_unused_parameters, register_zero_gradient_hooks
 from portable.model.activation_checkpointing import enable_activation_checkpointing
-from portable.model.auxiliary_losses import counts_last_tokens
+from portable.model.auxiliary_losses import needs_last_token_as_input
 from portable.model.chunked_loss import find_chunked_head, install_chunked_head
-from portable.model.document_attention import keep_documents_apart
-from portable.model.dynamic_rope import has_length_dependent_rotations, rotate_by_text
-from portable.model.freezing import COMPUTE
-from portable.model.loss import Objective, return_loss_parts
-from portable.model.regularization import add_noise, remove_dropout
+from portable.model.document_attention import install_document_forward
+from portable.model.dynamic_rope import has_length_dependent_rope, install_text_length_forward
+from portable.model.freezing import COMPUTE_DTYPES
+from portable.model.loss import TrainingObjective, install_loss_forward
+from portable.model.regularization import install_embedding_noise, remove_dropout
 from portable.model.training_loss import build_training_loss
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TransformContext:
+class TransformInputs:
     """Inputs of a transform in addition to the model.
 
     Attributes:
@@ -60,22 +60,22 @@ class Transform:
 
     name: str
     is_needed: Callable[[PreTrainedModel, RunConfig], bool]
-    apply: Callable[[PreTrainedModel, TransformContext], Any]
+    apply: Callable[[PreTrainedModel, TransformInputs], Any]
 
 
 def _is_on_xla(config: RunConfig) -> bool:
     return config.backend == "xla"
 
 
-def _needs_shared_sequences(_: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_context_parallelism(_: PreTrainedModel, config: RunConfig) -> bool:
     # On XLA, annotations make the compiler exchange tokens for heads.
     return config.context_parallel_size > 1 and not _is_on_xla(config)
 
 
-def _apply_sharing(model: PreTrainedModel, context: TransformContext) -> None:
-    from portable.engines.context_parallel import share_sequences
+def _apply_context_parallelism(model: PreTrainedModel, context: TransformInputs) -> None:
+    from portable.engines.context_parallel import enable_context_parallelism
 
-    share_sequences(model, context.config, context.at_stop)
+    enable_context_parallelism(model, context.config, context.at_stop)
 
 
 def _needs_chunked_loss(_: PreTrainedModel, config: RunConfig) -> bool:
@@ -84,25 +84,29 @@ def _needs_chunked_loss(_: PreTrainedModel, config: RunConfig) -> bool:
     return config.memory.loss_chunk_tokens != 0 and not gathers and not _is_on_xla(config)
 
 
-def _needs_zero_gradients(model: PreTrainedModel, config: RunConfig) -> bool:
+def _needs_zero_expert_gradients(model: PreTrainedModel, config: RunConfig) -> bool:
     # ZeRO-3 gathers the experts of a layer as one unit, and XLA computes every expert for every token.
-    return config.strategy != "zero3" and not _is_on_xla(config) and bool(find_routed_modules(model))
+    return (
+        config.strategy != "zero3"
+        and not _is_on_xla(config)
+        and bool(find_modules_with_unused_parameters(model))
+    )
 
 
 def _needs_recomputation(_: PreTrainedModel, config: RunConfig) -> bool:
     return config.memory.activation_checkpointing != "none" and not _is_on_xla(config)
 
 
-def _apply_recomputation(model: PreTrainedModel, context: TransformContext) -> None:
+def _apply_recomputation(model: PreTrainedModel, context: TransformInputs) -> None:
     kind, on_host = context.config.memory.activation_checkpointing, context.recompute_inputs_on_host
     enable_activation_checkpointing(model, kind, inputs_on_host=on_host)
 
 
-def _apply_noise(model: PreTrainedModel, context: TransformContext) -> None:
+def _apply_noise(model: PreTrainedModel, context: TransformInputs) -> None:
     config, loss = context.config, build_training_loss(context.config)
     last_is_label_only = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
-    last_is_label_only = last_is_label_only and not counts_last_tokens(model.config, config.model)
-    add_noise(model, config.train.neftune_noise_alpha, beyond=int(last_is_label_only))
+    last_is_label_only = last_is_label_only and not needs_last_token_as_input(model.config, config.model)
+    install_embedding_noise(model, config.train.neftune_noise_alpha, extra_tokens=int(last_is_label_only))
 
 
 def _needs_no_dropout(_: PreTrainedModel, config: RunConfig) -> bool:
@@ -118,14 +122,16 @@ def _needs_document_attention(_: PreTrainedModel, config: RunConfig) -> bool:
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    Transform("shared sequences", _needs_shared_sequences, _apply_sharing),
+    Transform("shared sequences", _needs_context_parallelism, _apply_context_parallelism),
     Transform(
         "chunked loss",
         _needs_chunked_loss,
         lambda model, context: install_chunked_head(model, context.config.memory.loss_chunk_tokens),
     ),
     Transform(
-        "gradients of unused experts", _needs_zero_gradients, lambda model, _: zero_missing_gradients(model)
+        "gradients of unused experts",
+        _needs_zero_expert_gradients,
+        lambda model, _: register_zero_gradient_hooks(model),
     ),
     Transform("recomputed activations", _needs_recomputation, _apply_recomputation),
     Transform(  # after the chunked loss, which is compiled as well
@@ -136,18 +142,20 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform("noise", lambda _, config: config.train.neftune_noise_alpha > 0, _apply_noise),
     Transform("no dropout", _needs_no_dropout, lambda model, _: remove_dropout(model)),
     # The forward method: the last transform is called first.
-    Transform("document attention", _needs_document_attention, lambda model, _: keep_documents_apart(model)),
+    Transform(
+        "document attention", _needs_document_attention, lambda model, _: install_document_forward(model)
+    ),
     Transform(
         "rotations by text",
-        lambda model, _: has_length_dependent_rotations(model.config),
-        lambda model, _: rotate_by_text(model),
+        lambda model, _: has_length_dependent_rope(model.config),
+        lambda model, _: install_text_length_forward(model),
     ),
-    Transform("loss parts", lambda *_: True, lambda model, _: return_loss_parts(model)),
+    Transform("loss parts", lambda *_: True, lambda model, _: install_loss_forward(model)),
 )
 """All transforms, in the order in which they are applied."""
 
 
-def list_transforms(model: nn.Module, config: RunConfig) -> list[Transform]:
+def list_needed_transforms(model: nn.Module, config: RunConfig) -> list[Transform]:
     """List the transforms of a run, in the order in which they are applied.
 
     Args:
@@ -174,7 +182,7 @@ def describe_transforms(model: PreTrainedModel, config: RunConfig) -> list[str]:
         "adapter": config.adapter.type is not None,
     }
     names = [name for name, applies in built.items() if applies]
-    return names + [transform.name for transform in list_transforms(model, config)]
+    return names + [transform.name for transform in list_needed_transforms(model, config)]
 
 
 def apply_transforms(
@@ -188,22 +196,22 @@ def apply_transforms(
         at_stop: Exit stack that the backend closes before it destroys the process group.
         recompute_inputs_on_host: Whether recomputed layers keep their inputs in host memory.
     """
-    context = TransformContext(config, at_stop, recompute_inputs_on_host)
-    for transform in list_transforms(model, config):
+    context = TransformInputs(config, at_stop, recompute_inputs_on_host)
+    for transform in list_needed_transforms(model, config):
         transform.apply(cast("PreTrainedModel", model), context)
 
 
-def build_objective(model: nn.Module, config: RunConfig) -> Objective:
+def build_objective(model: nn.Module, config: RunConfig) -> TrainingObjective:
     """Build the training objective of a run.
 
     Args:
         model: The transformers model, after :func:`apply_transforms`.
         config: Config of the run.
     """
-    return Objective(
+    return TrainingObjective(
         model,
         config.train.global_batch_size,
         find_chunked_head(model),
         build_training_loss(config),
-        COMPUTE.get(config.precision),
+        COMPUTE_DTYPES.get(config.precision),
     )

@@ -11,7 +11,7 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MOST_CLASSES = 100
+MAX_LOGGED_CLASSES = 100
 """Of a confusion matrix in the log."""
 
 
@@ -57,7 +57,7 @@ class EvalHistory:
 
 
 @dataclass(frozen=True)
-class Decision:
+class EvalDecision:
     """What follows from an evaluation: whether to save this step's checkpoint, and to end the run."""
 
     save: bool = False
@@ -82,7 +82,7 @@ class BestTracker:
     patience: int | None = None
     threshold: float = 0.0
 
-    def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> Decision:
+    def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> EvalDecision:
         """Count an evaluation in ``eval_history``, once.
 
         Raises:
@@ -91,7 +91,7 @@ class BestTracker:
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
             eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
         if step <= eval_history.step:
-            return Decision(stop=self.should_stop(eval_history))
+            return EvalDecision(stop=self.should_end_run(eval_history))
         value = values.get(self.metric)
         if not isinstance(value, int | float):
             numbers = [name for name, number in values.items() if isinstance(number, int | float)]
@@ -110,9 +110,9 @@ class BestTracker:
             eval_history.best.sort(key=lambda entry: (-sign * entry[1], entry[0]))
         del eval_history.best[self.keep_best :]
         save = any(best_step == step for best_step, _ in eval_history.best)
-        return Decision(save, self.should_stop(eval_history))
+        return EvalDecision(save, self.should_end_run(eval_history))
 
-    def should_stop(self, eval_history: EvalHistory) -> bool:
+    def should_end_run(self, eval_history: EvalHistory) -> bool:
         """Whether the run ends."""
-        same = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
-        return self.patience is not None and same and eval_history.waited >= self.patience
+        compares_same_metric = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
+        return self.patience is not None and compares_same_metric and eval_history.waited >= self.patience

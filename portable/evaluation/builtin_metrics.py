@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from portable.batch import IGNORED
-from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
+from portable.batch import IGNORED_LABEL
+from portable.data.samples.classes import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from portable.errors import UserError
-from portable.evaluation.best_tracker import MOST_CLASSES
-from portable.evaluation.metrics import LABELS, LOSS, MetricSet, compute_finite_exp, divide, load_user_metric
+from portable.evaluation.best_tracker import MAX_LOGGED_CLASSES
+from portable.evaluation.metrics import (
+    LABELS,
+    LOSS,
+    MetricSet,
+    compute_exp_or_inf,
+    divide_or_zero,
+    load_user_metric,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +60,7 @@ class Perplexity:
         return {}
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"perplexity": compute_finite_exp(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
+        return {"perplexity": compute_exp_or_inf(float(totals[LOSS]) / max(float(totals[LABELS]), 1))}
 
 
 class Accuracy:
@@ -66,13 +73,13 @@ class Accuracy:
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         labels = batch["labels"]
         assert outputs.predictions is not None
-        return {"right": ((outputs.predictions == labels) & (labels != IGNORED)).sum()}
+        return {"right": ((outputs.predictions == labels) & (labels != IGNORED_LABEL)).sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
         return {"accuracy": float(totals["right"]) / max(float(totals[LABELS]), 1)}
 
 
-class _ByClass:
+class _ConfusionCounts:
     needs = "predictions"
 
     def __init__(self, setting: MetricSettings) -> None:
@@ -82,14 +89,14 @@ class _ByClass:
         """How often each label (row) got each prediction (column), int64 ``[classes, classes]``."""
         count, labels, predictions = len(self.classes), batch["labels"], outputs.predictions
         assert predictions is not None
-        valid = labels != IGNORED
+        valid = labels != IGNORED_LABEL
         cells = torch.where(valid, labels, 0) * count + predictions
         counts = torch.zeros(count * count, dtype=torch.int64, device=labels.device)
         counts = counts.scatter_add(0, cells.reshape(-1), valid.long().reshape(-1))
         return {"counts": counts.view(count, count)}
 
 
-class Confusion(_ByClass):
+class Confusion(_ConfusionCounts):
     """The confusion matrix: a row for each class of the data, a column for each prediction.
 
     It is left out above 100 classes, where it would fill the log.
@@ -98,13 +105,13 @@ class Confusion(_ByClass):
     names = ()  # it is no number to compare
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        if len(self.classes) > MOST_CLASSES:
+        if len(self.classes) > MAX_LOGGED_CLASSES:
             return {}
         counts = [[int(cell) for cell in row] for row in totals["counts"].tolist()]
         return {"confusion": {"classes": list(self.classes), "counts": counts}}
 
 
-class F1(_ByClass):
+class F1(_ConfusionCounts):
     """F1 of each class, and ``f1``, their mean over the classes that occur in the data or the predictions."""
 
     higher_is_better = True
@@ -119,12 +126,15 @@ class F1(_ByClass):
 
 
 def _compute_f1(
-    right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro: str
+    right: Tensor, predicted: Tensor, present: Tensor, classes: Sequence[str], macro_name: str
 ) -> dict[str, float]:
-    each = divide(2 * right, predicted + present)
-    occur = (predicted + present) > 0
-    mean = float(each[occur].mean()) if occur.any() else 0.0
-    return {macro: mean, **{f"f1.{name}": float(value) for name, value in zip(classes, each, strict=True)}}
+    f1_by_class = divide_or_zero(2 * right, predicted + present)
+    is_present = (predicted + present) > 0
+    mean = float(f1_by_class[is_present].mean()) if is_present.any() else 0.0
+    return {
+        macro_name: mean,
+        **{f"f1.{name}": float(value) for name, value in zip(classes, f1_by_class, strict=True)},
+    }
 
 
 class SubsetAccuracy:
@@ -135,9 +145,9 @@ class SubsetAccuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        chosen, wanted, valid = _compare_multilabel(outputs, batch)
+        predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
-        return {"right": (((chosen == wanted) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
+        return {"right": (((predictions == targets) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
 
     def values(self, totals: Totals) -> dict[str, float]:
         return {"accuracy": float(totals["right"]) / max(float(totals["rows"]), 1)}
@@ -157,19 +167,19 @@ class MultilabelF1:
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        chosen, wanted, valid = _compare_multilabel(outputs, batch)
+        predictions, targets, valid = _compare_multilabel(outputs, batch)
         return {
-            "right": (chosen & wanted & valid).sum(dim=0),
-            "predicted": (chosen & valid).sum(dim=0),
-            "present": (wanted & valid).sum(dim=0),
+            "right": (predictions & targets & valid).sum(dim=0),
+            "predicted": (predictions & valid).sum(dim=0),
+            "present": (targets & valid).sum(dim=0),
         }
 
     def values(self, totals: Totals) -> dict[str, float]:
         right, predicted, present = (totals[name] for name in ("right", "predicted", "present"))
-        micro = float(divide(2 * right.sum(), predicted.sum() + present.sum()))
+        micro = float(divide_or_zero(2 * right.sum(), predicted.sum() + present.sum()))
         values = _compute_f1(right, predicted, present, self.classes, "f1_macro")
         # As in scikit-learn, a class that never occurs counts as 0 here.
-        values["f1_macro"] = float(divide(2 * right, predicted + present).mean())
+        values["f1_macro"] = float(divide_or_zero(2 * right, predicted + present).mean())
         return {"f1_micro": micro} | values
 
 
@@ -177,13 +187,13 @@ class _MultilabelDecisions(NamedTuple):
     """Decisions about each class of each text, bool ``[texts, classes]``.
 
     Attributes:
-        chosen: Whether the classifier predicts the class.
-        wanted: Whether the text has the class.
+        predictions: Whether the classifier predicts the class.
+        targets: Whether the text has the class.
         valid: Whether there is a label.
     """
 
-    chosen: Tensor
-    wanted: Tensor
+    predictions: Tensor
+    targets: Tensor
     valid: Tensor
 
 
@@ -194,7 +204,7 @@ def _compare_multilabel(outputs: Outputs, batch: Batch) -> _MultilabelDecisions:
     return _MultilabelDecisions(outputs.logits.float() > 0, labels > 0.5, ~labels.isnan())
 
 
-class _Errors:
+class _RegressionErrorSums:
     """Sums for regressions, each float64 ``[numbers]``."""
 
     needs = "logits"
@@ -220,27 +230,27 @@ class _Errors:
         }
 
 
-class MeanSquaredError(_Errors):
+class MeanSquaredError(_RegressionErrorSums):
     """The mean squared error over all numbers."""
 
     higher_is_better = False
     names = ("mse",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"mse": float(divide(totals["squared"].sum(), totals["count"].sum()))}
+        return {"mse": float(divide_or_zero(totals["squared"].sum(), totals["count"].sum()))}
 
 
-class MeanAbsoluteError(_Errors):
+class MeanAbsoluteError(_RegressionErrorSums):
     """The mean absolute error over all numbers."""
 
     higher_is_better = False
     names = ("mae",)
 
     def values(self, totals: Totals) -> dict[str, float]:
-        return {"mae": float(divide(totals["absolute"].sum(), totals["count"].sum()))}
+        return {"mae": float(divide_or_zero(totals["absolute"].sum(), totals["count"].sum()))}
 
 
-class R2(_Errors):
+class R2(_RegressionErrorSums):
     """Coefficient of determination: the explained share of the labels' variance, averaged over the outputs.
 
     Degenerate cases have the values of scikit-learn: if the labels do not vary, 1.0 for exact predictions and
@@ -276,16 +286,16 @@ def _compute_r2(squared: float, count: float, total: float, high: float, low: fl
 
 
 _PERPLEXITY: Callable[[MetricSettings], Metric] = lambda _: Perplexity()  # noqa: E731
-_LANGUAGE: dict[str, Callable[[MetricSettings], Metric]] = {
+_LANGUAGE_MODEL_METRICS: dict[str, Callable[[MetricSettings], Metric]] = {
     "perplexity": _PERPLEXITY,
     "accuracy": lambda _: Accuracy(),
 }
-KNOWN: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
-    "causal-lm": _LANGUAGE,
-    "masked-lm": _LANGUAGE,
-    "seq2seq-lm": _LANGUAGE,
-    SINGLE: {"accuracy": lambda _: Accuracy(), "f1": F1, "confusion": Confusion},
-    MULTI: {"accuracy": lambda _: SubsetAccuracy(), "f1": MultilabelF1},
+METRIC_BUILDERS: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
+    "causal-lm": _LANGUAGE_MODEL_METRICS,
+    "masked-lm": _LANGUAGE_MODEL_METRICS,
+    "seq2seq-lm": _LANGUAGE_MODEL_METRICS,
+    SINGLE_LABEL: {"accuracy": lambda _: Accuracy(), "f1": F1, "confusion": Confusion},
+    MULTI_LABEL: {"accuracy": lambda _: SubsetAccuracy(), "f1": MultilabelF1},
     REGRESSION: {
         "mse": lambda _: MeanSquaredError(),
         "mae": lambda _: MeanAbsoluteError(),
@@ -295,7 +305,7 @@ KNOWN: dict[str, dict[str, Callable[[MetricSettings], Metric]]] = {
 """The metrics of each task by name; all of them are the default, which generates nothing."""
 
 
-def build_metrics(names: Sequence[str] | None, setting: MetricSettings) -> MetricSet:
+def build_metrics(names: Sequence[str] | None, settings: MetricSettings) -> MetricSet:
     """The metrics that ``train.metrics`` names.
 
     Raises:
@@ -303,28 +313,28 @@ def build_metrics(names: Sequence[str] | None, setting: MetricSettings) -> Metri
     """
     builders = {
         name: make
-        for name, make in KNOWN[setting.task].items()
-        if not (setting.user_loss and make is _PERPLEXITY)
+        for name, make in METRIC_BUILDERS[settings.task].items()
+        if not (settings.user_loss and make is _PERPLEXITY)
     }
-    metrics, texts, generated = {}, [], {}
-    if setting.task == "seq2seq-lm":
+    metrics, texts, text_metrics = {}, [], {}
+    if settings.task == "seq2seq-lm":
         from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 
-        generated = TEXT_METRICS
+        text_metrics = TEXT_METRICS
     # Predictions need all logits, which a loss of the user's may do without.
-    default = () if setting.user_loss else builders
+    default = () if settings.user_loss else builders
     for name in default if names is None else names:
         if name == "loss":  # every evaluation has it
             continue
         if ":" in name:
             metrics[name] = load_user_metric(name)
         elif name in builders:
-            metrics[name] = builders[name](setting)
-        elif name in generated:
+            metrics[name] = builders[name](settings)
+        elif name in text_metrics:
             texts.append(name)
         else:
             raise UserError(
-                f"train.metrics: {name!r} is no metric of {setting.task}; it has "
-                f"{', '.join((*builders, *generated))}, and package.module:name is one of your own"
+                f"train.metrics: {name!r} is no metric of {settings.task}; it has "
+                f"{', '.join((*builders, *text_metrics))}, and package.module:name is one of your own"
             )
-    return MetricSet(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)
+    return MetricSet(metrics, TextMetrics(texts, settings.tokenizer) if texts else None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.data.tokens.bounded_tokenizer import decode
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def compute_exact_match(text: str, target: str) -> float:
 
 def compute_rouge_l(text: str, target: str) -> float:
     """ROUGE-L (Lin, 2004): F1 of the longest common subsequence of words, without case and punctuation."""
-    ours, wanted = _WORD.findall(text.lower()), _WORD.findall(target.lower())
-    row = [0] * (len(wanted) + 1)
-    for word in ours:
-        before = 0
-        for column, other in enumerate(wanted, start=1):
-            before, row[column] = (
+    words, target_words = _WORD.findall(text.lower()), _WORD.findall(target.lower())
+    row = [0] * (len(target_words) + 1)
+    for word in words:
+        diagonal = 0
+        for column, target_word in enumerate(target_words, start=1):
+            diagonal, row[column] = (
                 row[column],
-                before + 1 if word == other else max(row[column], row[column - 1]),
+                diagonal + 1 if word == target_word else max(row[column], row[column - 1]),
             )
-    return 2 * row[-1] / (len(ours) + len(wanted)) if row[-1] else 0.0
+    return 2 * row[-1] / (len(words) + len(target_words)) if row[-1] else 0.0
 
 
 TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
@@ -67,32 +67,34 @@ class TextMetrics:
     names: Sequence[str]
     tokenizer: Any
 
-    def compute_sums(self, backend: Backend, engine: Engine, batch: Batch, placed: Batch) -> dict[str, float]:
+    def compute_sums(
+        self, backend: Backend, engine: Engine, batch: Batch, device_batch: Batch
+    ) -> dict[str, float]:
         """Generate for a micro-batch, and add up its metrics; all ranks call it.
 
         Args:
             batch: on the host. placed: the same on the device.
         """
         end = self.tokenizer.eos_token_id
-        tokens = generate_greedily(backend, engine, batch, placed, end)
+        tokens = generate_greedily(backend, engine, batch, device_batch, end)
         totals = dict.fromkeys(("texts", *self.names), 0.0)
-        for row, wanted in zip(tokens.tolist(), batch["labels"], strict=True):
-            if target := wanted[wanted != IGNORED].tolist():
-                text = self._decode(row[: row.index(end)] if end in row else row)
+        for row, labels in zip(tokens.tolist(), batch["labels"], strict=True):
+            if target := labels[labels != IGNORED_LABEL].tolist():
+                text = self._decode_tokens(row[: row.index(end)] if end in row else row)
                 totals["texts"] += 1
                 for name in self.names:
-                    totals[name] += TEXT_METRICS[name](text, self._decode(target))
+                    totals[name] += TEXT_METRICS[name](text, self._decode_tokens(target))
         return totals
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode_tokens(self, tokens: list[int]) -> str:
         return decode(self.tokenizer, tokens, skip_special_tokens=True)
 
 
-class _Guess:
-    """Reads what a pass predicts; see :class:`portable.model.loss.MetricAccumulator`."""
+class _PredictionReader:
+    """Reads what a pass predicts; see :class:`portable.model.loss.MicroBatchMeasure`."""
 
     needs: Literal["logits", "predictions"] | None = "predictions"
-    kind = "generation"
+    pass_name = "generation"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         assert outputs.predictions is not None
@@ -100,7 +102,7 @@ class _Guess:
 
 
 def generate_greedily(
-    backend: Backend, engine: Engine, batch: Batch, placed: Batch, end: int | None
+    backend: Backend, engine: Engine, batch: Batch, device_batch: Batch, end_token: int | None
 ) -> Tensor:
     """The most likely tokens after each row's first decoder input, int64 ``[rows, tokens]`` on the host.
 
@@ -110,12 +112,15 @@ def generate_greedily(
     guess = torch.zeros_like(batch["labels"])
     for _ in range(guess.shape[1]):
         inputs = torch.cat([batch["decoder_input_ids"][:, :1], guess[:, :-1]], dim=1)
-        asked = {**placed, **backend.place({"decoder_input_ids": inputs})}
-        device_guess = engine.evaluate(asked, _Guess(), {})["guess"]
-        before, guess = guess, torch.tensor(backend.read([device_guess]), dtype=torch.int64).view_as(guess)
-        if end is not None:
-            ends = (guess == end).long()
-            guess = guess.where(ends.cumsum(dim=-1) - ends == 0, end)
-        if not backend.reduce_any(not torch.equal(before, guess)):
+        device_inputs = {**device_batch, **backend.copy_to_device({"decoder_input_ids": inputs})}
+        device_guess = engine.evaluate_batch(device_inputs, _PredictionReader(), {})["guess"]
+        previous_guess, guess = (
+            guess,
+            torch.tensor(backend.read_to_host([device_guess]), dtype=torch.int64).view_as(guess),
+        )
+        if end_token is not None:
+            ends = (guess == end_token).long()
+            guess = guess.where(ends.cumsum(dim=-1) - ends == 0, end_token)
+        if not backend.reduce_any(not torch.equal(previous_guess, guess)):
             break
     return guess

@@ -16,7 +16,7 @@ import torch
 
 from portable import plugins
 from portable.errors import UserError
-from portable.model.loss import OF_LOSS, count_valid
+from portable.model.loss import LOSS_SUM_PREFIX, count_valid_labels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ class Metric(Protocol):
 
 
 @dataclass(frozen=True)
-class Ratios:
+class RatioMetric:
     """A metric made from a function: the values are quotients of two sums.
 
     Attributes:
@@ -67,10 +67,10 @@ class Ratios:
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         pairs: Any = self.function(outputs, batch)
-        right = isinstance(pairs, Mapping) and all(
+        is_valid = isinstance(pairs, Mapping) and all(
             isinstance(p, tuple) and len(p) == 2 for p in pairs.values()
         )
-        if not right:
+        if not is_valid:
             raise TypeError(
                 f"returns {pairs!r:.60}; return a mapping from names to pairs of a sum and its count"
             )
@@ -90,7 +90,7 @@ class MetricSet:
         texts: metrics of generated texts, if any.
     """
 
-    kind = "evaluation"
+    pass_name = "evaluation"
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None, texts: TextMetrics | None = None) -> None:
         self._metrics = dict(metrics or {})
@@ -108,40 +108,40 @@ class MetricSet:
             for key, value in metric.sums(outputs, batch).items()
         }
 
-    def compute_values(self, totals: Totals) -> dict[str, Any]:
+    def compute_metric_values(self, totals: Totals) -> dict[str, Any]:
         """The values of all metrics, the mean loss first."""
         common = {LABELS: totals[LABELS], LOSS: totals[LOSS]}
         totals = {WEIGHTS: totals[LABELS], **totals}
         weight = float(totals[WEIGHTS]) or 1.0
         results: dict[str, Any] = {"loss": float(totals[LOSS]) / weight}
         for name, total in totals.items():  # what train.loss logs
-            if name.startswith(OF_LOSS):
-                results[name.removeprefix(OF_LOSS)] = float(total) / weight
+            if name.startswith(LOSS_SUM_PREFIX):
+                results[name.removeprefix(LOSS_SUM_PREFIX)] = float(total) / weight
         for name, metric in self._metrics.items():
             metric_totals = {
                 key.partition("/")[2]: total for key, total in totals.items() if key.startswith(f"{name}/")
             }
             values = metric.values(metric_totals | common)
-            if twice := next((value for value in values if value in results), None):
+            if duplicate := next((value for value in values if value in results), None):
                 raise UserError(
-                    f"train.metrics: {name}: another metric has a value {twice!r}, too; rename it"
+                    f"train.metrics: {name}: another metric has a value {duplicate!r}, too; rename it"
                 )
             results |= values
         if self.texts is not None:
             results |= {name: float(totals[name] / totals["texts"]) for name in self.texts.names}
         return results
 
-    def get_mode(self, value: str) -> Literal["min", "max"] | None:
+    def get_better_direction(self, value_name: str) -> Literal["min", "max"] | None:
         """Which way the value of a metric is better; None if the metric does not tell."""
         higher = {"loss": False} | dict.fromkeys(() if self.texts is None else self.texts.names, True)
         for name, metric in self._metrics.items():
             if (higher_is_better := getattr(metric, "higher_is_better", None)) is not None:
                 higher |= dict.fromkeys((name, *getattr(metric, "names", ())), bool(higher_is_better))
-        is_higher_better = higher.get(value, higher.get(value.partition(".")[0]))
+        is_higher_better = higher.get(value_name, higher.get(value_name.partition(".")[0]))
         return None if is_higher_better is None else "max" if is_higher_better else "min"
 
     @property
-    def names(self) -> list[str] | None:
+    def value_names(self) -> list[str] | None:
         """The names of all values; None if a metric of the user's does not tell."""
         names_by_metric = [getattr(metric, "names", None) for metric in self._metrics.values()]
         generated = () if self.texts is None else self.texts.names
@@ -150,7 +150,7 @@ class MetricSet:
         return ["loss", *(name for names in names_by_metric for name in names or ()), *generated]
 
 
-NOTHING = MetricSet()
+LOSS_ONLY = MetricSet()
 """The loss alone."""
 
 
@@ -161,10 +161,10 @@ def load_user_metric(path: str) -> Metric:
         UserError: if there is none.
     """
     key = f"train.metrics: {path}"
-    target: Any = plugins.load("train.metrics", path)
+    target: Any = plugins.load_plugin("train.metrics", path)
     if not isinstance(target, Metric) and not callable(target):
         raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
-    metric = _UserMetric(key, target if isinstance(target, Metric) else Ratios(target))
+    metric = _UserMetric(key, target if isinstance(target, Metric) else RatioMetric(target))
     for name in ("needs", "higher_is_better", "names"):
         if hasattr(target, name):
             setattr(metric, name, getattr(target, name))
@@ -195,18 +195,18 @@ class _UserMetric:
             return values
 
 
-def compute_finite_exp(exponent: float) -> float:
+def compute_exp_or_inf(exponent: float) -> float:
     """``exp``, or infinity where it overflows."""
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
-def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+def divide_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient; 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
 
 
 def evaluate(
-    backend: Backend, engine: Engine, batches: Iterable[Batch], measures: MetricSet = NOTHING
+    backend: Backend, engine: Engine, batches: Iterable[Batch], metric_set: MetricSet = LOSS_ONLY
 ) -> dict[str, Any]:
     """The values of all metrics over the batches of all ranks, ``loss`` (mean over valid labels) among them.
 
@@ -214,26 +214,26 @@ def evaluate(
     """
     totals: dict[str, Tensor] = {}
     texts: dict[str, float] = {}
-    valid, weight = 0, 0.0
+    num_labels, weight = 0, 0.0
     for batch in batches:
-        valid += count_valid(batch["labels"])
+        num_labels += count_valid_labels(batch["labels"])
         weight += engine.objective.compute_weight(batch)
-        placed = backend.place(batch)
-        totals = engine.evaluate(placed, measures, totals)
-        if measures.texts is not None:
-            for name, value in measures.texts.compute_sums(backend, engine, batch, placed).items():
+        device_batch = backend.copy_to_device(batch)
+        totals = engine.evaluate_batch(device_batch, metric_set, totals)
+        if metric_set.texts is not None:
+            for name, value in metric_set.texts.compute_sums(backend, engine, batch, device_batch).items():
                 texts[name] = texts.get(name, 0.0) + value
     totals |= {
         name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()
     }
-    on_device = {LABELS: backend.total(valid), WEIGHTS: backend.total(weight)} | {
-        name: backend.sum(total) for name, total in totals.items()
+    on_device = {LABELS: backend.sum_host_numbers(num_labels), WEIGHTS: backend.sum_host_numbers(weight)} | {
+        name: backend.sum_tensor_over_ranks(total) for name, total in totals.items()
     }
-    flat = torch.tensor(backend.read(list(on_device.values())), dtype=torch.float64)
+    flat = torch.tensor(backend.read_to_host(list(on_device.values())), dtype=torch.float64)
     parts = flat.split([total.numel() for total in on_device.values()])
-    return measures.compute_values(
+    return metric_set.compute_metric_values(
         {
-            name: part.reshape(total.shape)
-            for (name, total), part in zip(on_device.items(), parts, strict=True)
+            name: flat_total.reshape(total.shape)
+            for (name, total), flat_total in zip(on_device.items(), parts, strict=True)
         }
     )

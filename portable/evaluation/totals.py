@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 
 def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros on the host for :func:`add_to_totals`, with the shapes of ``sums``."""
-    return {name: torch.zeros(value.shape, dtype=_get_wide_dtype(value)) for name, value in sums.items()}
+    """Return zeros on the host for :func:`compute_new_totals`, with the shapes of ``sums``."""
+    return {
+        name: torch.zeros(value.shape, dtype=_get_accumulation_dtype(value)) for name, value in sums.items()
+    }
 
 
-def add_to_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add ``sums`` to ``totals`` by name, on the device: int64 for integers, float64 for floats."""
-    wide = {name: value.detach().to(_get_wide_dtype(value)) for name, value in sums.items()}
+    wide = {name: value.detach().to(_get_accumulation_dtype(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
 
 
-def _get_wide_dtype(value: Tensor) -> torch.dtype:
+def _get_accumulation_dtype(value: Tensor) -> torch.dtype:
     return torch.float64 if value.is_floating_point() else torch.int64

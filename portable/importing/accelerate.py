@@ -11,40 +11,44 @@ import pathlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.config.field_types import parse_truth
+from portable.config.field_types import parse_boolean_word
 from portable.config.origins import format_short_value
-from portable.config.yaml_text import parse_value
-from portable.importing.deepspeed import read_clipping, read_nvme_path, read_offload_device
-from portable.importing.foreign_file import EMPTY, NoCounterpart, NoEffect, Settings
+from portable.config.yaml_text import parse_yaml_value
+from portable.importing.deepspeed import (
+    build_nvme_path_converter,
+    build_offload_device_converter,
+    convert_gradient_clipping,
+)
+from portable.importing.foreign_file import EMPTY_VALUES, ConvertedSettings, NoCounterpart, NoEffect
 from portable.importing.foreign_keys import (
+    CounterpartlessKey,
     IgnoredKey,
     MultiSettingKey,
     NeverFalseKey,
     PresetKey,
     RefusedKey,
     SettingKey,
-    UnmatchedKey,
     WordSettingKey,
-    choose,
-    read_flag,
-    split_names,
+    parse_flag,
+    parse_name_list,
+    translate_word,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.importing.foreign_file import ForeignFile, ForeignKeys, Path
+    from portable.importing.foreign_file import ForeignFile, ForeignKeys, KeyPath
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """In the order of Accelerate's numbers, from 1."""
-SHARDING_WORDS = {word: name for n, name in enumerate(STRATEGIES, 1) for word in (str(n), name)}
+SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 START_ON_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
-OF_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
+SET_BY_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
 ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
 
 
-def read_distributed_type(file: ForeignFile) -> str:
+def get_distributed_type(file: ForeignFile) -> str:
     """Return the distributed type of a file, in capitals."""
     return str(file.values.get("distributed_type", "NO")).upper()
 
@@ -52,23 +56,23 @@ def read_distributed_type(file: ForeignFile) -> str:
 def is_for_xla(file: ForeignFile) -> bool:
     """Return whether a file is for TPUs, or for FSDP under XLA."""
     sections = (file.values, file.values.get("fsdp_config"))
-    return read_distributed_type(file) in ("XLA", "TPU") or any(
+    return get_distributed_type(file) in ("XLA", "TPU") or any(
         isinstance(section, dict) and section.get("xla") is True for section in sections
     )
 
 
-def has_deepspeed_json(file: ForeignFile) -> bool:
+def uses_deepspeed_json(file: ForeignFile) -> bool:
     """Return whether a file names a DeepSpeed JSON, which then decides."""
-    return file.get("deepspeed_config.deepspeed_config_file") not in (*EMPTY, "none")
+    return file.get_value("deepspeed_config.deepspeed_config_file") not in (*EMPTY_VALUES, "none")
 
 
-def read_zero_stage(file: ForeignFile) -> int:
+def get_zero_stage(file: ForeignFile) -> int:
     """Return the ZeRO stage; 3 if a DeepSpeed JSON decides, which is not read here."""
-    stage = str(file.get("deepspeed_config.zero_stage", 2))
-    return int(stage) if stage in "0123" and not has_deepspeed_json(file) else 3
+    stage = str(file.get_value("deepspeed_config.zero_stage", 2))
+    return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
 
 
-def parse_number(value: Any) -> Any:
+def parse_quoted_number(value: Any) -> Any:
     """Parse a quoted number. Accelerate reads numbers from environment variables, so it takes quoted ones."""
     try:
         number = float(value) if isinstance(value, str) else value
@@ -78,115 +82,119 @@ def parse_number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TpuLauncherKey(UnmatchedKey):
+class TpuLauncherKey(CounterpartlessKey):
     """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
 
     Attributes:
-        instead: Advice under XLA.
+        advice: Advice under XLA.
     """
 
-    instead: str
+    advice: str
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Refuse the value, or note that it has no effect."""
         if is_for_xla(file):
-            raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.instead}")
+            raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
         raise NoEffect(f"{format_short_value(value)} has no effect: it is for TPUs")
 
     @property
     def remedy(self) -> str:
         """Advice for the message."""
-        return self.instead
+        return self.advice
 
 
-def read_sharding(value: Any, file: ForeignFile) -> Any:
+def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
     """Read one of the two keys for the sharding. Each version of FSDP has its own."""
-    version = str(file.get("fsdp_config.fsdp_version", file.get("fsdp_version", 1)))
+    version = str(file.get_value("fsdp_config.fsdp_version", file.get_value("fsdp_version", 1)))
     is_key_of_fsdp2 = file.path[-1] == "fsdp_reshard_after_forward"
     if (version == "2") != is_key_of_fsdp2 and not is_for_xla(file):
         other = "fsdp_reshard_after_forward" if version == "2" else "fsdp_sharding_strategy"
         raise NoEffect(f"has no effect: with fsdp_version {version} Accelerate reads {other}")
-    if is_key_of_fsdp2 and isinstance(parse_truth(value), bool):
-        return "full_shard" if parse_truth(value) else "shard_grad_op"
-    return None if value in EMPTY else choose(value, SHARDING_WORDS)
+    if is_key_of_fsdp2 and isinstance(parse_boolean_word(value), bool):
+        return "full_shard" if parse_boolean_word(value) else "shard_grad_op"
+    return None if value in EMPTY_VALUES else translate_word(value, SHARDING_WORDS)
 
 
-def note_original_parameters(value: Any, _: ForeignFile) -> None:
+def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
     """Note that the original parameters are kept, if the file does not ask for them."""
-    if parse_truth(value) not in (True, *EMPTY):
+    if parse_boolean_word(value) not in (True, *EMPTY_VALUES):
         raise NoEffect(
             f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
         )
 
 
-def read_group_size(value: Any, _: ForeignFile) -> Any:
+def convert_group_size(value: Any, _: ForeignFile) -> Any:
     """Read the size of a group of ranks. One rank is not a group."""
-    size = parse_number(value)
+    size = parse_quoted_number(value)
     return None if size == 1 else size
 
 
-def read_use_cpu(value: Any, file: ForeignFile) -> str | None:
+def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
     """Read whether to run on the CPU."""
-    if not read_flag(value):
+    if not parse_flag(value):
         return None
-    if read_distributed_type(file) == "MULTI_GPU":
+    if get_distributed_type(file) == "MULTI_GPU":
         raise NoEffect("has no effect: with distributed_type MULTI_GPU Accelerate runs on GPUs")
     return "cpu"
 
 
-def read_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the backend of torch.compile. It is at the top level in older files."""
-    if value in EMPTY:
+    if value in EMPTY_VALUES:
         return {}
     if str(value).upper() in ("NO", "FALSE"):
         return {"compile": False}
-    if read_distributed_type(file) == "DEEPSPEED":
+    if get_distributed_type(file) == "DEEPSPEED":
         raise NoEffect("has no effect: Accelerate ignores it with DeepSpeed; set compile")
     return {"compile": True, "compile_backend": str(value).lower()}
 
 
-def read_gpu_ids(value: Any, file: ForeignFile) -> None:
+def store_gpu_ids(value: Any, file: ForeignFile) -> None:
     """Read the GPUs to use: a list, or text with commas."""
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
     raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is set already")
 
 
-def read_old_fp16(value: Any, file: ForeignFile) -> str | None:
+def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
     """Read ``fp16``, which Accelerate had before ``mixed_precision``."""
-    if value in EMPTY or file.get("mixed_precision"):
+    if value in EMPTY_VALUES or file.get_value("mixed_precision"):
         return None
-    return "fp16" if read_flag(value) else "fp32"
+    return "fp16" if parse_flag(value) else "fp32"
 
 
-def read_class_names(value: Any, _: ForeignFile) -> list[str] | None:
+def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
     """Read the classes of layers to wrap: a list, or text with commas."""
-    return split_names(value) or None
+    return parse_name_list(value) or None
 
 
-def read_min_parameters(value: Any, file: ForeignFile) -> Any:
+def convert_min_num_params(value: Any, file: ForeignFile) -> Any:
     """Read the size of a layer to wrap. Accelerate writes it for other policies, too."""
-    policy = str(file.get("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
-    return parse_number(value) if policy == "SIZE_BASED_WRAP" else None
+    policy = str(file.get_value("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
+    return parse_quoted_number(value) if policy == "SIZE_BASED_WRAP" else None
 
 
-def read_wrap_policy(value: Any, file: ForeignFile) -> str:
+def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
     """Read the policy of wrapping. Under XLA, there is only one."""
-    policy = choose(value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
+    policy = translate_word(
+        value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")}
+    )
     if is_for_xla(file) and policy != "transformer_based_wrap":
         raise NoCounterpart(f"{policy}: {ONLY_LAYERS_WRAPPED}")
     return str(policy)
 
 
-def read_xla_reshard(value: Any, file: ForeignFile) -> str | None:
+def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
     """Read XLA's second name for the strategy, which must agree with the first one."""
-    if value in EMPTY:
+    if value in EMPTY_VALUES:
         return None
-    strategy = "full_shard" if read_flag(value) else "shard_grad_op"
-    sharding = file.get("fsdp_config.fsdp_sharding_strategy")
+    strategy = "full_shard" if parse_flag(value) else "shard_grad_op"
+    sharding = file.get_value("fsdp_config.fsdp_sharding_strategy")
     if sharding is None:
         return strategy
-    if read_flag(value) is (choose(sharding, SHARDING_WORDS) in ("shard_grad_op", "hybrid_shard_zero2")):
+    if parse_flag(value) is (
+        translate_word(sharding, SHARDING_WORDS) in ("shard_grad_op", "hybrid_shard_zero2")
+    ):
         raise NoCounterpart(
             f"{format_short_value(value)} contradicts fsdp_sharding_strategy {sharding}; remove one of the "
             "two"
@@ -194,38 +202,38 @@ def read_xla_reshard(value: Any, file: ForeignFile) -> str | None:
     return None
 
 
-def read_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
+def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
     """Read XLA's second name for ``mixed_precision``, which must agree with it."""
     dtypes = {"float32": "fp32", "bfloat16": "bf16"}
-    precision = str(choose(str(value).removeprefix("torch."), dtypes))
-    mixed = file.get("mixed_precision")
-    if mixed is not None and choose(mixed, PRECISIONS) != precision:
+    precision = str(translate_word(str(value).removeprefix("torch."), dtypes))
+    mixed = file.get_value("mixed_precision")
+    if mixed is not None and translate_word(mixed, PRECISIONS) != precision:
         raise NoCounterpart(
             f"{value} contradicts mixed_precision {format_short_value(mixed)}; remove one of the two"
         )
     return precision
 
 
-def read_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
+def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
     """Read a dtype, with or without ``torch.``."""
     return str(value).removeprefix("torch.")
 
 
-def read_accumulation(value: Any, file: ForeignFile) -> dict[str, Any] | None:
+def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
     """Read the accumulation steps as if they were in a DeepSpeed JSON, which this section abbreviates."""
     steps = int(value) if isinstance(value, str) and value.isdigit() else value
     if steps in (1, "auto"):  # Accelerate's default in every file
         return None
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
-    if has_deepspeed_json(file):
+    if uses_deepspeed_json(file):
         raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
     return {"gradient_accumulation_steps": steps}
 
 
-def read_deepspeed_json(value: Any, file: ForeignFile) -> Any:
+def convert_deepspeed_json_path(value: Any, file: ForeignFile) -> Any:
     """Read the path of a DeepSpeed JSON."""
-    if not has_deepspeed_json(file):
+    if not uses_deepspeed_json(file):
         return None
     if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
         raise NoCounterpart(f"{value} does not exist; use the path of a DeepSpeed JSON")
@@ -240,9 +248,9 @@ XLA_KEYS: ForeignKeys = {
         hint="set memory.activation_checkpointing to full",
     ),
     "xla_fsdp_settings.compute_dtype": SettingKey(
-        "precision", read_xla_compute_dtype, hint="set precision to bf16 or fp32"
+        "precision", convert_xla_compute_dtype, hint="set precision to bf16 or fp32"
     ),
-    "xla_fsdp_settings.buffer_dtype": SettingKey("xla.buffer_dtype", read_xla_buffer_dtype),
+    "xla_fsdp_settings.buffer_dtype": SettingKey("xla.buffer_dtype", convert_xla_buffer_dtype),
     "xla_fsdp_settings.shard_param_on_dim_0": WordSettingKey(
         "xla.shard_param_on_dim_0", {"true": True, "false": False}
     ),
@@ -251,8 +259,8 @@ XLA_KEYS: ForeignKeys = {
     ),
     "xla_fsdp_settings.reshard_after_forward": SettingKey(
         "strategy",
-        read_xla_reshard,
-        reads_every_value=True,
+        convert_xla_reshard,
+        converts_empty_values=True,
         hint="set strategy to full_shard if it is true, and to shard_grad_op if not",
     ),
     "xla_fsdp_settings.fp32_reduce_scatter": RefusedKey(
@@ -280,13 +288,13 @@ XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
 FSDP_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
-        SettingKey("strategy", read_sharding, reads_every_value=True),
+        SettingKey("strategy", convert_sharding_strategy, converts_empty_values=True),
     ),
-    "fsdp_config.fsdp_auto_wrap_policy": SettingKey("fsdp.auto_wrap_policy", read_wrap_policy),
+    "fsdp_config.fsdp_auto_wrap_policy": SettingKey("fsdp.auto_wrap_policy", convert_wrap_policy),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": SettingKey(
-        "fsdp.transformer_layer_cls_to_wrap", read_class_names
+        "fsdp.transformer_layer_cls_to_wrap", convert_class_names
     ),
-    "fsdp_config.fsdp_min_num_params": SettingKey("fsdp.min_num_params", read_min_parameters),
+    "fsdp_config.fsdp_min_num_params": SettingKey("fsdp.min_num_params", convert_min_num_params),
     "fsdp_config.fsdp_forward_prefetch": WordSettingKey(
         "fsdp.forward_prefetch", {"true": True, "false": None}
     ),
@@ -315,8 +323,8 @@ FSDP_KEYS: ForeignKeys = {
     ),
     "fsdp_config.fsdp_use_orig_params": MultiSettingKey(
         (),
-        note_original_parameters,
-        reads_every_value=True,
+        note_unused_use_orig_params,
+        converts_empty_values=True,
         hint="no effect if false: FSDP2 always keeps the original parameters",
     ),
     **dict.fromkeys(
@@ -327,31 +335,35 @@ DEEPSPEED_KEYS: ForeignKeys = {
     "deepspeed_config.zero_stage": WordSettingKey(
         "strategy", {"0": "no_shard", "1": "zero1", "2": "zero2", "3": "zero3"}
     ),
-    "deepspeed_config.gradient_accumulation_steps": SettingKey("deepspeed.config", read_accumulation),
-    "deepspeed_config.deepspeed_config_file": SettingKey("deepspeed.config", read_deepspeed_json),
+    "deepspeed_config.gradient_accumulation_steps": SettingKey(
+        "deepspeed.config", convert_accumulation_steps
+    ),
+    "deepspeed_config.deepspeed_config_file": SettingKey("deepspeed.config", convert_deepspeed_json_path),
     "deepspeed_config.gradient_clipping": MultiSettingKey(
-        ("train.max_grad_norm",), read_clipping, reads_every_value=True
+        ("train.max_grad_norm",), convert_gradient_clipping, converts_empty_values=True
     ),
     "deepspeed_config.offload_optimizer_device": SettingKey(
-        "memory.offload_optimizer", read_offload_device("optimizer", read_zero_stage)
+        "memory.offload_optimizer", build_offload_device_converter("optimizer", get_zero_stage)
     ),
     "deepspeed_config.offload_param_device": SettingKey(
-        "memory.offload_params", read_offload_device("params", read_zero_stage)
+        "memory.offload_params", build_offload_device_converter("params", get_zero_stage)
     ),
     "deepspeed_config.offload_optimizer_nvme_path": MultiSettingKey(
-        ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_optimizer_device", read_zero_stage)
+        ("memory.nvme_path",),
+        build_nvme_path_converter("deepspeed_config.offload_optimizer_device", get_zero_stage),
     ),
     "deepspeed_config.offload_param_nvme_path": MultiSettingKey(
-        ("memory.nvme_path",), read_nvme_path("deepspeed_config.offload_param_device", read_zero_stage)
+        ("memory.nvme_path",),
+        build_nvme_path_converter("deepspeed_config.offload_param_device", get_zero_stage),
     ),
-    "deepspeed_config.deepspeed_multinode_launcher": RefusedKey(OF_LAUNCHER, unless=("standard",)),
+    "deepspeed_config.deepspeed_multinode_launcher": RefusedKey(SET_BY_LAUNCHER, unless=("standard",)),
     **dict.fromkeys(
         (
             "deepspeed_config.deepspeed_hostfile",
             "deepspeed_config.deepspeed_inclusion_filter",
             "deepspeed_config.deepspeed_exclusion_filter",
         ),
-        RefusedKey(OF_LAUNCHER),
+        RefusedKey(SET_BY_LAUNCHER),
     ),
     "deepspeed_config.deepspeed_moe_layer_cls_names": IgnoredKey(
         "ZeRO-3 finds the expert blocks automatically"
@@ -363,9 +375,9 @@ DEEPSPEED_KEYS: ForeignKeys = {
 PARALLELISM_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
-        SettingKey("context_parallel_size", read_group_size),
+        SettingKey("context_parallel_size", convert_group_size),
     ),
-    "parallelism_config.parallelism_config_tp_size": SettingKey("tensor_parallel_size", read_group_size),
+    "parallelism_config.parallelism_config_tp_size": SettingKey("tensor_parallel_size", convert_group_size),
     **dict.fromkeys(
         (
             "parallelism_config.parallelism_config_dp_shard_size",
@@ -399,13 +411,13 @@ KEYS: ForeignKeys = {
         }
     ),
     "mixed_precision": WordSettingKey("precision", PRECISIONS),
-    "fp16": SettingKey("precision", read_old_fp16, reads_every_value=True),
+    "fp16": SettingKey("precision", convert_old_fp16, converts_empty_values=True),
     "downcast_bf16": TpuLauncherKey("mixed_precision sets the compute dtype; set it to no"),
-    "use_cpu": SettingKey("backend", read_use_cpu),
-    "gpu_ids": MultiSettingKey((), read_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
+    "use_cpu": SettingKey("backend", convert_use_cpu),
+    "gpu_ids": MultiSettingKey((), store_gpu_ids, unless=("all",), hint="CUDA_VISIBLE_DEVICES"),
     **dict.fromkeys(
         ("dynamo_backend", "dynamo_config.dynamo_backend"),
-        MultiSettingKey(("compile", "compile_backend"), read_dynamo_backend, reads_every_value=True),
+        MultiSettingKey(("compile", "compile_backend"), convert_dynamo_backend, converts_empty_values=True),
     ),
     "dynamo_config.dynamo_mode": SettingKey("compile_mode"),
     **dict.fromkeys(
@@ -421,7 +433,7 @@ KEYS: ForeignKeys = {
     **{f"fsdp_config.{name}": key for name, key in XLA_KEYS.items()},
     **DEEPSPEED_KEYS,
     **PARALLELISM_KEYS,
-    "mpirun_config": RefusedKey(OF_LAUNCHER),
+    "mpirun_config": RefusedKey(SET_BY_LAUNCHER),
     **dict.fromkeys(("main_process_ip", "main_process_port", "machine_rank", "rdzv_backend"), IgnoredKey()),
     **dict.fromkeys(("main_training_function", "same_network"), IgnoredKey()),
     **dict.fromkeys(("num_processes", "num_machines"), IgnoredKey()),
@@ -438,7 +450,7 @@ KEYS: ForeignKeys = {
     "enable_cpu_affinity": IgnoredKey("ranks are not bound to cores"),
     "fp8_config": IgnoredKey("fp8 is not part of this version"),
 }
-OUR_OLD_SETTINGS: ForeignKeys = {
+RENAMED_SETTINGS: ForeignKeys = {
     f"xla.{name.removeprefix('xla_fsdp_settings.')}": key
     for name, key in XLA_KEYS.items()
     if name != "xla" and not any(target.startswith("xla.") for target in key.targets)
@@ -446,7 +458,7 @@ OUR_OLD_SETTINGS: ForeignKeys = {
 """Settings of earlier releases that had one value, or that have another name now."""
 
 
-def prepare(file: ForeignFile) -> None:
+def normalize_accelerate_file(file: ForeignFile) -> None:
     """Drop sections that Accelerate would not read, and add its prefixes to the keys of the others.
 
     Args:
@@ -460,40 +472,42 @@ def prepare(file: ForeignFile) -> None:
                 for key, value in inside.items()
             }
     is_read = {
-        "fsdp_config": read_distributed_type(file) == "FSDP" or is_for_xla(file),
-        "deepspeed_config": read_distributed_type(file) == "DEEPSPEED",
+        "fsdp_config": get_distributed_type(file) == "FSDP" or is_for_xla(file),
+        "deepspeed_config": get_distributed_type(file) == "DEEPSPEED",
         "megatron_lm_config": False,  # Megatron-LM is refused as distributed_type
     }
     for section, read in is_read.items():
-        if section in values and (values[section] in EMPTY or isinstance(values[section], dict)):
+        if section in values and (values[section] in EMPTY_VALUES or isinstance(values[section], dict)):
             if not read:
                 del values[section]
-            elif values[section] in EMPTY:
+            elif values[section] in EMPTY_VALUES:
                 values[section] = {}
 
 
-def finish(file: ForeignFile, devices: int) -> None:
+def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
     """Add Accelerate's defaults for the sharding, and the number of ranks.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Not used, because the file contains the number of ranks.
+        num_devices: Not used, because the file contains the number of ranks.
     """
-    kind, path, result = read_distributed_type(file), ("distributed_type",), file.result
+    kind, path, result = get_distributed_type(file), ("distributed_type",), file.result
     if kind == "FSDP" and "strategy" not in result.values:
-        file.put(path, "strategy", "full_shard")
-    if kind == "DEEPSPEED" and "strategy" not in result.values and not has_deepspeed_json(file):
-        file.put(path, "strategy", "zero2")
+        file.set_setting(path, "strategy", "full_shard")
+    if kind == "DEEPSPEED" and "strategy" not in result.values and not uses_deepspeed_json(file):
+        file.set_setting(path, "strategy", "zero2")
     if is_for_xla(file):  # if nothing is wrapped or prefetched
         for key in [key for key in result.values if key.startswith("fsdp.")]:
             del result.values[key], result.origins[key]
-    if is_for_xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)):
-        file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
+    if is_for_xla(file) and not (
+        file.get_value("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)
+    ):
+        file.add_note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
     if is_for_xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets it
         return
     machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
     if machines not in (None, 1):
-        file.refuse(
+        file.add_refusal(
             ("num_machines",),
             f"{format_short_value(machines)} machines need accelerate launch or torchrun on each of them, "
             "which this process then joins; or set it to 1",
@@ -501,9 +515,9 @@ def finish(file: ForeignFile, devices: int) -> None:
     if processes is None and file.values.get("distributed_type") in ("NO", False):
         processes = 1
     if isinstance(processes, int) and processes > 0:
-        result.processes = processes
+        result.num_processes = processes
     elif processes is not None and processes != -1:
-        file.refuse(("num_processes",), f"must be an integer >= 1, not {format_short_value(processes)}")
+        file.add_refusal(("num_processes",), f"must be an integer >= 1, not {format_short_value(processes)}")
 
 
 # -- the environment ---------------------------------------------------------------------------------------
@@ -521,14 +535,15 @@ class LaunchVariable:
 
     Attributes:
         key: The key of a config file that it sets. A star is the rest of the variable's name.
-        off: Values, in lower case, that mean nothing, because the launcher always sets the variable.
+        values_without_meaning: Values, in lower case, that mean nothing, because the launcher always sets the
+        variable.
     """
 
     key: str
-    off: tuple[str, ...] = ()
+    values_without_meaning: tuple[str, ...] = ()
 
 
-VARIABLES: dict[str, LaunchVariable] = {
+LAUNCH_VARIABLES: dict[str, LaunchVariable] = {
     "ACCELERATE_MIXED_PRECISION": LaunchVariable("mixed_precision", ("no",)),
     "ACCELERATE_USE_CPU": LaunchVariable("use_cpu", ("false",)),
     "ACCELERATE_DEBUG_MODE": LaunchVariable("debug"),
@@ -560,14 +575,14 @@ VARIABLES: dict[str, LaunchVariable] = {
 """Variables by name. A name that ends in a star is for all variables that begin like it."""
 
 
-def find_key_of_variable(variable: str, text: str) -> str:
+def find_variable_key(variable_name: str, value: str) -> str:
     """Return the key that a variable sets; empty if it means nothing, or is not Accelerate's."""
-    if variable in VARIABLES:
-        entry = VARIABLES[variable]
-        return "" if text.lower() in entry.off else entry.key
-    for name, entry in VARIABLES.items():
-        if name.endswith("*") and variable.startswith(name[:-1]):
-            return entry.key[:-1] + variable.removeprefix(name[:-1]).lower()
+    if variable_name in LAUNCH_VARIABLES:
+        entry = LAUNCH_VARIABLES[variable_name]
+        return "" if value.lower() in entry.values_without_meaning else entry.key
+    for name, entry in LAUNCH_VARIABLES.items():
+        if name.endswith("*") and variable_name.startswith(name[:-1]):
+            return entry.key[:-1] + variable_name.removeprefix(name[:-1]).lower()
     return ""
 
 
@@ -580,29 +595,29 @@ class LaunchEnvironment(NamedTuple):
     """
 
     values: dict[str, Any]
-    variables: dict[Path, str]
+    variables: dict[KeyPath, str]
 
 
-def read_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
+def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Convert the variables of a launcher to the content of a config file.
 
     Args:
         environment: Environment of a process that the launcher has started.
     """
     values: dict[str, Any] = {}
-    variables: dict[Path, str] = {}
+    variables: dict[KeyPath, str] = {}
     for variable, kind in DISTRIBUTED_TYPES.items():
-        if parse_truth(environment.get(variable, "").replace("1", "true")) is True and not values:
+        if parse_boolean_word(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
             variables[("distributed_type",)] = variable
     # FSDP1 and FSDP2 have different keys for the sharding.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
-        dotted = find_key_of_variable(variable, text)
+        dotted = find_variable_key(variable, text)
         if not dotted or dotted.endswith(unread):
             continue
         section, _, name = dotted.rpartition(".")
         target = values.setdefault(section, {}) if section else values
-        target[name] = None if text == "None" else parse_value(text)
+        target[name] = None if text == "None" else parse_yaml_value(text)
         variables[tuple(dotted.split("."))] = variable
     return LaunchEnvironment(values, variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.config.origins import format_short_value
-from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off_or_empty
 from portable.importing.foreign_keys import (
     CompanionKey,
     IgnoredKey,
@@ -17,8 +17,8 @@ from portable.importing.foreign_keys import (
     WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
-    AUTOMATIC,
     BETA_OF_LOSS,
+    IS_AUTOMATIC,
     NO_LIGER,
     ONLY_16_OR_32_BITS,
     ONLY_TEXT,
@@ -29,14 +29,14 @@ from portable.importing.trainer_conversions import (
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
-    combine_sources,
-    convert_entry,
-    finish_run,
+    build_source_settings,
+    complete_run_settings,
+    convert_chat_template,
+    convert_dataset_entry,
+    convert_eval_fraction,
+    convert_events_per_epoch,
+    convert_push_time,
     format_pair_loss,
-    read_chat_template,
-    read_eval_fraction,
-    read_events_per_epoch,
-    read_push_time,
 )
 from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
 from portable.importing.words import build_word_converter
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
-FORMATS = {"completion": "text", "pretrain": "text", "None": "auto"}
+FORMAT_BY_TYPE = {"completion": "text", "pretrain": "text", "None": "auto"}
 """``data.format`` for types of records that have no other keys."""
 QUESTION_FIELDS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
 """Field of the question, for types of records with a question and an answer."""
@@ -71,7 +71,7 @@ SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_te
 TURN_END = "the token that ends a trained turn is trained, and no other; leave it out"
 
 
-def read_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
+def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
     """Read ``roles_to_train``, whose names may be the names of ShareGPT."""
     names = {"human": "user", "gpt": "assistant"}
     roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
@@ -93,28 +93,32 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
         )
 
 
-def note_plugins(value: Any, file: ForeignFile) -> None:
+def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
     """Note the plugins that only replace kernels, because they have no effect here. Refuse the others."""
-    for name in [str(item) for item in (value if isinstance(value, list) else [value]) if not is_off(item)]:
+    for name in [
+        str(item) for item in (value if isinstance(value, list) else [value]) if not is_off_or_empty(item)
+    ]:
         if "CutCrossEntropy" in name or "Liger" in name:
-            file.note(file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory")
+            file.add_note(
+                file.path, f"{name} has no effect: memory.loss_chunk_tokens saves the logits' memory"
+            )
         else:
-            file.refuse(file.path, f"{format_short_value(name)} has no counterpart: {USE_CUSTOM_CODE}")
+            file.add_refusal(file.path, f"{format_short_value(name)} has no counterpart: {USE_CUSTOM_CODE}")
 
 
-def read_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
+def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the project, which also chooses the tracker."""
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
-def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read ``rl``, the name of a loss of pairs."""
     if value not in PAIR_LOSSES:
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
-    return {"train.loss": format_pair_loss(value, file.get("rl_beta", file.get("dpo_beta")))}
+    return {"train.loss": format_pair_loss(value, file.get_value("rl_beta", file.get_value("dpo_beta")))}
 
 
-def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the list of datasets, or the only one."""
     sources = []
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
@@ -122,30 +126,30 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
             raise NoCounterpart(
                 f"{format_short_value(entry)} has no counterpart: name a file or hub dataset in data.source"
             )
-        sources.append(_read_dataset(entry, number, file))
-    return combine_sources(sources)
+        sources.append(_convert_dataset(entry, number, file))
+    return build_source_settings(sources)
 
 
-def _read_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
+def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
     kind = entry.get("type")
     if isinstance(kind, dict):  # a custom prompter
         entry = {**kind, **{key: value for key, value in entry.items() if key != "type"}}
         kind = "alpaca"
-    settings = convert_entry(entry, ENTRY_KEYS, number, file)
+    settings = convert_dataset_entry(entry, ENTRY_KEYS, number, file)
     template = settings.pop("chat_template", None)
     if template is not None:
-        file.put(file.path, "data.chat_template", template)
+        file.set_setting(file.path, "data.chat_template", template)
     data_format: str | None = None
     columns: dict[str, str] = {}
-    if file.get("rl") in PAIR_LOSSES:
+    if file.get_value("rl") in PAIR_LOSSES:
         data_format = "preference"
         columns = {ours: entry[theirs] for theirs, ours in PAIR_COLUMNS.items() if entry.get(theirs)}
     else:
         try:
-            record_format = read_format(str(kind), entry)
+            record_format = convert_record_format(str(kind), entry)
             data_format, columns = record_format.name, record_format.columns
         except NoCounterpart as reason:
-            file.refuse(file.path, f"entry {number}: {reason}")
+            file.add_refusal(file.path, f"entry {number}: {reason}")
     columns |= {ours: entry[f"field_{ours}"] for ours in ("system", "tools") if entry.get(f"field_{ours}")}
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     return {
@@ -169,7 +173,7 @@ class RecordFormat(NamedTuple):
     columns: dict[str, str]
 
 
-def read_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
+def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
     """Return ``data.format`` and ``data.columns`` of an entry of ``datasets``.
 
     Raises:
@@ -184,14 +188,14 @@ def read_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
         fields = {"instruction": question, "input": entry.get("field_input"), "output": answer}
         return RecordFormat("alpaca", {ours: theirs for ours, theirs in fields.items() if theirs})
     if base in ("chat_template", "sharegpt"):
-        return _read_message_format(entry, is_sharegpt=base == "sharegpt")
-    if kind not in FORMATS:
+        return _convert_message_format(entry, is_sharegpt=base == "sharegpt")
+    if kind not in FORMAT_BY_TYPE:
         reason = "records of this kind are not read; write them as messages, alpaca or text"
         raise NoCounterpart(f"{entry['path']}: type {format_short_value(kind)} has no counterpart: {reason}")
-    return RecordFormat(FORMATS[kind], {})
+    return RecordFormat(FORMAT_BY_TYPE[kind], {})
 
 
-def _read_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
+def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
     mapping = entry.get("message_property_mappings") or {}
     role = mapping.get("role") or entry.get("message_field_role") or ("from" if is_sharegpt else "role")
     content = mapping.get("content") or entry.get("message_field_content")
@@ -225,11 +229,11 @@ ENTRY_KEYS: ForeignKeys = {
         ("field_system", "field_human", "field_model", "field_tools"), CompanionKey("data.columns")
     ),
     **dict.fromkeys(("field_prompt", "field_chosen", "field_rejected"), CompanionKey("data.columns")),
-    "roles_to_train": SettingKey("data.roles_to_train", read_trained_roles),
+    "roles_to_train": SettingKey("data.roles_to_train", convert_trained_roles),
     "roles": MultiSettingKey(
         (), check_role_names, hint="data.format: each format has its own words for roles"
     ),
-    "chat_template": SettingKey("data.chat_template", read_chat_template),
+    "chat_template": SettingKey("data.chat_template", convert_chat_template),
     **dict.fromkeys(("train_on_eos", "train_on_eot"), RefusedKey(TURN_END, unless=("turn",))),
     "message_field_training": RefusedKey(
         "the keys train, training, weight and loss of a message are read; rename it in the records",
@@ -304,10 +308,10 @@ KEYS: ForeignKeys = {
     # Data
     **dict.fromkeys(
         ("datasets", "pretraining_dataset"),
-        MultiSettingKey(SOURCE_SETTINGS, read_datasets, hint="data.source"),
+        MultiSettingKey(SOURCE_SETTINGS, convert_datasets, hint="data.source"),
     ),
     "test_datasets": RefusedKey(SET_EVAL),
-    "val_set_size": SettingKey("data.eval_fraction", read_eval_fraction),
+    "val_set_size": SettingKey("data.eval_fraction", convert_eval_fraction),
     "sequence_len": SettingKey("data.seq_len"),
     "excess_length_strategy": WordSettingKey("data.truncation", {"drop": "drop", "truncate": "end"}),
     "sample_packing": SwitchKey({"data.packing": "documents"}),
@@ -327,7 +331,7 @@ KEYS: ForeignKeys = {
         hint="set data.train_on to all if it is true; false is the default for conversations",
     ),
     "roles_to_train": SettingKey("data.roles_to_train"),
-    "chat_template": SettingKey("data.chat_template", read_chat_template),
+    "chat_template": SettingKey("data.chat_template", convert_chat_template),
     "chat_template_jinja": SettingKey("data.chat_template"),
     "tokenizer_config": SettingKey("data.tokenizer"),
     "tokenizer_type": CompanionKey("data.tokenizer"),
@@ -345,13 +349,13 @@ KEYS: ForeignKeys = {
     "lr_scheduler": SettingKey("train.schedule", build_word_converter("train.schedule")),
     "cosine_min_lr_ratio": SettingKey("train.min_learning_rate_ratio"),
     "unfrozen_parameters": SettingKey("train.trainable"),
-    "rl": MultiSettingKey(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    "rl": MultiSettingKey(("train.loss",), convert_pair_loss, hint=SET_PAIR_LOSS),
     **dict.fromkeys(("rl_beta", "dpo_beta"), CompanionKey(BETA_OF_LOSS)),
     "rpo_alpha": CompanionKey(SFT_OF_LOSS),
     "early_stop": SettingKey("train.stop_after"),
     "evals_per_epoch": SettingKey(
         "train.eval_every_epochs",
-        read_events_per_epoch,
+        convert_events_per_epoch,
         hint="set train.eval_every_epochs to one divided by it",
     ),
     "evaluation_strategy": PresetKey(
@@ -362,22 +366,24 @@ KEYS: ForeignKeys = {
         ("loss_watchdog_threshold", "loss_watchdog_patience"),
         IgnoredKey("the run stops at a loss that is not finite; leave it out"),
     ),
-    "plugins": MultiSettingKey((), note_plugins, hint=USE_CUSTOM_CODE),
+    "plugins": MultiSettingKey((), note_or_refuse_plugins, hint=USE_CUSTOM_CODE),
     # Output and launch
     "saves_per_epoch": SettingKey(
         "checkpoint.every_epochs",
-        read_events_per_epoch,
+        convert_events_per_epoch,
         hint="set checkpoint.every_epochs to one divided by it",
     ),
     "save_first_step": IgnoredKey(),
-    "wandb_project": MultiSettingKey(("log.project", "log.trackers"), read_wandb_project, hint="log.project"),
+    "wandb_project": MultiSettingKey(
+        ("log.project", "log.trackers"), convert_wandb_project, hint="log.project"
+    ),
     **dict.fromkeys(("wandb_name", "wandb_run_id"), SettingKey("log.name")),
     "wandb_*": IgnoredKey("set log.trackers; a tracker's other settings are its environment variables"),
     **dict.fromkeys(
         ("context_parallel_size", "sequence_parallel_degree"), SettingKey("context_parallel_size")
     ),
     "tensor_parallel_size": SettingKey("tensor_parallel_size"),
-    **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(AUTOMATIC)),
+    **dict.fromkeys(("strict", "gpu_memory_limit"), IgnoredKey(IS_AUTOMATIC)),
     **dict.fromkeys(("torchdistx_path", "dp_shard_size", "fsdp_version"), IgnoredKey()),
 }
 DEFAULTS: dict[str, Any] = {
@@ -406,13 +412,13 @@ DIFFERENCES = (
 )
 
 
-def finish(file: ForeignFile, devices: int) -> None:
-    """Push to the hub if the file names a repository, and the settings that :func:`finish_run` adds.
+def complete_axolotl_settings(file: ForeignFile, num_devices: int) -> None:
+    """Push to the hub if the file names a repository, and the settings that :func:`complete_run_settings` adds.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over.
     """
     if file.result.values.get("hub.repo") is not None:
-        file.put_default("hub.push", read_push_time(True, file), "axolotl pushes to hub_model_id")
-    finish_run(file, devices)
+        file.set_default_setting("hub.push", convert_push_time(True, file), "axolotl pushes to hub_model_id")
+    complete_run_settings(file, num_devices)

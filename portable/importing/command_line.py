@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from portable.config.yaml_text import parse_value
+from portable.config.yaml_text import parse_yaml_value
 from portable.errors import UserError, to_one_line
 
-PROCESS_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
+PROCESS_COUNT_OPTIONS = ("nproc_per_node", "num_processes", "num_gpus", "nproc")
 """Options of launchers for the number of processes on a machine."""
 
 
@@ -23,23 +23,23 @@ class LaunchedScript(NamedTuple):
     words: list[str]
 
 
-def split_launcher(words: list[str]) -> LaunchedScript:
+def split_launcher_and_script(words: list[str]) -> LaunchedScript:
     """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
 
     Raises:
         UserError: If the script has no arguments.
     """
-    script = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
-    if script is None:
+    script_index = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
+    if script_index is None:
         return LaunchedScript(None, words)
-    if script + 1 == len(words):
-        raise build_script_error(words[script], "command line: ")
-    processes = None
-    for position, word in enumerate(words[:script]):
+    if script_index + 1 == len(words):
+        raise build_script_error(words[script_index], "command line: ")
+    num_processes = None
+    for position, word in enumerate(words[:script_index]):
         name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-        if name in PROCESS_OPTIONS and (value or words[position + 1]).isdigit():
-            processes = int(value or words[position + 1])
-    return LaunchedScript(processes, words[script:])
+        if name in PROCESS_COUNT_OPTIONS and (value or words[position + 1]).isdigit():
+            num_processes = int(value or words[position + 1])
+    return LaunchedScript(num_processes, words[script_index:])
 
 
 def build_script_error(path: str, prefix: str = "") -> UserError:
@@ -51,7 +51,7 @@ def build_script_error(path: str, prefix: str = "") -> UserError:
     )
 
 
-def parse_arguments(words: list[str]) -> dict[str, Any]:
+def parse_script_arguments(words: list[str]) -> dict[str, Any]:
     """Parse the arguments of a script, such as ``--bf16 --learning_rate 1e-5``.
 
     Returns:
@@ -66,9 +66,9 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
-            values[name] = parse_value(text) if equals else True
+            values[name] = parse_yaml_value(text) if equals else True
         elif name:
-            value, earlier = parse_value(word), values[name]
+            value, earlier = parse_yaml_value(word), values[name]
             if earlier is True:
                 values[name] = value
             else:

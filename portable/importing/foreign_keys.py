@@ -17,61 +17,63 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from portable.config.field_types import parse_truth
+from portable.config.field_types import parse_boolean_word
 from portable.config.origins import format_short_value
 from portable.importing.foreign_file import (
+    ConvertedSettings,
     ForeignFile,
     ForeignKey,
     NoCounterpart,
     NoEffect,
-    Settings,
-    is_off,
+    is_off_or_empty,
 )
 
-Convert = Callable[[Any, "ForeignFile"], Any]
+ValueConverter = Callable[[Any, "ForeignFile"], Any]
 """Converts the value of a key, given the other values of its file. None leaves the setting out."""
 
 
-def read_value(value: Any, _: ForeignFile) -> Any:
+def drop_unset_value(value: Any, _: ForeignFile) -> Any:
     """Return ``value`` as it is; None for ``auto`` and for the negative numbers that mean "not set"."""
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if negative or value == "auto" else value
 
 
-def read_flag(value: Any) -> bool:
+def parse_flag(value: Any) -> bool:
     """Return a boolean, which may be one of YAML's words.
 
     Raises:
         NoCounterpart: If ``value`` is not a boolean.
     """
-    flag = parse_truth(value)
+    flag = parse_boolean_word(value)
     if not isinstance(flag, bool):
         raise NoCounterpart(f"must be true or false, not {format_short_value(value)}")
     return flag
 
 
-def split_names(value: Any) -> list[str]:
+def parse_name_list(value: Any) -> list[str]:
     """Read names: a list, or text with commas."""
     names = value.split(",") if isinstance(value, str) else value
     return [name for name in (str(name).strip() for name in names) if name]
 
 
-def choose(value: Any, words: Mapping[str, Any]) -> Any:
-    """Look up ``value`` among ``words``, ignoring case. Null is None.
+def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
+    """Look up ``value`` among ``meanings``, ignoring case. Null is None.
 
     Raises:
         NoCounterpart: If ``value`` is not among the words, which are listed.
     """
-    word = find_word(value, words)
+    word = find_matching_word(value, meanings)
     if word is None and value is not None:
-        raise NoCounterpart(f"{format_short_value(value)} has no counterpart; use one of {', '.join(words)}")
-    return None if word is None else words[word]
+        raise NoCounterpart(
+            f"{format_short_value(value)} has no counterpart; use one of {', '.join(meanings)}"
+        )
+    return None if word is None else meanings[word]
 
 
-def find_word(value: Any, words: Mapping[str, Any]) -> str | None:
+def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
     """Return the key of ``words`` that is written like ``value``, ignoring case, or None."""
     by_upper_case = {word.upper(): word for word in words}
-    for item in (value, parse_truth(value)):
+    for item in (value, parse_boolean_word(value)):
         text = (item if isinstance(item, str) else format_short_value(item)).upper()
         if text in by_upper_case:
             return by_upper_case[text]
@@ -111,7 +113,7 @@ class WordKey(ForeignKey):
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is. A word for it comes first."""
-        return find_word(value, self.words) is None and super().has_no_effect(value, file)
+        return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,14 @@ class SettingKey(SingleTargetKey):
     """A key that becomes one setting.
 
     Attributes:
-        read: Converts the value.
+        converter: Converts the value.
     """
 
-    read: Convert = read_value
+    converter: ValueConverter = drop_unset_value
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
-        """Return the setting, unless :attr:`read` leaves it out."""
-        converted = self.read(value, file)
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
+        """Return the setting, unless :attr:`converter` leaves it out."""
+        converted = self.converter(value, file)
         return {} if converted is None else {self.target: converted}
 
 
@@ -134,9 +136,9 @@ class SettingKey(SingleTargetKey):
 class WordSettingKey(WordKey, SingleTargetKey):
     """A key whose words are translated to values of one setting; a word for None leaves the setting out."""
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the setting for a word."""
-        meaning = choose(value, self.words)
+        meaning = translate_word(value, self.words)
         return {} if meaning is None else {self.target: meaning}
 
 
@@ -144,9 +146,9 @@ class WordSettingKey(WordKey, SingleTargetKey):
 class PresetKey(WordKey):
     """A key with words that each become several settings."""
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the settings for a word."""
-        settings: Settings = choose(value, self.words)
+        settings: ConvertedSettings = translate_word(value, self.words)
         return settings
 
     @property
@@ -170,10 +172,12 @@ class SwitchKey(ForeignKey):
 
     settings: Mapping[str, str]
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the settings of a switch that is on."""
-        on = self.settings
-        settings: Settings = choose(value, {"true": on, "auto": on, "full": on, "false": {}})
+        settings_if_true = self.settings
+        settings: ConvertedSettings = translate_word(
+            value, {"true": settings_if_true, "auto": settings_if_true, "full": settings_if_true, "false": {}}
+        )
         return settings
 
     @property
@@ -197,21 +201,21 @@ class MultiSettingKey(ForeignKey):
     """A key that becomes settings which depend on its value.
 
     Attributes:
-        sets: The settings that values may become, as dotted keys.
-        read: Converts the value to some of these settings.
+        possible_settings: The settings that values may become, as dotted keys.
+        converter: Converts the value to some of these settings.
     """
 
-    sets: tuple[str, ...]
-    read: Callable[[Any, ForeignFile], Settings | None]
+    possible_settings: tuple[str, ...]
+    converter: Callable[[Any, ForeignFile], ConvertedSettings | None]
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the settings for the value."""
-        return self.read(value, file) or {}
+        return self.converter(value, file) or {}
 
     @property
     def targets(self) -> tuple[str, ...]:
         """The settings."""
-        return self.sets
+        return self.possible_settings
 
 
 @dataclass(frozen=True)
@@ -219,32 +223,32 @@ class CompanionKey(ForeignKey):
     """A key that is only read by the conversion of another key.
 
     Attributes:
-        instead: Advice: a setting, or a sentence.
+        advice: Advice: a setting, or a sentence.
     """
 
-    instead: str
+    advice: str
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return nothing: the other key's conversion returns the settings."""
         return {}
 
     @property
     def remedy(self) -> str:
         """Advice for the message."""
-        return self.instead
+        return self.advice
 
 
 @dataclass(frozen=True)
-class UnmatchedKey(ForeignKey):
+class CounterpartlessKey(ForeignKey):
     """A key that cannot be expressed here."""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
         """Return whether ``value`` leaves everything as it is, as zero and ``no`` do."""
-        return value == 0 or is_off(parse_truth(value)) or super().has_no_effect(value, file)
+        return value == 0 or is_off_or_empty(parse_boolean_word(value)) or super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
-class IgnoredKey(UnmatchedKey):
+class IgnoredKey(CounterpartlessKey):
     """A key without an effect.
 
     Attributes:
@@ -253,7 +257,7 @@ class IgnoredKey(UnmatchedKey):
 
     reason: str = ""
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return nothing, with a note if there is a reason."""
         if self.reason:
             raise NoEffect(f"{format_short_value(value)} has no effect: {self.reason}")
@@ -271,28 +275,28 @@ class IgnoredKey(UnmatchedKey):
 
 
 @dataclass(frozen=True)
-class RefusedKey(UnmatchedKey):
+class RefusedKey(CounterpartlessKey):
     """A key that has no counterpart, unless its value means nothing.
 
     Attributes:
-        instead: Advice for the message.
+        advice: Advice for the message.
     """
 
-    instead: str
+    advice: str
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Refuse the value."""
-        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.instead}")
+        raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
 
     @property
     def remedy(self) -> str:
         """Advice for the message."""
-        return self.instead
+        return self.advice
 
     @property
     def summary(self) -> str:
         """Advice for the message."""
-        return f"refused: {self.instead}"
+        return f"refused: {self.advice}"
 
 
 @dataclass(frozen=True)
@@ -304,11 +308,11 @@ class NeverFalseKey(ForeignKey):
     """
 
     reason: str
-    reads_every_value: bool = field(default=True, kw_only=True)
+    converts_empty_values: bool = field(default=True, kw_only=True)
 
-    def convert(self, value: Any, file: ForeignFile) -> Settings:
+    def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Refuse false and zero."""
-        if value == 0 or parse_truth(value) is False:
+        if value == 0 or parse_boolean_word(value) is False:
             raise NoCounterpart(f"false has no counterpart: {self.reason}")
         return {}
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from portable.config import keys
 from portable.config.run_config import RunConfig
-from portable.config.suggestions import ForeignName, ForeignNames
+from portable.config.suggestions import ForeignNameMeaning, ForeignVocabulary
 from portable.importing import accelerate, programs
-from portable.importing.words import WORDS
+from portable.importing.words import FOREIGN_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,21 +19,27 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKey
 
 
-def _find_program(values: Mapping[str, object]) -> str:
-    program = programs.find_program(values)
+def _find_program_title(values: Mapping[str, object]) -> str:
+    program = programs.detect_program(values)
     return "" if program is None else program.title or program.name
 
 
-def _describe(key: ForeignKey) -> ForeignName:
-    is_setting = key.remedy in keys.get_settings(RunConfig)
-    return ForeignName(setting=key.remedy) if is_setting else ForeignName(advice=key.remedy)
+def _build_foreign_meaning(key: ForeignKey) -> ForeignNameMeaning:
+    is_setting = key.remedy in keys.get_setting_fields(RunConfig)
+    return ForeignNameMeaning(setting=key.remedy) if is_setting else ForeignNameMeaning(advice=key.remedy)
 
 
-FOREIGN_NAMES = ForeignNames(
+FOREIGN_VOCABULARY = ForeignVocabulary(
     keys={
-        **{name: _describe(key) for name, key in programs.TRAINER_KEYS.items() if "." not in name},
-        **{name: _describe(key) for name, key in accelerate.OUR_OLD_SETTINGS.items()},
+        **{
+            name: _build_foreign_meaning(key)
+            for name, key in programs.TRAINER_KEYS.items()
+            if "." not in name
+        },
+        **{name: _build_foreign_meaning(key) for name, key in accelerate.RENAMED_SETTINGS.items()},
     },
-    words={key: {word: str(meaning) for word, meaning in words.items()} for key, words in WORDS.items()},
-    find_program=_find_program,
+    words={
+        key: {word: str(meaning) for word, meaning in words.items()} for key, words in FOREIGN_WORDS.items()
+    },
+    find_program=_find_program_title,
 )

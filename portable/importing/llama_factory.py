@@ -15,11 +15,11 @@ from portable.importing.foreign_keys import (
     SettingKey,
     SwitchKey,
     WordSettingKey,
-    split_names,
+    parse_name_list,
 )
 from portable.importing.trainer_conversions import (
-    AUTOMATIC,
     BETA_OF_LOSS,
+    IS_AUTOMATIC,
     NO_LIGER,
     ONLY_16_OR_32_BITS,
     ONLY_TEXT,
@@ -29,12 +29,12 @@ from portable.importing.trainer_conversions import (
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
-    combine_sources,
-    finish_run,
+    build_source_settings,
+    complete_run_settings,
+    convert_chat_template,
+    convert_eval_fraction,
+    convert_module_names,
     format_pair_loss,
-    read_chat_template,
-    read_eval_fraction,
-    read_names,
 )
 from portable.importing.trl import CUT_LATER, OTHER_ORDER, PACKED_APART
 from portable.importing.words import build_word_converter
@@ -43,25 +43,27 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
 
 
-def read_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the names of datasets, which are hub datasets only if no folder of LLaMA-Factory's is named."""
-    names = split_names(value)
-    if file.get("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
-        return combine_sources([{"source": name} for name in names])
+    names = parse_name_list(value)
+    if file.get_value("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
+        return build_source_settings([{"source": name} for name in names])
     raise NoCounterpart(
         f"{format_short_value(value)} has no counterpart: these are names of LLaMA-Factory's "
         "dataset_info.json; set data.source to their files or hub datasets"
     )
 
 
-def read_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the kind of training: on conversations, on text or on pairs."""
     if value == "sft":
         return {}
     if value == "pt":
         return {"data.format": "text", "data.packing": True}
     if value == "dpo":
-        loss = format_pair_loss(file.get("pref_loss"), file.get("pref_beta", 0.1), file.get("pref_ftx"))
+        loss = format_pair_loss(
+            file.get_value("pref_loss"), file.get_value("pref_beta", 0.1), file.get_value("pref_ftx")
+        )
         return {"train.loss": loss}
     raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
 
@@ -78,7 +80,7 @@ KEYS: ForeignKeys = {
     "double_quantization": IgnoredKey(),
     "adapter_name_or_path": SettingKey("adapter.name_or_path"),
     "lora_rank": SettingKey("adapter.r"),
-    "lora_target": SettingKey("adapter.target_modules", read_names),
+    "lora_target": SettingKey("adapter.target_modules", convert_module_names),
     **dict.fromkeys(
         ("freeze_vision_tower", "freeze_multi_modal_projector"), RefusedKey(ONLY_TEXT, unless=(True,))
     ),
@@ -88,24 +90,24 @@ KEYS: ForeignKeys = {
     "fp8_backend": RefusedKey(ONLY_16_OR_32_BITS, unless=("auto",)),
     **dict.fromkeys(("enable_liger_kernel", "use_v1_kernels"), IgnoredKey(NO_LIGER)),
     # Data
-    "dataset": MultiSettingKey(SOURCE_SETTINGS, read_dataset_names, hint="data.source"),
+    "dataset": MultiSettingKey(SOURCE_SETTINGS, convert_dataset_names, hint="data.source"),
     "dataset_dir": CompanionKey("data.source"),
     "eval_dataset": RefusedKey(SET_EVAL),
-    "val_size": SettingKey("data.eval_fraction", read_eval_fraction),
+    "val_size": SettingKey("data.eval_fraction", convert_eval_fraction),
     "max_samples": SettingKey("data.max_samples"),
     **dict.fromkeys(("cutoff_len", "model_max_length"), SettingKey("data.seq_len")),
     "neat_packing": SwitchKey({"data.packing": "documents"}),
-    "template": SettingKey("data.chat_template", read_chat_template),
+    "template": SettingKey("data.chat_template", convert_chat_template),
     "default_system": RefusedKey("put a system message into each record"),
     "mask_history": SwitchKey({"data.train_on": "last_assistant"}),
     "train_on_prompt": SwitchKey({"data.train_on": "all"}),
-    "use_fast_tokenizer": IgnoredKey(AUTOMATIC),
+    "use_fast_tokenizer": IgnoredKey(IS_AUTOMATIC),
     "preprocessing_num_workers": IgnoredKey(TOKENIZED_ONCE),
     "tokenized_path": CompanionKey("data.cache_dir"),
     # Training
     "stage": MultiSettingKey(
         ("data.format", "data.packing", "train.loss"),
-        read_stage,
+        convert_stage,
         hint="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
     ),
     "pref_loss": CompanionKey(SET_PAIR_LOSS),
@@ -139,14 +141,14 @@ DEFAULTS: dict[str, Any] = {
 DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
 
 
-def finish(file: ForeignFile, devices: int) -> None:
-    """Add the default of ``lora_alpha``, twice the rank, and the settings that :func:`finish_run` adds.
+def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None:
+    """Add the default of ``lora_alpha``, twice the rank, and the settings that :func:`complete_run_settings` adds.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over.
     """
     rank = file.result.values.get("adapter.r", DEFAULTS["adapter.r"])
     if file.result.values.get("adapter.type") is not None and isinstance(rank, int):
-        file.put_default("adapter.alpha", 2 * rank, "default of LLaMA-Factory")
-    finish_run(file, devices)
+        file.set_default_setting("adapter.alpha", 2 * rank, "default of LLaMA-Factory")
+    complete_run_settings(file, num_devices)

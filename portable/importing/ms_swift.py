@@ -29,12 +29,12 @@ from portable.importing.trainer_conversions import (
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
-    combine_sources,
-    finish_run,
+    build_source_settings,
+    complete_run_settings,
+    convert_chat_template,
+    convert_eval_fraction,
+    convert_module_names,
     format_pair_loss,
-    read_chat_template,
-    read_eval_fraction,
-    read_names,
 )
 from portable.importing.words import build_word_converter
 
@@ -48,7 +48,7 @@ SEQUENCES_PER_STEP = 16
 _DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#]+))?(?:#(?P<count>\d+))?")
 
 
-def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read names of datasets, each with its subsets and the number of samples: ``name:subset#500``."""
     sources = []
     for text in map(str, value if isinstance(value, list) else [value]):
@@ -58,7 +58,7 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
                 f"{format_short_value(text)} has no counterpart: name a file or hub dataset in data.source"
             )
         if match["count"]:
-            file.note(
+            file.add_note(
                 file.path, f"{format_short_value(text)}: the first samples are taken, not random samples"
             )
         for subset in (match["subsets"] or "").split("/"):
@@ -69,24 +69,26 @@ def read_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
                     "max_samples": int(match["count"]) if match["count"] else None,
                 }
             )
-    return combine_sources(sources)
+    return build_source_settings(sources)
 
 
-def read_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read ``rlhf_type``, the name of a loss of pairs."""
     if value not in ("dpo", "orpo", "simpo"):
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
-    kinds = file.get("loss_type")
+    kinds = file.get_value("loss_type")
     kind = kinds[0] if isinstance(kinds, list) and len(kinds) == 1 else kinds
     if isinstance(kind, list):
         raise NoCounterpart(
             f"{format_short_value(kind)} has no counterpart: one formula is trained; set train.loss to dpo"
         )
-    beta = file.get("beta", 2.0 if value == "simpo" else 0.1)
-    return {"train.loss": format_pair_loss(kind if value == "dpo" else value, beta, file.get("rpo_alpha"))}
+    beta = file.get_value("beta", 2.0 if value == "simpo" else 0.1)
+    return {
+        "train.loss": format_pair_loss(kind if value == "dpo" else value, beta, file.get_value("rpo_alpha"))
+    }
 
 
-def read_deepspeed(value: Any, _: ForeignFile) -> dict[str, Any]:
+def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the name of one of ms-swift's DeepSpeed files, or the path of another file."""
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
     if match is None:
@@ -116,10 +118,10 @@ KEYS: ForeignKeys = {
     "lora_rank": SettingKey("adapter.r"),
     "lora_bias": RefusedKey(SET_ADAPTER, unless=("none",)),
     "init_weights": RefusedKey(SET_ADAPTER, unless=("true", True)),
-    "target_modules": SettingKey("adapter.target_modules", read_names),
+    "target_modules": SettingKey("adapter.target_modules", convert_module_names),
     "target_regex": SettingKey("adapter.target_modules"),
-    "target_parameters": SettingKey("adapter.target_parameters", read_names),
-    "modules_to_save": SettingKey("adapter.modules_to_save", read_names),
+    "target_parameters": SettingKey("adapter.target_parameters", convert_module_names),
+    "modules_to_save": SettingKey("adapter.modules_to_save", convert_module_names),
     "quant_bits": PresetKey(
         {"4": {"adapter.base": "nf4"}, "8": {"adapter.base": "int8"}},
         hint="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
@@ -133,10 +135,10 @@ KEYS: ForeignKeys = {
     **dict.fromkeys(("freeze_llm", "vit_lr", "aligner_lr", "max_pixels"), RefusedKey(ONLY_TEXT)),
     "new_special_tokens": RefusedKey("add the tokens to the tokenizer in the folder of data.tokenizer"),
     # Data
-    "dataset": MultiSettingKey((*SOURCE_SETTINGS, "data.max_samples"), read_datasets, hint="data.source"),
+    "dataset": MultiSettingKey((*SOURCE_SETTINGS, "data.max_samples"), convert_datasets, hint="data.source"),
     **dict.fromkeys(("val_dataset", "eval_dataset"), RefusedKey(SET_EVAL)),
     **dict.fromkeys(("cached_dataset", "cached_val_dataset"), RefusedKey("name the records in data.source")),
-    "split_dataset_ratio": SettingKey("data.eval_fraction", read_eval_fraction),
+    "split_dataset_ratio": SettingKey("data.eval_fraction", convert_eval_fraction),
     "columns": RefusedKey("set data.format and data.columns"),
     "interleave_prob": RefusedKey("set data.sources with weights"),
     "truncation_strategy": WordSettingKey(
@@ -145,7 +147,7 @@ KEYS: ForeignKeys = {
     "loss_scale": WordSettingKey(
         "data.train_on", {"default": "assistant", "last_round": "last_assistant", "all": "all"}
     ),
-    "template": SettingKey("data.chat_template", read_chat_template),
+    "template": SettingKey("data.chat_template", convert_chat_template),
     "system": RefusedKey("put a system message into each record"),
     **dict.fromkeys(("model_name", "model_author"), IgnoredKey("only swift/self-cognition has their places")),
     **dict.fromkeys(
@@ -162,8 +164,8 @@ KEYS: ForeignKeys = {
         ("adam_beta1", "adam_beta2"),
         SettingKey(
             "train.betas",
-            trl.read_betas(0.95),
-            reads_every_value=True,
+            trl.build_betas_converter(0.95),
+            converts_empty_values=True,
             hint="set train.betas, a list of both",
         ),
     ),
@@ -171,7 +173,7 @@ KEYS: ForeignKeys = {
     "custom_register_path": RefusedKey(CUSTOM_CODE),
     **dict.fromkeys(("use_galore", "lisa_activated_layers"), RefusedKey("set train.optimizer; leave it out")),
     "early_stop_interval": SettingKey("train.early_stopping_patience"),
-    "rlhf_type": MultiSettingKey(("train.loss",), read_pair_loss, hint=SET_PAIR_LOSS),
+    "rlhf_type": MultiSettingKey(("train.loss",), convert_pair_loss, hint=SET_PAIR_LOSS),
     "beta": CompanionKey(BETA_OF_LOSS),
     "rpo_alpha": CompanionKey(SFT_OF_LOSS),
     **dict.fromkeys(("reward_model", "reward_funcs", "teacher_model", "use_vllm"), RefusedKey(NO_REWARDS)),
@@ -179,7 +181,7 @@ KEYS: ForeignKeys = {
     "sequence_parallel_size": SettingKey("context_parallel_size"),
     "deepspeed": MultiSettingKey(
         ("strategy", "memory.offload_optimizer", "memory.offload_params", "deepspeed.config"),
-        read_deepspeed,
+        convert_deepspeed_name,
         hint="set strategy to zero1, zero2 or zero3, or deepspeed.config to a file",
     ),
     "fsdp": WordSettingKey("strategy", {"fsdp2": "full_shard"}, hint="set strategy to full_shard"),
@@ -222,21 +224,21 @@ DIFFERENCES = (
 )
 
 
-def finish(file: ForeignFile, devices: int) -> None:
-    """Add the defaults that depend on other keys, and the settings that :func:`finish_run` adds.
+def complete_ms_swift_settings(file: ForeignFile, num_devices: int) -> None:
+    """Add the defaults that depend on other keys, and the settings that :func:`complete_run_settings` adds.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over.
     """
     values = file.result.values
-    if file.get("tuner_type", file.get("train_type", "lora")) == "lora":
-        file.put_default("adapter.type", "lora", "default of ms-swift")
+    if file.get_value("tuner_type", file.get_value("train_type", "lora")) == "lora":
+        file.set_default_setting("adapter.type", "lora", "default of ms-swift")
     rate = 1e-4 if values.get("adapter.type") else 1e-5
-    file.put_default("train.learning_rate", rate, "default of ms-swift")
-    if "gradient_accumulation_steps" not in file.values and devices:
+    file.set_default_setting("train.learning_rate", rate, "default of ms-swift")
+    if "gradient_accumulation_steps" not in file.values and num_devices:
         micro = values.get("train.micro_batch_size", DEFAULTS["train.micro_batch_size"])
         if isinstance(micro, int) and micro > 0:
-            steps = max(1, math.ceil(SEQUENCES_PER_STEP / micro / devices))
+            steps = max(1, math.ceil(SEQUENCES_PER_STEP / micro / num_devices))
             file.values["gradient_accumulation_steps"] = steps
-    finish_run(file, devices)
+    complete_run_settings(file, num_devices)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portable.config.yaml_text import YamlDocument
-    from portable.importing.foreign_file import ForeignKeys, Path
+    from portable.importing.foreign_file import ForeignKeys, KeyPath
 
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
 """Keys of the Trainer and of the programs that are built on it.
@@ -25,50 +25,50 @@ Trainer, and recipes for TRL bring names of axolotl along.
 TORCHTUNE = ForeignProgram(
     name="torchtune",
     keys=torchtune.KEYS,
-    own_keys=("checkpointer",),
+    unique_keys=("checkpointer",),
     usual_keys=("tokenizer", "dataset", "optimizer", "batch_size", "epochs"),
     defaults=torchtune.DEFAULTS,
     differences=torchtune.DIFFERENCES,
-    finish=torchtune.finish,
+    complete_settings=torchtune.complete_torchtune_settings,
 )
 AXOLOTL = ForeignProgram(
     name="axolotl",
     keys={**TRAINER_KEYS, **axolotl.KEYS},
-    own_keys=("base_model",),
+    unique_keys=("base_model",),
     usual_keys=("datasets", "sequence_len", "micro_batch_size", "val_set_size", "num_epochs"),
     defaults=axolotl.DEFAULTS,
     differences=axolotl.DIFFERENCES,
-    finish=axolotl.finish,
+    complete_settings=axolotl.complete_axolotl_settings,
 )
 LLAMA_FACTORY = ForeignProgram(
     name="LLaMA-Factory",
     keys=TRAINER_KEYS,
-    own_keys=("finetuning_type", "cutoff_len"),
+    unique_keys=("finetuning_type", "cutoff_len"),
     usual_keys=("stage", "dataset_dir", "template"),
     defaults=llama_factory.DEFAULTS,
     differences=llama_factory.DIFFERENCES,
-    finish=llama_factory.finish,
+    complete_settings=llama_factory.complete_llama_factory_settings,
 )
 ACCELERATE = ForeignProgram(
     name="Accelerate",
     keys=accelerate.KEYS,
-    own_keys=("compute_environment", "distributed_type"),
+    unique_keys=("compute_environment", "distributed_type"),
     usual_keys=(
         *("fsdp_config", "deepspeed_config", "num_processes", "num_machines"),
         *("main_training_function", "mixed_precision"),
     ),
-    unknown="not a key of Accelerate's",
-    prepare=accelerate.prepare,
-    finish=accelerate.finish,
+    unknown_key_message="not a key of Accelerate's",
+    normalize_file=accelerate.normalize_accelerate_file,
+    complete_settings=accelerate.complete_accelerate_settings,
 )
 MS_SWIFT = ForeignProgram(
     name="ms-swift",
     keys={**trl.KEYS, **trl.FSDP_KEYS, **ms_swift.KEYS},
-    own_keys=("tuner_type", "train_type", "split_dataset_ratio", "rlhf_type"),
+    unique_keys=("tuner_type", "train_type", "split_dataset_ratio", "rlhf_type"),
     usual_keys=("model", "attn_impl", "target_modules", "load_from_cache_file", "lora_rank", "dataset"),
     defaults=ms_swift.DEFAULTS,
     differences=ms_swift.DIFFERENCES,
-    finish=ms_swift.finish,
+    complete_settings=ms_swift.complete_ms_swift_settings,
 )
 TRL = ForeignProgram(
     name="TRL",
@@ -81,74 +81,89 @@ TRL = ForeignProgram(
     ),
     defaults=trl.DEFAULTS,
     differences=trl.DIFFERENCES,
-    finish=trl.finish,
+    complete_settings=trl.complete_trl_settings,
 )
 DEEPSPEED = ForeignProgram(
     name="DeepSpeed",
     keys=deepspeed.KEYS,
-    own_keys=("zero_optimization", "train_micro_batch_size_per_gpu"),
+    unique_keys=("zero_optimization", "train_micro_batch_size_per_gpu"),
     usual_keys=(
         *("train_batch_size", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
         "activation_checkpointing",
     ),
-    unset=(deepspeed.AUTO,),
-    convert_unknown=deepspeed.pass_on,
-    prepare=deepspeed.prepare,
-    finish=deepspeed.finish,
+    unset_values=(deepspeed.AUTO,),
+    convert_unknown_key=deepspeed.pass_key_to_deepspeed,
+    normalize_file=deepspeed.normalize_deepspeed_file,
+    complete_settings=deepspeed.complete_deepspeed_settings,
 )
-PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
+FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
 """In the order in which a file is compared with them."""
 
 
-def find_program(values: Mapping[str, object], *, likely: bool = False) -> ForeignProgram | None:
-    """Return the program that a file with the top-level keys ``values`` is from, or None.
+def detect_program(
+    file_content: Mapping[str, object], *, is_foreign_file: bool = False
+) -> ForeignProgram | None:
+    """Return the program that a file with the top-level keys ``file_content`` is from, or None.
 
     Args:
-        values: Content of the file.
-        likely: Whether the file is from one of the programs.
+        file_content: Content of the file.
+        is_foreign_file: Whether the file is from one of the programs.
     """
-    return next((program for program in PROGRAMS if program.has_written(values, likely=likely)), None)
+    return next(
+        (
+            program
+            for program in FOREIGN_PROGRAMS
+            if program.is_program_of(file_content, is_foreign_file=is_foreign_file)
+        ),
+        None,
+    )
 
 
-def list_programs() -> str:
+def format_program_names() -> str:
     """Return the names of the programs for a sentence."""
-    return ", ".join(program.title or program.name for program in PROGRAMS)
+    return ", ".join(program.title or program.name for program in FOREIGN_PROGRAMS)
 
 
-def read_file(document: YamlDocument, name: str, *, devices: int = 1) -> ImportedRun:
+def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices: int = 1) -> ImportedRun:
     """Convert a file of any of the programs.
 
     Args:
         document: Content of the file, with the lines of its keys.
-        name: Name of the file, used in messages.
-        devices: Number of devices that a batch is spread over.
+        file_name: Name of the file, used in messages.
+        num_devices: Number of devices that a batch is spread over.
 
     Raises:
         UserError: If the file is from none of the programs.
     """
-    program = find_program(document.value, likely=True) if isinstance(document.value, dict) else None
+    program = (
+        detect_program(document.value, is_foreign_file=True) if isinstance(document.value, dict) else None
+    )
     if program is None:
-        raise UserError(f"{name}: not a config of {list_programs()}; name one")
-    file = _open(program, resolve_references(document.value), _find_origins(document, name))
-    return _convert(file, devices=devices)
+        raise UserError(f"{file_name}: not a config of {format_program_names()}; name one")
+    file = _build_normalized_file(
+        program, resolve_references(document.value), _build_origin_finder(document, file_name)
+    )
+    return _convert_file(file, num_devices=num_devices)
 
 
-def read_accelerate(document: YamlDocument, name: str) -> ImportedRun:
+def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedRun:
     """Convert a file of ``accelerate config``.
 
     Args:
         document: Content of the file, with the lines of its keys.
-        name: Name of the file, used in messages.
+        file_name: Name of the file, used in messages.
 
     Raises:
         UserError: For a key that is unknown or has no counterpart.
     """
     if not isinstance(document.value, dict):
-        raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
-    return _convert(_open(ACCELERATE, document.value, _find_origins(document, name))).require_all()
+        raise UserError(f"{file_name}: not an Accelerate config; accelerate config writes one")
+    return _convert_file(
+        _build_normalized_file(ACCELERATE, document.value, _build_origin_finder(document, file_name))
+    ).raise_first_refusal()
 
 
-def read_environment(environment: Mapping[str, str]) -> ImportedRun:
+def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRun:
     """Convert the environment of a process that ``accelerate launch`` has started.
 
     Args:
@@ -157,65 +172,65 @@ def read_environment(environment: Mapping[str, str]) -> ImportedRun:
     Raises:
         UserError: For a variable that has no counterpart.
     """
-    values, variables = accelerate.read_variables(environment)
+    values, variables = accelerate.parse_launch_variables(environment)
 
-    def build_origin(path: Path) -> Origin:
+    def build_origin(path: KeyPath) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
 
-    file = _open(ACCELERATE, values, build_origin)
-    file.convert()
-    return file.result.require_all()
+    file = _build_normalized_file(ACCELERATE, values, build_origin)
+    file.convert_keys()
+    return file.result.raise_first_refusal()
 
 
-def open_deepspeed(values: Mapping[str, Any], name: str) -> ForeignFile:
+def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
     """Rename the deprecated keys of a DeepSpeed JSON.
 
     Args:
         values: Content of the file.
         name: Name of the file, or of the setting that has the content, used in messages.
     """
-    return _open(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
+    return _build_normalized_file(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
 
 
-def convert_deepspeed(file: ForeignFile) -> ImportedRun:
+def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
     """Convert a DeepSpeed JSON. A batch size that needs the number of ranks is not among the settings."""
-    return _convert(file, devices=0)
+    return _convert_file(file, num_devices=0)
 
 
-def _find_origins(document: YamlDocument, name: str) -> Callable[[Path], Origin]:
-    def build_origin(path: Path) -> Origin:
+def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[KeyPath], Origin]:
+    def build_origin(path: KeyPath) -> Origin:
         line = document.lines.get(path) or document.lines.get((*path[:-1], path[-1].removeprefix("fsdp_")), 0)
-        return Origin(f"{name}:{line}: {path[-1]}" if line else f"{name}: {path[-1]}", line)
+        return Origin(f"{file_name}:{line}: {path[-1]}" if line else f"{file_name}: {path[-1]}", line)
 
     return build_origin
 
 
-def _open(
-    program: ForeignProgram, values: Mapping[str, Any], origin: Callable[[Path], Origin]
+def _build_normalized_file(
+    program: ForeignProgram, values: Mapping[str, Any], build_origin: Callable[[KeyPath], Origin]
 ) -> ForeignFile:
-    file = ForeignFile(program, dict(values), origin)
-    program.prepare(file)
+    file = ForeignFile(program, dict(values), build_origin)
+    program.normalize_file(file)
     return file
 
 
-def _convert(file: ForeignFile, *, devices: int = 1) -> ImportedRun:
-    file.convert()
-    file.program.finish(file, devices)
+def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
+    file.convert_keys()
+    file.program.complete_settings(file, num_devices)
     return file.result
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Replace references to other values of a file, such as ``${output_dir}/logs``."""
 
-    def resolve(value: Any, depth: int = 0) -> Any:
+    def resolve_value(value: Any, depth: int = 0) -> Any:
         if isinstance(value, dict):
-            return {key: resolve(item) for key, item in value.items()}
+            return {key: resolve_value(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [resolve(item) for item in value]
+            return [resolve_value(item) for item in value]
         if not isinstance(value, str) or "${" not in value or depth > len(values):
             return value
         if (alone := re.fullmatch(r"\$\{(\w+)\}", value)) is not None and alone[1] in values:
-            return resolve(values[alone[1]], depth + 1)
-        return re.sub(r"\$\{(\w+)\}", lambda m: str(resolve(values.get(m[1], m[0]), depth + 1)), value)
+            return resolve_value(values[alone[1]], depth + 1)
+        return re.sub(r"\$\{(\w+)\}", lambda m: str(resolve_value(values.get(m[1], m[0]), depth + 1)), value)
 
-    return {key: resolve(value) for key, value in values.items()}
+    return {key: resolve_value(value) for key, value in values.items()}

@@ -14,9 +14,9 @@ from portable.importing import accelerate, axolotl, deepspeed, llama_factory, ms
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
+PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
 """The page. The text above each table is written there."""
-TABLES: dict[str, ForeignKeys] = {
+TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "DeepSpeed JSON": deepspeed.KEYS,
     "Accelerate YAML": {name: key for name, key in accelerate.KEYS.items() if ".xla" not in name},
     "Trainer and TRL": trl.KEYS,
@@ -30,19 +30,19 @@ TABLES: dict[str, ForeignKeys] = {
 """The table of each chapter."""
 
 
-def build_page() -> str:
+def build_foreign_keys_page() -> str:
     """Return the text of docs/wild.md: its present text with new rows in each table."""
-    head, *chapters = PAGE.read_text("utf-8").split("\n## ")
+    head, *chapters = PAGE_PATH.read_text("utf-8").split("\n## ")
     parts = [head]
     for chapter in chapters:
         title = chapter.partition("\n")[0]
         above = chapter.partition("\n| their keys | here |\n")[0]
-        rows = build_rows(TABLES[title])
+        rows = build_table_rows(TABLE_BY_CHAPTER[title])
         parts.append("\n".join([above, "| their keys | here |", "| --- | --- |", *rows, ""]))
     return "\n## ".join(parts)
 
 
-def build_rows(keys: ForeignKeys) -> list[str]:
+def build_table_rows(keys: ForeignKeys) -> list[str]:
     """Return one row of a table for all keys with the same meaning.
 
     A key that is named like its setting, or like its last part, is left out, and so is a key without
@@ -67,13 +67,13 @@ def main(argv: list[str]) -> int:
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.importing.reference [--check]", file=sys.stderr)
         return 2
-    text = build_page()
-    if text == PAGE.read_text("utf-8"):
+    text = build_foreign_keys_page()
+    if text == PAGE_PATH.read_text("utf-8"):
         return 0
     if argv:
         print("docs/wild.md is out of date; run python -m portable.importing.reference", file=sys.stderr)
         return 1
-    PAGE.write_text(text, "utf-8")
+    PAGE_PATH.write_text(text, "utf-8")
     print("wrote docs/wild.md")
     return 0
 

@@ -20,10 +20,10 @@ from portable.importing.trainer_conversions import (
     NO_REWARDS,
     SET_EVAL,
     SOURCE_SETTINGS,
-    combine_sources,
-    finish_run,
+    build_source_settings,
+    complete_run_settings,
 )
-from portable.importing.words import read_word
+from portable.importing.words import translate_setting_word
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys
@@ -49,7 +49,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Settings of the adapter, by how the name of a builder of models begins."""
 
 
-def get_last_part(component: Any) -> str:
+def get_component_name(component: Any) -> str:
     """Return the name in the dotted path of a component."""
     return str(component).rpartition(".")[2]
 
@@ -60,22 +60,22 @@ def check_checkpointer(value: Any, _: ForeignFile) -> None:
         raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
 
 
-def read_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
+def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the adapter from the builder of the model, such as ``lora_llama3_8b``."""
-    kind, _underscore, model = get_last_part(value).partition("_")
+    kind, _underscore, model = get_component_name(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
 
-def read_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
+def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
     """Read the modules with an adapter, by the names of transformers."""
     names = ["o_proj" if name == "output_proj" else name for name in value or ()]
-    adapts_mlp = file.get("model.apply_lora_to_mlp") is True
+    adapts_mlp = file.get_value("model.apply_lora_to_mlp") is True
     return names + (["gate_proj", "up_proj", "down_proj"] if adapts_mlp else [])
 
 
-def read_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the source from the builder of the dataset and its arguments."""
-    name, arguments = get_last_part(value), file.get("dataset")
+    name, arguments = get_component_name(value), file.get_value("dataset")
     if name not in DATASETS:
         raise NoCounterpart(f"{format_short_value(name)} has no counterpart: set data.source and data.format")
     settings = {**DATASETS[name], "split": arguments.get("split"), "config_name": arguments.get("name")}
@@ -96,36 +96,36 @@ def read_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     # Its datasets of instructions train on the prompt, unless they say otherwise.
     elif arguments.get("train_on_input", name.startswith("alpaca")):
         settings["train_on"] = "all"
-    return combine_sources([settings])
+    return build_source_settings([settings])
 
 
-def read_optimizer(value: Any, file: ForeignFile) -> Any:
+def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
     """Read the class of the optimizer."""
-    return read_word("train.optimizer", get_last_part(value).lower(), file)
+    return translate_setting_word("train.optimizer", get_component_name(value).lower(), file)
 
 
-def read_schedule(value: Any, _: ForeignFile) -> str:
+def convert_schedule_function(value: Any, _: ForeignFile) -> str:
     """Read the function that builds the schedule."""
-    name = get_last_part(value)
+    name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
-def read_loss(value: Any, _: ForeignFile) -> str | None:
+def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
     """Read the class of the loss, which is a loss of pairs or the default."""
-    return LOSSES.get(get_last_part(value))
+    return LOSSES.get(get_component_name(value))
 
 
-def read_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
+def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the class of the logger. Only the class for W&B becomes a tracker."""
     return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
 
 
-def read_compile(value: Any, _: ForeignFile) -> bool:
+def convert_to_bool(value: Any, _: ForeignFile) -> bool:
     """Read whether to compile."""
     return bool(value)
 
 
-def read_lower(value: Any, _: ForeignFile) -> str:
+def convert_to_lower_case(value: Any, _: ForeignFile) -> str:
     """Read a word in capitals."""
     return str(value).lower()
 
@@ -142,14 +142,14 @@ KEYS: ForeignKeys = {
     "checkpointer.checkpoint_dir": SettingKey("model.name_or_path"),
     "checkpointer._component_": MultiSettingKey((), check_checkpointer, hint="model.name_or_path"),
     "model._component_": MultiSettingKey(
-        ("adapter.type", "adapter.use_dora", "adapter.base"), read_model_builder, hint="adapter.type"
+        ("adapter.type", "adapter.use_dora", "adapter.base"), convert_model_builder, hint="adapter.type"
     ),
     "model.lora_rank": SettingKey("adapter.r"),
     "model.lora_alpha": SettingKey("adapter.alpha"),
     "model.lora_dropout": SettingKey("adapter.dropout"),
     "model.use_dora": SettingKey("adapter.use_dora"),
     "model.lora_attn_modules": SettingKey(
-        "adapter.target_modules", read_adapted_modules, reads_every_value=True
+        "adapter.target_modules", convert_adapted_modules, converts_empty_values=True
     ),
     "model.apply_lora_to_mlp": IgnoredKey(),
     "model.apply_lora_to_output": RefusedKey("the head gets no adapter; name it in adapter.target_modules"),
@@ -163,14 +163,14 @@ KEYS: ForeignKeys = {
         "backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None}
     ),
     "dtype": WordSettingKey("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16"}),
-    "compile": SettingKey("compile", read_compile, reads_every_value=True),
+    "compile": SettingKey("compile", convert_to_bool, converts_empty_values=True),
     **dict.fromkeys(
         ("quantizer", "fp8_recipe_name", "enable_fp8_training"),
         RefusedKey("weights are trained in 16 or 32 bits only"),
     ),
     # Data
     "dataset._component_": MultiSettingKey(
-        SOURCE_SETTINGS, read_dataset_builder, hint="data.source, data.format"
+        SOURCE_SETTINGS, convert_dataset_builder, hint="data.source, data.format"
     ),
     **dict.fromkeys(("dataset.source", "dataset.data_files", "dataset.split", "dataset.name"), IgnoredKey()),
     **dict.fromkeys(("dataset.column", "dataset.conversation_style", "dataset.train_on_input"), IgnoredKey()),
@@ -194,17 +194,17 @@ KEYS: ForeignKeys = {
     "max_steps_per_epoch": RefusedKey("set train.steps, or train.stop_after"),
     "batch_size": SettingKey("train.micro_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps", "batch_size_val"), IgnoredKey()),
-    "optimizer._component_": SettingKey("train.optimizer", read_optimizer),
+    "optimizer._component_": SettingKey("train.optimizer", convert_optimizer_class),
     "optimizer.lr": SettingKey("train.learning_rate"),
     "optimizer.weight_decay": SettingKey("train.weight_decay"),
     "optimizer.betas": SettingKey("train.betas"),
     "optimizer.eps": SettingKey("train.eps"),
     "optimizer.fused": IgnoredKey(),
     "optimizer_in_bwd": IgnoredKey("memory.offload_optimizer saves memory, too"),
-    "lr_scheduler._component_": SettingKey("train.schedule", read_schedule),
+    "lr_scheduler._component_": SettingKey("train.schedule", convert_schedule_function),
     "lr_scheduler.num_warmup_steps": SettingKey("train.warmup_steps"),
     "clip_grad_norm": SettingKey("train.max_grad_norm"),
-    "loss._component_": SettingKey("train.loss", read_loss),
+    "loss._component_": SettingKey("train.loss", convert_loss_class),
     **dict.fromkeys(("loss.num_output_chunks", "loss.beta"), IgnoredKey()),
     "enable_activation_checkpointing": WordSettingKey(
         "memory.activation_checkpointing", {"true": "full", "false": "none"}
@@ -234,7 +234,7 @@ KEYS: ForeignKeys = {
     "log_every_n_steps": SettingKey("log.every_steps"),
     "log_level": IgnoredKey(),
     "log_peak_memory_stats": IgnoredKey(),
-    "metric_logger._component_": MultiSettingKey(("log.trackers",), read_metric_logger),
+    "metric_logger._component_": MultiSettingKey(("log.trackers",), convert_metric_logger),
     "metric_logger.project": SettingKey("log.project"),
     **dict.fromkeys(
         ("metric_logger.log_dir", "metric_logger.output_dir", "metric_logger.name"), IgnoredKey()
@@ -243,7 +243,7 @@ KEYS: ForeignKeys = {
     "context_parallel_dim": SettingKey("context_parallel_size"),
     "tensor_parallel_dim": SettingKey("tensor_parallel_size"),
     "tensor_parallel_plan": RefusedKey("the plan of transformers for the model is taken; leave it out"),
-    "fsdp_sharding_strategy": SettingKey("strategy", read_lower),
+    "fsdp_sharding_strategy": SettingKey("strategy", convert_to_lower_case),
     "fsdp_reshard_after_forward": WordSettingKey(
         "strategy", {"true": "full_shard", "false": "shard_grad_op"}
     ),
@@ -277,4 +277,4 @@ DIFFERENCES = (
         "precision",
     ),
 )
-finish = finish_run
+complete_torchtune_settings = complete_run_settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.config.field_types import parse_truth
+from portable.config.field_types import parse_boolean_word
 from portable.config.origins import Origin, format_short_value
 from portable.importing.foreign_file import ForeignFile, ForeignProgram, NoCounterpart, NoEffect
-from portable.importing.foreign_keys import split_names
+from portable.importing.foreign_keys import parse_name_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,18 +25,18 @@ SFT_OF_LOSS = "an argument of the loss: train.loss: dpo(sft=1.0)"
 ONLY_TEXT = "only text models are supported; leave it out"
 ONLY_16_OR_32_BITS = "weights are trained in 16 or 32 bits only; leave it out"
 NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
-AUTOMATIC = "that is automatic; leave it out"
+IS_AUTOMATIC = "that is automatic; leave it out"
 TOKENIZED_ONCE = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
 
-def read_names(value: Any, _: ForeignFile) -> Any:
+def convert_module_names(value: Any, _: ForeignFile) -> Any:
     """Read module names: a list, or text with commas. ``all`` means every linear layer."""
-    names = split_names(value or ())
+    names = parse_name_list(value or ())
     return "all-linear" if names in (["all"], ["all-linear"]) else names or None
 
 
-def read_eval_fraction(value: Any, _: ForeignFile) -> Any:
+def convert_eval_fraction(value: Any, _: ForeignFile) -> Any:
     """Read the share of the records that is held out. A number of records is refused."""
     if value and value >= 1:
         raise NoCounterpart(
@@ -45,7 +45,7 @@ def read_eval_fraction(value: Any, _: ForeignFile) -> Any:
     return value or 0.0
 
 
-def read_chat_template(value: Any, _: ForeignFile) -> str | None:
+def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
     """Read the name of a chat template. Other programs include templates with different names."""
     if value == "chatml":
         return "chatml"
@@ -57,39 +57,41 @@ def read_chat_template(value: Any, _: ForeignFile) -> str | None:
     )
 
 
-def read_steps_between(steps: str, epochs: str, switch: str) -> Callable[[Any, ForeignFile], dict[str, Any]]:
+def build_interval_converter(
+    steps_setting: str, epochs_setting: str, unit_key: str
+) -> Callable[[Any, ForeignFile], dict[str, Any]]:
     """Return the conversion of the number of steps between two events, or of their share of all steps.
 
     Args:
-        steps: Setting for the number of steps.
-        epochs: Setting for the number of epochs.
-        switch: Key that decides whether steps count.
+        steps_setting: Setting for the number of steps.
+        epochs_setting: Setting for the number of epochs.
+        unit_key: Key that decides whether steps count.
     """
 
-    def read(value: Any, file: ForeignFile) -> dict[str, Any]:
-        unit = parse_truth(file.get(switch, file.get("evaluation_strategy", "steps")))
+    def convert_interval(value: Any, file: ForeignFile) -> dict[str, Any]:
+        unit = parse_boolean_word(file.get_value(unit_key, file.get_value("evaluation_strategy", "steps")))
         if unit not in ("steps", True):
             return {}
         if value >= 1:
-            return {steps: int(value)}
-        length = file.get("max_steps", -1)
+            return {steps_setting: int(value)}
+        length = file.get_value("max_steps", -1)
         if length > 0:
-            return {steps: max(1, int(value * length))}
-        return {epochs: value * file.get("num_train_epochs", 3)}
+            return {steps_setting: max(1, int(value * length))}
+        return {epochs_setting: value * file.get_value("num_train_epochs", 3)}
 
-    return read
+    return convert_interval
 
 
-def read_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
+def convert_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
     """Convert a number of events per epoch to the number of epochs between two events."""
     return 1 / value if value else None
 
 
-def read_push_time(value: Any, file: ForeignFile) -> str | None:
+def convert_push_time(value: Any, file: ForeignFile) -> str | None:
     """Return when to push to the hub if ``push_to_hub`` is true, according to ``hub_strategy``."""
-    if parse_truth(value) is not True:
+    if parse_boolean_word(value) is not True:
         return None
-    return "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
+    return "end" if file.get_value("hub_strategy", "every_save") == "end" else "checkpoints"
 
 
 def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
@@ -107,8 +109,8 @@ def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
     return f"{name}(beta={0.1 if beta is None else beta}{formula}{f', sft={sft}' if sft else ''})"
 
 
-def convert_entry(
-    entry: Mapping[str, Any], keys: ForeignKeys, number: int, file: ForeignFile
+def convert_dataset_entry(
+    entry: Mapping[str, Any], keys: ForeignKeys, entry_number: int, file: ForeignFile
 ) -> dict[str, Any]:
     """Convert the keys of one entry of a list of datasets.
 
@@ -117,35 +119,35 @@ def convert_entry(
     Args:
         entry: Keys of the entry.
         keys: Table of the keys of such an entry.
-        number: Number of the entry in its list, from 1, used in error messages.
+        entry_number: Number of the entry in its list, from 1, used in error messages.
         file: File of the list.
 
     Returns:
         Settings of the source, without ``data.``.
     """
-    outer = file.origin(file.path)
+    outer = file.build_origin(file.path)
 
     def build_origin(path: tuple[str, ...]) -> Origin:
-        return Origin(f"{outer.text}: entry {number}: {'.'.join(path)}", outer.order)
+        return Origin(f"{outer.text}: entry {entry_number}: {'.'.join(path)}", outer.order)
 
     inner = ForeignFile(ForeignProgram(file.program.name, keys), dict(entry), build_origin)
-    inner.convert()
+    inner.convert_keys()
     file.result.notes += inner.result.notes
-    file.result.refused += inner.result.refused
+    file.result.refusals += inner.result.refusals
     return {key.removeprefix("data."): value for key, value in inner.result.values.items()}
 
 
-def combine_sources(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def build_source_settings(sources: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the settings for one source, or for a mixture in which each source is read once in an epoch."""
-    entries = [{key: value for key, value in entry.items() if value is not None} for entry in entries]
-    if len(entries) == 1:
-        return {f"data.{key}": value for key, value in entries[0].items()}
+    sources = [{key: value for key, value in entry.items() if value is not None} for entry in sources]
+    if len(sources) == 1:
+        return {f"data.{key}": value for key, value in sources[0].items()}
     names: list[str] = []
-    for entry in entries:
+    for entry in sources:
         last = str(entry.get("source")).rpartition("/")[2]
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-_") or "source"
         names.append(name if name not in names else f"{name}-{len(names)}")
-    named_entries = [{"name": name, **entry} for name, entry in zip(names, entries, strict=True)]
+    named_entries = [{"name": name, **entry} for name, entry in zip(names, sources, strict=True)]
     return {"data.sources": named_entries} if named_entries else {}
 
 
@@ -154,7 +156,7 @@ SOURCE_SETTINGS = (
     *("data.text_field", "data.train_on", "data.roles_to_train"),
 )
 """Settings that a list of datasets may become."""
-_REPLACED = {
+_EXCLUDED_BY = {
     "train.steps": "train.epochs",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
@@ -163,16 +165,16 @@ _REPLACED = {
 """Settings that exclude another one."""
 
 
-def finish_run(file: ForeignFile, devices: int) -> None:
+def complete_run_settings(file: ForeignFile, num_devices: int) -> None:
     """Add the program's defaults, the global batch and the differences; drop settings that exclude others.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over.
     """
     values, program = file.result.values, file.program
     if "train.loss" in values:
-        file.put_default("data.format", "preference", "a loss of pairs")
+        file.set_default_setting("data.format", "preference", "a loss of pairs")
         values.pop("data.packing", None)
     has_adapter = values.get("adapter.type") is not None
     pushes = values.get("hub.push") is not None
@@ -180,7 +182,7 @@ def finish_run(file: ForeignFile, devices: int) -> None:
         if (key.startswith("adapter.") and not has_adapter) or (key.startswith("hub.") and not pushes):
             del values[key]
     if values.get("model.name_or_path") is None:
-        file.put_default("train.min_learning_rate_ratio", 0.0, f"default of {program.name}")
+        file.set_default_setting("train.min_learning_rate_ratio", 0.0, f"default of {program.name}")
     has_warmup = bool(values.keys() & {"train.warmup_ratio", "train.warmup_steps"})
     for key, value in program.defaults.items():
         is_replaced = (
@@ -189,11 +191,11 @@ def finish_run(file: ForeignFile, devices: int) -> None:
             or (key == "train.epochs" and "train.steps" in values)
         )
         if not is_replaced:
-            file.put_default(key, value, f"default of {program.name}")
-    for key, excluded in _REPLACED.items():
+            file.set_default_setting(key, value, f"default of {program.name}")
+    for key, excluded in _EXCLUDED_BY.items():
         if values.get(key) is not None:
             values.pop(excluded, None)
-    file.put_global_batch(devices)
+    file.set_global_batch_size(num_devices)
     for difference in program.differences:
         if not difference.setting or values.get(difference.setting):
             file.result.differences.append(difference.text)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.field_types import parse_truth
+from portable.config.field_types import parse_boolean_word
 from portable.config.origins import format_short_value
 from portable.importing import accelerate
-from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off
+from portable.importing.foreign_file import NoCounterpart, ProgramDifference, is_off_or_empty
 from portable.importing.foreign_keys import (
     CompanionKey,
     IgnoredKey,
@@ -22,8 +22,8 @@ from portable.importing.foreign_keys import (
     WordSettingKey,
 )
 from portable.importing.trainer_conversions import (
-    AUTOMATIC,
     BETA_OF_LOSS,
+    IS_AUTOMATIC,
     NO_LIGER,
     NO_REWARDS,
     ONLY_16_OR_32_BITS,
@@ -35,19 +35,19 @@ from portable.importing.trainer_conversions import (
     SFT_OF_LOSS,
     SOURCE_SETTINGS,
     TOKENIZED_ONCE,
-    combine_sources,
-    convert_entry,
-    finish_run,
+    build_interval_converter,
+    build_source_settings,
+    complete_run_settings,
+    convert_dataset_entry,
+    convert_module_names,
+    convert_push_time,
     format_pair_loss,
-    read_names,
-    read_push_time,
-    read_steps_between,
 )
 from portable.importing.words import build_word_converter
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKey, ForeignKeys
-    from portable.importing.foreign_keys import Convert
+    from portable.importing.foreign_keys import ValueConverter
 
 SET_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 SCRIPT_ARGUMENTS = {
@@ -58,68 +58,77 @@ SCRIPT_ARGUMENTS = {
 """Arguments of transformers' example scripts, which train on texts. TRL does not have them."""
 
 
-def read_betas(second: float) -> Convert:
+def build_betas_converter(default_second_beta: float) -> ValueConverter:
     """Return the conversion of either beta of Adam to both.
 
     Args:
-        second: Default of the second beta.
+        default_second_beta: Default of the second beta.
     """
-    return lambda _, file: [file.get("adam_beta1", 0.9), file.get("adam_beta2", second)]
+    return lambda _, file: [
+        file.get_value("adam_beta1", 0.9),
+        file.get_value("adam_beta2", default_second_beta),
+    ]
 
 
-def read_logging_steps(value: Any, _: ForeignFile) -> int:
+def convert_logging_steps(value: Any, _: ForeignFile) -> int:
     """Read the number of steps between two logs. A share of all steps becomes every step."""
     return max(1, int(value))
 
 
-def read_tf32(value: Any, file: ForeignFile) -> str | None:
+def convert_tf32(value: Any, file: ForeignFile) -> str | None:
     """Return TF32 as the precision if it is on, unless bf16 is on, too."""
-    return "tf32" if parse_truth(value) is True and not file.get("bf16") else None
+    return "tf32" if parse_boolean_word(value) is True and not file.get_value("bf16") else None
 
 
-def read_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the lowest learning rate, or its ratio, from the arguments of the scheduler."""
     arguments = dict(value)
     ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
-    ratio = lowest / file.get("learning_rate", 5e-5) if lowest else ratio
+    ratio = lowest / file.get_value("learning_rate", 5e-5) if lowest else ratio
     if arguments:
         raise NoCounterpart(f"{format_short_value(arguments)} has no counterpart: set train.schedule_params")
     return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
 
 
-def read_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
+def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
     """Read the number of warmup steps, or their share of all steps."""
     return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
-def read_trackers(value: Any, _: ForeignFile) -> list[str] | None:
+def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
     """Read the list of trackers, which may be ``none`` or ``all``. ``all`` has no counterpart."""
-    names = [str(name) for name in (value if isinstance(value, list) else [value]) if not is_off(name)]
+    names = [
+        str(name) for name in (value if isinstance(value, list) else [value]) if not is_off_or_empty(name)
+    ]
     return None if "all" in names else [name for name in names if name != "none"]
 
 
-def read_trained_part(_: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
     """Read TRL's two switches for the tokens that are trained. The more specific one wins if both are on."""
-    if parse_truth(file.get("assistant_only_loss")) is True:
+    if parse_boolean_word(file.get_value("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
-    if parse_truth(file.get("completion_only_loss")) is True:
+    if parse_boolean_word(file.get_value("completion_only_loss")) is True:
         return {"data.train_on": "completion"}
-    return {"data.train_on": "all"} if parse_truth(file.get("completion_only_loss")) is False else {}
+    return (
+        {"data.train_on": "all"}
+        if parse_boolean_word(file.get_value("completion_only_loss")) is False
+        else {}
+    )
 
 
-def read_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
     """Read TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes: names with a share."""
     if value.get("test_split_size"):
-        file.note(file.path, f"test_split_size has no effect: {SET_EVAL}")
+        file.add_note(file.path, f"test_split_size has no effect: {SET_EVAL}")
     entries = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
-    return read_mixture_entries(entries, file)
+    return convert_mixture_entries(entries, file)
 
 
-def read_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
+def convert_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
     """Read the list of datasets in TRL's ``dataset_mixture``."""
     sources = []
     for number, entry in enumerate(entries, start=1):
-        convert_entry(entry, MIXTURE_ENTRY_KEYS, number, file)
+        convert_dataset_entry(entry, MIXTURE_ENTRY_KEYS, number, file)
         config = entry.get("config") or entry.get("name")
         split, share = entry.get("split") or "train", entry.get("weight", entry.get("fraction"))
         if isinstance(share, int | float) and share < 1:
@@ -128,7 +137,7 @@ def read_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
         sources.append(
             {"source": source, "config_name": None if config == "default" else config, "split": split}
         )
-    return combine_sources(sources)
+    return build_source_settings(sources)
 
 
 MIXTURE_ENTRY_KEYS: ForeignKeys = {
@@ -152,7 +161,7 @@ _MODEL: ForeignKeys = {
     "bf16": SwitchKey({"precision": "bf16"}),
     "fp16": SwitchKey({"precision": "fp16"}),
     "tf32": SettingKey(
-        "precision", read_tf32, hint="set precision to tf32; bf16 is faster if its precision suffices"
+        "precision", convert_tf32, hint="set precision to tf32; bf16 is faster if its precision suffices"
     ),
     **dict.fromkeys(("use_cpu", "no_cuda"), SwitchKey({"backend": "cpu"})),
     "torch_compile": SettingKey("compile"),
@@ -173,7 +182,7 @@ _MODEL: ForeignKeys = {
         ("expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
         RefusedKey("ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out", unless=(1,)),
     ),
-    "low_cpu_mem_usage": IgnoredKey(AUTOMATIC),
+    "low_cpu_mem_usage": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(("use_cache", "quantization_method", "gptq_groupsize", "gptq_model_v1"), IgnoredKey()),
 }
 _ADAPTER: ForeignKeys = {
@@ -184,9 +193,9 @@ _ADAPTER: ForeignKeys = {
     "lora_dropout": SettingKey("adapter.dropout"),
     "use_dora": SettingKey("adapter.use_dora"),
     "use_rslora": SettingKey("adapter.use_rslora"),
-    "lora_target_modules": SettingKey("adapter.target_modules", read_names),
-    "lora_target_parameters": SettingKey("adapter.target_parameters", read_names),
-    "lora_modules_to_save": SettingKey("adapter.modules_to_save", read_names),
+    "lora_target_modules": SettingKey("adapter.target_modules", convert_module_names),
+    "lora_target_parameters": SettingKey("adapter.target_parameters", convert_module_names),
+    "lora_modules_to_save": SettingKey("adapter.modules_to_save", convert_module_names),
     "load_in_4bit": SwitchKey({"adapter.base": "nf4", "adapter.type": "lora"}),
     "load_in_8bit": SwitchKey({"adapter.base": "int8", "adapter.type": "lora"}),
     "bnb_4bit_*": IgnoredKey("set adapter.base to nf4, and adapter.type to lora"),
@@ -206,9 +215,9 @@ _DATA: ForeignKeys = {
     "dataset_train_split": SettingKey("data.split"),
     **dict.fromkeys(
         ("dataset_mixture", "dataset_mixer"),
-        MultiSettingKey(SOURCE_SETTINGS, read_mixture, hint="data.source"),
+        MultiSettingKey(SOURCE_SETTINGS, convert_mixture, hint="data.source"),
     ),
-    "datasets": MultiSettingKey(SOURCE_SETTINGS, read_mixture_entries, hint="data.source"),
+    "datasets": MultiSettingKey(SOURCE_SETTINGS, convert_mixture_entries, hint="data.source"),
     "max_train_samples": SettingKey("data.max_samples"),
     **dict.fromkeys(
         ("max_length", "max_seq_length", "max_seq_len", "max_source_length", "block_size"),
@@ -234,7 +243,7 @@ _DATA: ForeignKeys = {
     "pad_to_max_length": IgnoredKey("set data.packing; if it is false, sequences are padded to data.seq_len"),
     **dict.fromkeys(
         ("assistant_only_loss", "completion_only_loss"),
-        MultiSettingKey(("data.train_on",), read_trained_part, reads_every_value=True),
+        MultiSettingKey(("data.train_on",), convert_trained_tokens, converts_empty_values=True),
     ),
     **dict.fromkeys(
         ("formatting_func", "field_messages", "message_field_role", "roles"),
@@ -251,7 +260,7 @@ _DATA: ForeignKeys = {
     "remove_unused_columns": IgnoredKey(
         "only the fields in data.text_field etc. are read; leave it out", unless=(True,)
     ),
-    **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), IgnoredKey(AUTOMATIC)),
+    **dict.fromkeys(("dataloader_drop_last", "dataloader_pin_memory"), IgnoredKey(IS_AUTOMATIC)),
     **dict.fromkeys(
         ("dataloader_persistent_workers", "dataloader_prefetch_factor", "pad_to_multiple_of"), IgnoredKey()
     ),
@@ -276,19 +285,22 @@ _TRAINING: ForeignKeys = {
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2"),
         SettingKey(
-            "train.betas", read_betas(0.999), reads_every_value=True, hint="set train.betas, a list of both"
+            "train.betas",
+            build_betas_converter(0.999),
+            converts_empty_values=True,
+            hint="set train.betas, a list of both",
         ),
     ),
     "adam_epsilon": SettingKey("train.eps"),
     "lr_scheduler_type": SettingKey("train.schedule", build_word_converter("train.schedule")),
     "lr_scheduler_kwargs": MultiSettingKey(
         ("train.min_learning_rate_ratio",),
-        read_scheduler_arguments,
+        convert_scheduler_arguments,
         hint="set train.min_learning_rate_ratio or train.schedule_params",
     ),
     "warmup_ratio": SettingKey("train.warmup_ratio"),
     "warmup_steps": MultiSettingKey(
-        ("train.warmup_steps", "train.warmup_ratio"), read_warmup, hint="train.warmup_steps"
+        ("train.warmup_steps", "train.warmup_ratio"), convert_warmup, hint="train.warmup_steps"
     ),
     **dict.fromkeys(("max_grad_norm", "gradient_clipping"), SettingKey("train.max_grad_norm")),
     "label_smoothing_factor": SettingKey("train.label_smoothing"),
@@ -334,7 +346,7 @@ _PAIRS: ForeignKeys = {
         "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your own"
     ),
     "ref_model": RefusedKey("an argument of the loss: train.loss: dpo(reference='folder')"),
-    "precompute_ref_log_probs": IgnoredKey(AUTOMATIC),
+    "precompute_ref_log_probs": IgnoredKey(IS_AUTOMATIC),
     **dict.fromkeys(
         ("max_completion_length", "missing_eos_penalty", "num_generations", "reward_funcs"),
         RefusedKey(NO_REWARDS),
@@ -344,7 +356,7 @@ _PAIRS: ForeignKeys = {
 _EVALUATION: ForeignKeys = {
     "eval_steps": MultiSettingKey(
         ("train.eval_every", "train.eval_every_epochs"),
-        read_steps_between("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
+        build_interval_converter("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
         hint="train.eval_every",
     ),
     "eval_strategy": PresetKey(
@@ -380,7 +392,7 @@ _OUTPUT: ForeignKeys = {
     ),
     "save_steps": MultiSettingKey(
         ("checkpoint.every_steps", "checkpoint.every_epochs"),
-        read_steps_between("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
+        build_interval_converter("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
         hint="checkpoint.every_steps",
     ),
     "save_strategy": PresetKey(
@@ -389,23 +401,23 @@ _OUTPUT: ForeignKeys = {
     ),
     "save_total_limit": SettingKey("checkpoint.keep"),
     "save_only_model": IgnoredKey("set checkpoint.export; checkpoints always contain the optimizer"),
-    "save_safetensors": IgnoredKey(AUTOMATIC),
+    "save_safetensors": IgnoredKey(IS_AUTOMATIC),
     "resume_from_checkpoint": SettingKey("checkpoint.resume"),
     "ignore_data_skip": SettingKey("checkpoint.resume_samples"),
-    "push_to_hub": SettingKey("hub.push", read_push_time, hint=SET_HUB),
+    "push_to_hub": SettingKey("hub.push", convert_push_time, hint=SET_HUB),
     "hub_model_id": SettingKey("hub.repo", hint=SET_HUB),
     "hub_private_repo": WordSettingKey("hub.private", {"true": True, "false": False}, hint=SET_HUB),
     "hub_strategy": CompanionKey(SET_HUB),
     **dict.fromkeys(("hub_*", "push_to_hub*"), RefusedKey(SET_HUB)),
-    "logging_steps": SettingKey("log.every_steps", read_logging_steps),
+    "logging_steps": SettingKey("log.every_steps", convert_logging_steps),
     **dict.fromkeys(("logging_first_step", "logging_strategy"), CompanionKey("log.every_steps")),
     "logging_dir": IgnoredKey("logs are written to output_dir; leave it out"),
-    "report_to": SettingKey("log.trackers", read_trackers, reads_every_value=True),
+    "report_to": SettingKey("log.trackers", convert_trackers, converts_empty_values=True),
     "run_name": SettingKey("log.name"),
     "project": SettingKey("log.project"),
     "include_num_input_tokens_seen": IgnoredKey("report.html always has it; leave it out"),
-    "disable_tqdm": IgnoredKey(AUTOMATIC),
-    "log_level": IgnoredKey(AUTOMATIC, unless=("info",)),
+    "disable_tqdm": IgnoredKey(IS_AUTOMATIC),
+    "log_level": IgnoredKey(IS_AUTOMATIC, unless=("info",)),
     **dict.fromkeys(("logging_nan_inf_filter", "log_on_each_node", "skip_memory_metrics"), IgnoredKey()),
 }
 _LAUNCH: ForeignKeys = {
@@ -424,7 +436,7 @@ _LAUNCH: ForeignKeys = {
 }
 
 
-def _read_fsdp_config() -> dict[str, ForeignKey]:
+def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
     """Return Accelerate's keys of ``fsdp_config``, which the Trainer reads with and without ``fsdp_``."""
     keys = {
         name.replace(".fsdp_", start): key
@@ -447,7 +459,7 @@ KEYS: ForeignKeys = {
     **_OUTPUT,
     **_LAUNCH,
 }
-FSDP_KEYS: ForeignKeys = _read_fsdp_config()
+FSDP_KEYS: ForeignKeys = _build_fsdp_config_keys()
 """Keys of the Trainer's ``fsdp_config``."""
 DEFAULTS: dict[str, Any] = {
     "seed": 42,
@@ -489,40 +501,43 @@ DIFFERENCES = (
 )
 
 
-def finish(file: ForeignFile, devices: int) -> None:
-    """Add the loss of pairs, TRL's default for conversations, and the settings that :func:`finish_run` adds.
+def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
+    """Add the loss of pairs, TRL's default for conversations, and the settings that :func:`complete_run_settings` adds.
 
     Args:
         file: A file whose keys have been converted.
-        devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over.
     """
-    _add_pair_loss(file)
-    if "train.loss" not in file.result.values and not any(map(file.get, SCRIPT_ARGUMENTS)):
+    _set_pair_loss(file)
+    if "train.loss" not in file.result.values and not any(map(file.get_value, SCRIPT_ARGUMENTS)):
         reason = "default of TRL for conversations: no assistant_only_loss"
-        file.put_default("data.train_on", "all", reason)
-    finish_run(file, devices)
+        file.set_default_setting("data.train_on", "all", reason)
+    complete_run_settings(file, num_devices)
 
 
-def _add_pair_loss(file: ForeignFile) -> None:
+def _set_pair_loss(file: ForeignFile) -> None:
     """Set TRL's loss of pairs, if the file has a key of its DPO: files do not name their trainer."""
     key = next(
-        (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get(key) is not None), None
+        (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),
+        None,
     )
     if key is None:
         return
-    kinds, weights = file.get("loss_type", "sigmoid"), file.get("loss_weights")
+    kinds, weights = file.get_value("loss_type", "sigmoid"), file.get_value("loss_weights")
     kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
     weights = [1] * len(kinds) if weights is None else weights
     fits = isinstance(weights, list) and len(weights) == len(kinds)
     weight_of = dict(zip(kinds, weights, strict=True)) if fits else {}
-    sft = weight_of.pop("sft", file.get("rpo_alpha"))
+    sft = weight_of.pop("sft", file.get_value("rpo_alpha"))
     if [*weight_of.values()] == [1]:
-        file.put((key,), "train.loss", format_pair_loss(next(iter(weight_of)), file.get("beta"), sft))
+        file.set_setting(
+            (key,), "train.loss", format_pair_loss(next(iter(weight_of)), file.get_value("beta"), sft)
+        )
     else:
-        file.refuse(
+        file.add_refusal(
             ("loss_type",),
             f"{format_short_value(kinds)} has no counterpart: one formula with the weight 1 is trained, and "
             "sft beside it; set train.loss to dpo",
         )
-    file.put_default("train.learning_rate", 1e-6, "default of TRL's DPO")
-    file.note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
+    file.set_default_setting("train.learning_rate", 1e-6, "default of TRL's DPO")
+    file.add_note((key,), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")

@@ -1,22 +1,22 @@
 """Words of other programs for values of our settings.
 
-The words of the settings in :data:`READ` are translated when a file is imported. The words of the others only
-make a better message about a wrong value.
+The words of the settings in :data:`TRANSLATED_SETTINGS` are translated when a file is imported. The words of
+the others only make a better message about a wrong value.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.config.field_types import parse_truth
-from portable.importing.foreign_file import is_off
+from portable.config.field_types import parse_boolean_word
+from portable.importing.foreign_file import is_off_or_empty
 
 if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile
-    from portable.importing.foreign_keys import Convert
+    from portable.importing.foreign_keys import ValueConverter
 
 
-class Word(NamedTuple):
+class WordMeaning(NamedTuple):
     """The meaning of a word of another program.
 
     Attributes:
@@ -31,7 +31,7 @@ class Word(NamedTuple):
         return f"{self.value}, {self.advice}"
 
 
-WORDS: dict[str, dict[str, str | Word]] = {
+FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
     "adapter": {"qlora": "{type: lora, base: nf4}"},
     "adapter.type": {"qlora": "lora, with adapter.base: nf4"},
     "adapter.base": {
@@ -64,12 +64,12 @@ WORDS: dict[str, dict[str, str | Word]] = {
         **dict.fromkeys(("adamw8bit", "pagedadamw8bit", "adamw8bitao"), "adamw_8bit"),
     },
     "train.schedule": {
-        "constant_with_warmup": Word("constant", "which warms up over train.warmup_steps"),
-        "cosine_with_restarts": Word("cosine", "which has no restarts"),
-        "cosine_with_min_lr": Word("cosine", "with train.min_learning_rate_ratio"),
-        "linear_with_warmup": Word("linear", "which warms up over train.warmup_steps"),
+        "constant_with_warmup": WordMeaning("constant", "which warms up over train.warmup_steps"),
+        "cosine_with_restarts": WordMeaning("cosine", "which has no restarts"),
+        "cosine_with_min_lr": WordMeaning("cosine", "with train.min_learning_rate_ratio"),
+        "linear_with_warmup": WordMeaning("linear", "which warms up over train.warmup_steps"),
         "warmup_stable_decay": "wsd",
-        "cosine_with_warmup": Word("cosine", "which warms up over train.warmup_steps"),
+        "cosine_with_warmup": WordMeaning("cosine", "which warms up over train.warmup_steps"),
     },
     "data.train_on": {
         **dict.fromkeys(("true", "assistant_only", "answers", "responses"), "assistant"),
@@ -89,20 +89,20 @@ WORDS: dict[str, dict[str, str | Word]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Words of other programs, by setting or section. Outside of :data:`READ`, a text may be advice."""
-READ = ("model.attention", "precision", "train.optimizer", "train.schedule")
+"""Words of other programs, by setting or section. Outside of :data:`TRANSLATED_SETTINGS`, a text may be advice."""
+TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train.schedule")
 
 
-def read_word(setting: str, value: Any, file: ForeignFile) -> Any:
-    """Translate a word for a value of ``setting``, which is one of :data:`READ`."""
+def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
+    """Translate a word for a value of ``setting``, which is one of :data:`TRANSLATED_SETTINGS`."""
     if value == "adafactor":
-        file.put(file.path, "train.adafactor_rule", "transformers")
-    if is_off(value) or isinstance(parse_truth(value), bool) or value == "auto":
+        file.set_setting(file.path, "train.adafactor_rule", "transformers")
+    if is_off_or_empty(value) or isinstance(parse_boolean_word(value), bool) or value == "auto":
         return None
-    word = WORDS[setting].get(str(value).lower(), str(value))
-    return word.value if isinstance(word, Word) else word
+    word = FOREIGN_WORDS[setting].get(str(value).lower(), str(value))
+    return word.value if isinstance(word, WordMeaning) else word
 
 
-def build_word_converter(setting: str) -> Convert:
+def build_word_converter(setting: str) -> ValueConverter:
     """Return the conversion that translates words for values of ``setting``."""
-    return lambda value, file: read_word(setting, value, file)
+    return lambda value, file: translate_setting_word(setting, value, file)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.model.training_loss import LossValue, Outputs, Statistic
 
-REFERENCE = "reference_log_probs"
+REFERENCE_COLUMN = "reference_log_probs"
 
 
-def _find_pairs(batch: Batch) -> Tensor:
+def _mark_pairs(batch: Batch) -> Tensor:
     """Which samples are pairs, bool ``[batch]``; others fill up a batch."""
     labels = batch["labels"]
     if labels.dim() != 3 or labels.shape[1] != 2:
         raise ValueError("it needs pairs; set data.format to preference")
-    return (labels != IGNORED).any(dim=-1).all(dim=-1)
+    return (labels != IGNORED_LABEL).any(dim=-1).all(dim=-1)
 
 
-class _Preference:
+class _PreferenceLoss:
     """What the losses of pairs have in common."""
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
@@ -43,12 +43,12 @@ class _Preference:
 
     def weight(self, batch: Batch) -> float:
         """The number of pairs."""
-        return float(_find_pairs(batch).sum())
+        return float(_mark_pairs(batch).sum())
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
         assert outputs.log_probs is not None
-        pairs = _find_pairs(batch)
-        lengths = (batch["labels"] != IGNORED).sum(dim=-1).clamp(min=1)
+        pairs = _mark_pairs(batch)
+        lengths = (batch["labels"] != IGNORED_LABEL).sum(dim=-1).clamp(min=1)
         log_probs = outputs.log_probs.sum(dim=-1)
         losses, rewards = self.losses(log_probs, lengths, batch)
         chosen, rejected = rewards.detach().unbind(dim=1)
@@ -74,7 +74,7 @@ class _Preference:
 
 
 @dataclass
-class DPO(_Preference):
+class DPO(_PreferenceLoss):
     """Direct preference optimization (Rafailov et al., 2023).
 
     Attributes:
@@ -92,22 +92,22 @@ class DPO(_Preference):
     reference: str | None = None
     loss_type: str = "sigmoid"
     sft: float = 0.0
-    _copy: Any = field(default=None, init=False, repr=False, compare=False)
+    _reference_model: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type {self.loss_type!r} is none of {', '.join(LOSS_TYPES)}")
-        most = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
-        if self.label_smoothing and not 0 < self.label_smoothing < most:
+        max_smoothing = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
+        if self.label_smoothing and not 0 < self.label_smoothing < max_smoothing:
             raise ValueError(
                 f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
             )
         # A loss has either of the two.
         self.once = _compute_reference_log_probs if self.reference is None else None
-        self.before = None if self.reference is None else self._compute_reference
+        self.before = None if self.reference is None else self._compute_reference_columns
 
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        ratios = log_probs - batch[REFERENCE].to(log_probs.dtype)
+        ratios = log_probs - batch[REFERENCE_COLUMN].to(log_probs.dtype)
         rewards = self.beta * ratios
         losses = self.of_ratios(ratios, lengths)
         return losses - self.sft * log_probs[:, 0] / lengths[:, 0] if self.sft else losses, rewards
@@ -116,12 +116,14 @@ class DPO(_Preference):
         """The loss of each pair, from the log-ratios to the reference."""
         return LOSS_TYPES[self.loss_type](self, self.beta * ratios, self.beta * ratios / lengths)
 
-    def _compute_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
+    def _compute_reference_columns(
+        self, forward: Callable[..., Outputs], batch: Batch
+    ) -> Mapping[str, Tensor]:
         if self.reference == "adapter":
             return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
-        if self._copy is None:
-            self._copy = _load_frozen(str(self.reference), batch["labels"].device)
-        return _compute_reference_log_probs(lambda: forward(self._copy), batch)
+        if self._reference_model is None:
+            self._reference_model = _load_frozen_model(str(self.reference), batch["labels"].device)
+        return _compute_reference_log_probs(lambda: forward(self._reference_model), batch)
 
 
 @dataclass
@@ -131,15 +133,15 @@ class IPO(DPO):
     loss_type: str = "ipo"
 
 
-def _compute_margin(rewards: Tensor) -> Tensor:
+def _compute_reward_margin(rewards: Tensor) -> Tensor:
     return rewards[:, 0] - rewards[:, 1]
 
 
 def _compute_smoothed_loss(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
     """Of a preference and, with the probability ``label_smoothing``, of its reverse."""
     right, wrong = (
-        -functional.logsigmoid(_compute_margin(rewards)),
-        -functional.logsigmoid(-_compute_margin(rewards)),
+        -functional.logsigmoid(_compute_reward_margin(rewards)),
+        -functional.logsigmoid(-_compute_reward_margin(rewards)),
     )
     return (1 - loss.label_smoothing) * right + sign * loss.label_smoothing * wrong
 
@@ -149,19 +151,19 @@ LOSS_TYPES: dict[str, Callable[[DPO, Tensor, Tensor], Tensor]] = {
     "robust": lambda loss, rewards, _: (
         _compute_smoothed_loss(loss, rewards, -1.0) / (1 - 2 * loss.label_smoothing)
     ),
-    "hinge": lambda _, rewards, __: torch.relu(1 - _compute_margin(rewards)),
-    "ipo": lambda loss, _, means: ((_compute_margin(means) - 0.5) / loss.beta).square(),
-    "sigmoid_norm": lambda _, __, means: -functional.logsigmoid(_compute_margin(means)),
+    "hinge": lambda _, rewards, __: torch.relu(1 - _compute_reward_margin(rewards)),
+    "ipo": lambda loss, _, means: ((_compute_reward_margin(means) - 0.5) / loss.beta).square(),
+    "sigmoid_norm": lambda _, __, means: -functional.logsigmoid(_compute_reward_margin(means)),
     "apo_zero": lambda _, rewards, __: torch.sigmoid(-rewards[:, 0]) + torch.sigmoid(rewards[:, 1]),
     "apo_down": lambda _, rewards, __: (
-        torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_compute_margin(rewards))
+        torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_compute_reward_margin(rewards))
     ),
 }
 """DPO's formulas by TRL's names: of the loss, the rewards ``[batch, 2]``, and the rewards a token."""
 
 
 @dataclass
-class SimPO(_Preference):
+class SimPO(_PreferenceLoss):
     """Simple preference optimization, without a reference (Meng et al., 2024).
 
     Attributes:
@@ -178,7 +180,7 @@ class SimPO(_Preference):
 
 
 @dataclass
-class ORPO(_Preference):
+class ORPO(_PreferenceLoss):
     """Odds ratio preference optimization, without a reference (Hong et al., 2024).
 
     Attributes:
@@ -198,24 +200,24 @@ class ORPO(_Preference):
 def _compute_reference_log_probs(forward: Callable[[], Outputs], batch: Batch) -> Mapping[str, Tensor]:
     log_probs = forward().log_probs
     assert log_probs is not None
-    return {REFERENCE: log_probs.float().sum(dim=-1)}
+    return {REFERENCE_COLUMN: log_probs.float().sum(dim=-1)}
 
 
-def _load_frozen(name: str, device: torch.device) -> nn.Module:
+def _load_frozen_model(name: str, device: torch.device) -> nn.Module:
     from portable.errors import UserError, to_one_line
-    from portable.hub_requests import ask_hub
-    from portable.model.build import find_pretrained_class
-    from portable.model.document_attention import check_direction
+    from portable.hub_requests import read_hub_once_per_node
+    from portable.model.build import select_pretrained_class
+    from portable.model.document_attention import check_causal_attention
     from portable.untrusted_settings import convert_library_errors
 
     key = f"train.loss: reference {name}"
     try:
         with convert_library_errors("model.name_or_path"):
-            load = partial(find_pretrained_class(name).from_pretrained, name)
-            model: Any = ask_hub(name, "model", load)
+            load = partial(select_pretrained_class(name).from_pretrained, name)
+            model: Any = read_hub_once_per_node(name, "model", load)
     except UserError as error:
         raise UserError(f"{key}: {to_one_line(error).removeprefix('model.name_or_path: ')}") from error
-    check_direction(model, key)
+    check_causal_attention(model, key)
     model.eval().requires_grad_(False).to(device)
     if device.type == "xla":  # which unties them
         model.tie_weights()

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
+def enable_activation_checkpointing(model: nn.Module, mode: str, *, inputs_on_host: bool = False) -> None:
     """Enable the ``memory.activation_checkpointing`` mode ``full`` or ``selective``.
 
     Args:
         model: a transformers model.
-        kind: the mode.
+        mode: the mode.
         inputs_on_host: store each layer's input hidden states in host memory until recomputation.
 
     Raises:
         UserError: if the model does not support recomputation.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    if kind == "selective":
+    if mode == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         aten = torch.ops.aten
@@ -36,7 +36,10 @@ def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_ho
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
-            *(torch_internals.get_aten_operation(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
+            *(
+                torch_internals.get_private_aten_operation(f"scaled_dot_product_{kernel}")
+                for kernel in _SAVED_ATTENTION_KERNELS
+            ),
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(saved_ops)
     transformer: Any = model
@@ -45,13 +48,18 @@ def enable_activation_checkpointing(model: nn.Module, kind: str, *, inputs_on_ho
     except ValueError as error:
         raise UserError(f"memory.activation_checkpointing: {to_one_line(error)}") from error
     if inputs_on_host:
-        transformers_internals.wrap_checkpointing(model, _with_inputs_on_host)
+        transformers_internals.wrap_activation_checkpointing(model, _offload_checkpoint_inputs)
 
 
-_KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_SAVED_ATTENTION_KERNELS = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+)
 
 
-def _with_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _offload_checkpoint_inputs(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``checkpoint`` so that the inputs of the layer are saved on the host.
 
     Only these: tensors that the layer itself saves are handled by checkpointing's own, inner hooks.

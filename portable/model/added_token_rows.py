@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import Index, ReadableTensor
 
-_ROWS = 1 << 14  # read at a time
-_SPREAD = 1e-9  # of the covariance, as in transformers
+_ROWS_PER_READ = 1 << 14  # read at a time
+_COVARIANCE_SCALE = 1e-9  # of the covariance, as in transformers
 
 
-class GrownTensor:
+class TableWithAddedRows:
     """A table with further rows: drawn around the mean of its own, as ``resize_token_embeddings`` does.
 
     Args:
         source: the table, ``[tokens, size]``, or a bias, ``[tokens]``.
-        rows: how many it has in the end.
+        num_rows: how many it has in the end.
         seed: of the draws.
     """
 
-    def __init__(self, source: ReadableTensor, rows: int, seed: int) -> None:
+    def __init__(self, source: ReadableTensor, num_rows: int, seed: int) -> None:
         self._source = source
         self._seed = seed
-        self._old = source.shape[0]
-        self.shape: tuple[int, ...] = (rows, *source.shape[1:])
+        self._num_source_rows = source.shape[0]
+        self.shape: tuple[int, ...] = (num_rows, *source.shape[1:])
 
     @property
     def dtype(self) -> Any:
@@ -39,36 +39,38 @@ class GrownTensor:
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
         """See :class:`portable.model.weight_sources.ReadableTensor`."""
-        first, *others = index or tuple(slice(0, size) for size in self.shape)
-        start, stop, _ = first.indices(self.shape[0])
-        parts = []
-        if start < self._old:
-            parts.append(self._source.read((slice(start, min(stop, self._old)), *others)))
-        if stop > self._old:
-            new_index = (slice(max(start - self._old, 0), stop - self._old), *others)
-            new = self._new_rows[new_index]
-            parts.append(new.astype(parts[0].dtype) if parts else new)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        rows, *others = index or tuple(slice(0, size) for size in self.shape)
+        start, stop, _ = rows.indices(self.shape[0])
+        chunks = []
+        if start < self._num_source_rows:
+            chunks.append(self._source.read((slice(start, min(stop, self._num_source_rows)), *others)))
+        if stop > self._num_source_rows:
+            new_index = (slice(max(start - self._num_source_rows, 0), stop - self._num_source_rows), *others)
+            added_rows = self._added_rows[new_index]
+            chunks.append(added_rows.astype(chunks[0].dtype) if chunks else added_rows)
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     @cached_property
-    def _new_rows(self) -> NDArray[np.float32]:
-        count, total, square = self._old, None, None
-        for start in range(0, count, _ROWS):
-            rows = slice(start, min(start + _ROWS, count))
-            part = self._source.read((rows, *(slice(0, size) for size in self.shape[1:]))).astype(np.float64)
-            total = part.sum(axis=0) + (0 if total is None else total)
-            if part.ndim == 2:
-                square = part.T @ part + (0 if square is None else square)
+    def _added_rows(self) -> NDArray[np.float32]:
+        num_source_rows, total, square_sum = self._num_source_rows, None, None
+        for start in range(0, num_source_rows, _ROWS_PER_READ):
+            rows = slice(start, min(start + _ROWS_PER_READ, num_source_rows))
+            chunk = self._source.read((rows, *(slice(0, size) for size in self.shape[1:]))).astype(np.float64)
+            total = chunk.sum(axis=0) + (0 if total is None else total)
+            if chunk.ndim == 2:
+                square_sum = chunk.T @ chunk + (0 if square_sum is None else square_sum)
         assert total is not None
-        mean = torch.as_tensor(total / count, dtype=torch.float32)
-        wanted = self.shape[0] - count
-        if square is not None:
-            centred = torch.as_tensor(square / count) - torch.outer(mean.double(), mean.double())
-            factor, failed = torch.linalg.cholesky_ex(_SPREAD * centred)
-            if not int(failed):
+        mean = torch.as_tensor(total / num_source_rows, dtype=torch.float32)
+        num_added = self.shape[0] - num_source_rows
+        if square_sum is not None:
+            covariance = torch.as_tensor(square_sum / num_source_rows) - torch.outer(
+                mean.double(), mean.double()
+            )
+            factor, status = torch.linalg.cholesky_ex(_COVARIANCE_SCALE * covariance)
+            if not int(status):
                 draws = torch.Generator().manual_seed(self._seed)
-                noise = torch.randn(wanted, len(mean), generator=draws, dtype=torch.float64)
-                drawn: NDArray[np.float32] = (mean + noise @ factor.T).float().numpy()
-                return drawn
-        same: NDArray[np.float32] = mean.expand(wanted, *mean.shape).contiguous().numpy()
-        return same
+                noise = torch.randn(num_added, len(mean), generator=draws, dtype=torch.float64)
+                sampled_rows: NDArray[np.float32] = (mean + noise @ factor.T).float().numpy()
+                return sampled_rows
+        mean_rows: NDArray[np.float32] = mean.expand(num_added, *mean.shape).contiguous().numpy()
+        return mean_rows

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from portable.model.dynamic_rope import has_length_dependent_rotations
+from portable.model.dynamic_rope import has_length_dependent_rope
 from portable.private import torch_internals, transformers_internals
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from portable.config.sections import ModelConfig
 
-ROUTER_LOSS = "load_balancing_loss_func"
+ROUTER_LOSS_FUNCTION = "load_balancing_loss_func"
 """The function in a model's module that computes its router loss from the logits of every layer's gate."""
 
 
 class OutputWithAuxiliaryLoss(NamedTuple):
-    """Result of :meth:`AuxiliaryLosses.compute`.
+    """Result of :meth:`AuxiliaryLosses.run_forward`.
 
     Attributes:
         output: Output of the model.
@@ -56,16 +56,18 @@ class AuxiliaryLosses:
         # Nearly all models with auxiliary losses call `self.loss_function`. A few compute it inline.
         self._calls_loss_function = "loss_function" in names
         self._has_router_loss = has_router_loss(config)
-        self._arguments: dict[str, Any] = {}
+        self._router_arguments: dict[str, Any] = {}
         if self._has_router_loss and "output_router_logits" in forward:
-            self._arguments = {"output_router_logits": True}  # some models ignore their config here
-        self._possible = (self._calls_loss_function or bool(self._arguments)) and "labels" in forward
-        self._zero: Tensor | None = None
-        if self._possible and self._calls_loss_function:
-            self._own_loss_function = self._model.loss_function
+            self._router_arguments = {"output_router_logits": True}  # some models ignore their config here
+        self._may_have_losses = (
+            self._calls_loss_function or bool(self._router_arguments)
+        ) and "labels" in forward
+        self._replacement_loss: Tensor | None = None
+        if self._may_have_losses and self._calls_loss_function:
+            self._original_loss_function = self._model.loss_function
             self._model.loss_function = self._compute_cross_entropy
 
-    def compute(
+    def run_forward(
         self, forward: Callable[..., Any], inputs: Mapping[str, Tensor], labels: Tensor
     ) -> OutputWithAuxiliaryLoss:
         """Run a forward pass and compute the auxiliary losses.
@@ -78,28 +80,32 @@ class AuxiliaryLosses:
         Returns:
             The model's output, and the sum of the auxiliary losses. The sum is None if there are none.
         """
-        if not self._possible:
+        if not self._may_have_losses:
             return OutputWithAuxiliaryLoss(forward(**inputs), None)
         zero = torch.zeros((), device=labels.device)
-        self._zero = zero
-        replaced = nullcontext() if self._calls_loss_function else _CrossEntropyIs(zero)
+        self._replacement_loss = zero
+        replacement = nullcontext() if self._calls_loss_function else _LabelLossReplacement(zero)
         try:
-            with replaced, self._exclude_padding(inputs):
-                output = forward(**inputs, labels=labels, **self._arguments)
+            with replacement, self._exclude_padding_from_router_loss(inputs):
+                output = forward(**inputs, labels=labels, **self._router_arguments)
         finally:
-            self._zero = None
+            self._replacement_loss = None
         loss: Tensor | None = output.loss
         # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
         # step.
-        if loss is None or (loss is zero and torch_internals.get_version(loss) == 0):
+        if loss is None or (loss is zero and torch_internals.get_tensor_version(loss) == 0):
             return OutputWithAuxiliaryLoss(output, None)
         return OutputWithAuxiliaryLoss(output, loss.float())
 
     def _compute_cross_entropy(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the cross-entropy of the model: 0 during :meth:`compute`, otherwise as before."""
-        return self._own_loss_function(*arguments, **keywords) if self._zero is None else self._zero
+        """Compute the cross-entropy of the model: 0 during :meth:`run_forward`, otherwise as before."""
+        return (
+            self._original_loss_function(*arguments, **keywords)
+            if self._replacement_loss is None
+            else self._replacement_loss
+        )
 
-    def _exclude_padding(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
+    def _exclude_padding_from_router_loss(self, inputs: Mapping[str, Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which the router loss excludes the padding of packed documents.
 
         transformers includes it.
@@ -107,9 +113,9 @@ class AuxiliaryLosses:
         if not self._has_router_loss or "document_lengths" not in inputs:
             return nullcontext()
         functions = transformers_internals.get_module_namespace(self._model)
-        if ROUTER_LOSS not in functions:
+        if ROUTER_LOSS_FUNCTION not in functions:
             return nullcontext()
-        compute_loss = functions[ROUTER_LOSS]
+        compute_loss = functions[ROUTER_LOSS_FUNCTION]
         signature = inspect.signature(compute_loss)
         if "attention_mask" not in signature.parameters:
             return nullcontext()
@@ -123,13 +129,15 @@ class AuxiliaryLosses:
             bound.arguments["attention_mask"] = is_token
             return compute_loss(*bound.args, **bound.kwargs)
 
-        return transformers_internals.replace_function(functions, ROUTER_LOSS, compute_without_padding)
+        return transformers_internals.replace_mapping_entry(
+            functions, ROUTER_LOSS_FUNCTION, compute_without_padding
+        )
 
 
-_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
+_LABEL_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
 
 
-class _CrossEntropyIs(TorchFunctionMode):
+class _LabelLossReplacement(TorchFunctionMode):
     """Replaces cross-entropy and other losses of labels by ``value`` within this context."""
 
     def __init__(self, value: Tensor) -> None:
@@ -139,28 +147,28 @@ class _CrossEntropyIs(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _LOSSES:
+        if func in _LABEL_LOSSES:
             return self._value
         return func(*args, **(kwargs or {}))
 
 
-_ROUTER_LOSS = "output_router_logits"
+_ROUTER_LOGITS_KEY = "output_router_logits"
 
 
 def has_router_loss(config: PretrainedConfig) -> bool:
     """Return whether the config of a model requests the router loss."""
-    return bool(getattr(config.get_text_config(), _ROUTER_LOSS, False))
+    return bool(getattr(config.get_text_config(), _ROUTER_LOGITS_KEY, False))
 
 
-def adds_router_loss(config: PretrainedConfig, settings: ModelConfig) -> bool:
+def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
     """Return whether a pretrained mixture of experts gets its router loss by default, as in TRL."""
     text = config.get_text_config()
-    asked = _ROUTER_LOSS in str(settings.config)  # also inside of text_config
-    applies = settings.task == "causal-lm" and not settings.from_scratch and not asked
-    return applies and hasattr(text, _ROUTER_LOSS) and bool(getattr(text, "router_aux_loss_coef", 0.0))
+    is_set_by_user = _ROUTER_LOGITS_KEY in str(settings.config)  # also inside of text_config
+    applies = settings.task == "causal-lm" and not settings.from_scratch and not is_set_by_user
+    return applies and hasattr(text, _ROUTER_LOGITS_KEY) and bool(getattr(text, "router_aux_loss_coef", 0.0))
 
 
-def counts_last_tokens(config: PretrainedConfig, settings: ModelConfig) -> bool:
+def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
     """Return whether the last token of a text matters to the other tokens although it only is a label.
 
     The router loss of a mixture of experts is a mean over all tokens of a text, and rotary embeddings may
@@ -170,5 +178,5 @@ def counts_last_tokens(config: PretrainedConfig, settings: ModelConfig) -> bool:
         config: The transformers config of the model.
         settings: The ``model`` section of the run.
     """
-    routed = has_router_loss(config) or adds_router_loss(config, settings)
-    return settings.task == "causal-lm" and (routed or has_length_dependent_rotations(config))
+    has_router = has_router_loss(config) or enables_router_loss_by_default(config, settings)
+    return settings.task == "causal-lm" and (has_router or has_length_dependent_rope(config))

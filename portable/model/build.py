@@ -18,25 +18,25 @@ import torch
 from torch import nn
 
 from portable import plugins
-from portable.config.derived_defaults import BY_TRAINING, classify_training
-from portable.converters.similar_names import suggest_name
-from portable.converters.storage.path_or_url import suggest_path
+from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND, classify_training_kind
+from portable.converters.similar_names import format_name_suggestion
+from portable.converters.storage.path_or_url import format_path_suggestion
 from portable.errors import UserError, require, to_one_line
-from portable.hub_requests import ask_hub
-from portable.model.auxiliary_losses import adds_router_loss
-from portable.model.config_values import check_config_values, iter_values
-from portable.model.dynamic_rope import check_rotations
-from portable.model.freezing import COMPUTE, freeze_by_pattern
+from portable.hub_requests import read_hub_once_per_node
+from portable.model.auxiliary_losses import enables_router_loss_by_default
+from portable.model.config_values import check_config_values, iter_config_values
+from portable.model.dynamic_rope import check_length_dependent_rope
+from portable.model.freezing import COMPUTE_DTYPES, freeze_untrained_parameters
 from portable.model.layers import run_trial_forward
-from portable.model.meta_device import compute_buffers, register_parameters_on_meta
-from portable.model.parameters import find_tied_names, get_state_tensors, get_token_embedding
-from portable.model.unused_parameters import find_unreached, mark_unreached
+from portable.model.meta_device import assign_recorded_values, create_parameters_on_meta
+from portable.model.parameters import get_state_tensors, get_token_embedding, map_tied_names
+from portable.model.unused_parameters import find_unreached_names, record_unreached_names
 from portable.private import transformers_internals
 from portable.untrusted_settings import (
     CONFIG_FILE,
     GENERATION_FILE,
     INDEX_FILES,
-    check_settings,
+    check_downloaded_settings,
     convert_library_errors,
     describe_download_error,
 )
@@ -68,25 +68,26 @@ def _build_config_from_settings(settings: ModelConfig) -> PretrainedConfig:
     try:
         defaults = AutoConfig.for_model(model_type)
     except ValueError as error:
-        near = suggest_name(model_type, transformers_internals.list_model_types())
+        suggestion = format_name_suggestion(model_type, transformers_internals.list_model_types())
         raise UserError(
-            f"model.config.model_type: transformers has no model type {model_type!r}{near or '; change it'}; "
-            "for a custom type, set model.function to a function of the module that registers it"
+            "model.config.model_type: transformers has no model type "
+            f"{model_type!r}{suggestion or '; change it'}; for a custom type, set model.function to a "
+            "function of the module that registers it"
         ) from error
     except Exception as error:  # the defaults of some config classes are invalid
         raise UserError(f"model.config: {model_type}: {to_one_line(error)}") from error
-    _check_keys(defaults, values)
+    _check_config_keys(defaults, values)
     check_config_values("model.config", values)
     try:
         config = AutoConfig.for_model(model_type, **values)
-        _check_rope(config, values)
+        _check_rope_has_effect(config, values)
         return config
     except UserError:
         raise
     except ZeroDivisionError as error:
         zeros = (key for key, value in values.items() if value == 0)
         zero = next(
-            (key for key in zeros if _avoids_zero_division(key, model_type, values)), "one of its numbers"
+            (key for key in zeros if _fixes_zero_division(key, model_type, values)), "one of its numbers"
         )
         raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
     except Exception as error:
@@ -98,39 +99,44 @@ def _extract_reason(error: Exception) -> str:
     return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", to_one_line(error))
 
 
-def _load_pretrained_config(settings: ModelConfig, name: str) -> PretrainedConfig:
+def _load_pretrained_config(settings: ModelConfig, name_or_path: str) -> PretrainedConfig:
     """The config of a folder or a model on the hub, as ``model.config`` changes it."""
     from transformers import AutoConfig, PretrainedConfig
 
-    if Path(name).is_file():
+    if Path(name_or_path).is_file():
         raise UserError(
-            f"model.name_or_path: {name}: is a file; give the folder of a model, with config.json and "
-            "safetensors files"
+            f"model.name_or_path: {name_or_path}: is a file; give the folder of a model, with config.json "
+            "and safetensors files"
         )
-    if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
+    if (name_or_path.startswith(("/", ".")) or name_or_path.count("/") > 1) and not Path(
+        name_or_path
+    ).is_dir():
         raise UserError(
-            f"model.name_or_path: {name}: no such folder"
+            f"model.name_or_path: {name_or_path}: no such folder"
             + (
-                suggest_path(Path(name))
+                format_path_suggestion(Path(name_or_path))
                 or "; give a model folder or a model name on the hub (organization/name)"
             )
         )
 
     def load() -> PretrainedConfig:
-        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
-        values, _ = PretrainedConfig.get_config_dict(name)
-        check_config_values(f"model.name_or_path: {name}/{CONFIG_FILE}", values)
-        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+        check_downloaded_settings(
+            "model.name_or_path", name_or_path, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES)
+        )
+        values, _ = PretrainedConfig.get_config_dict(name_or_path)
+        check_config_values(f"model.name_or_path: {name_or_path}/{CONFIG_FILE}", values)
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=settings.trust_remote_code)
 
     try:
-        config = ask_hub(name, "config", load)
+        config = read_hub_once_per_node(name_or_path, "config", load)
     except (UserError, MemoryError):
         raise
     except OSError as error:
-        raise UserError(f"model.name_or_path: {describe_download_error(name, error)}") from error
+        raise UserError(f"model.name_or_path: {describe_download_error(name_or_path, error)}") from error
     except Exception as error:  # inconsistent sizes raise exceptions of other classes
         raise UserError(
-            f"model.name_or_path: {name}: {_extract_reason(error)}; correct or restore its config.json"
+            f"model.name_or_path: {name_or_path}: {_extract_reason(error)}; correct or restore its "
+            "config.json"
         ) from error
     return _apply_config_changes(config, settings)
 
@@ -143,7 +149,7 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
             model on the hub.
     """
     if settings.function is not None:  # importing it may register a model type
-        plugins.load("model.function", settings.function)
+        plugins.load_plugin("model.function", settings.function)
     config = (
         _build_config_from_settings(settings)
         if settings.name_or_path is None
@@ -152,18 +158,18 @@ def load_model_config(settings: ModelConfig) -> PretrainedConfig:
     try:
         text: object = config.get_text_config()
     except ValueError as error:  # the config contains several text models
-        raise UserError(f"{settings.key}: {to_one_line(error)}") from error
+        raise UserError(f"{settings.setting_key}: {to_one_line(error)}") from error
     if isinstance(text, dict):  # a key of config.json that the class of the config does not have
         raise UserError(
-            f"{settings.key}: config.json has a text model inside of a {config.model_type} model, which has "
-            "no such part; remove the key text_config"
+            f"{settings.setting_key}: config.json has a text model inside of a {config.model_type} model, "
+            "which has no such part; remove the key text_config"
         )
     if settings.task == "seq2seq-lm" and not getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.task: seq2seq-lm needs an encoder-decoder model, and {config.model_type} is not one; use "
             "causal-lm"
         )
-    check_rotations(config, settings.task, settings.key)
+    check_length_dependent_rope(config, settings.task, settings.setting_key)
     pop_quantization_config(config)  # weights are loaded and saved as floats
     return config
 
@@ -176,29 +182,33 @@ def _apply_config_changes(config: PretrainedConfig, settings: ModelConfig) -> Pr
     """
     if not settings.config:
         return config
-    _check_keys(config, settings.config)
+    _check_config_keys(config, settings.config)
     check_config_values("model.config", settings.config)
     values = config.to_dict()
     changes = dict(settings.config)
-    if isinstance(rope := values.get("rope_parameters"), dict) and not _get_rope_per_layer_type(rope):
-        moved = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
-        changes |= {"rope_parameters": {**moved, **changes.get("rope_parameters", {})}} if moved else {}
+    if isinstance(rope := values.get("rope_parameters"), dict) and not _list_rope_per_layer_type(rope):
+        rope_changes = {key: changes.pop(key) for key in _ROPE_KEYS if key in changes}
+        changes |= (
+            {"rope_parameters": {**rope_changes, **changes.get("rope_parameters", {})}}
+            if rope_changes
+            else {}
+        )
     for key, value in changes.items():
-        inside = values.get(key)
-        values[key] = {**inside, **value} if isinstance(inside, dict) and isinstance(value, dict) else value
+        nested = values.get(key)
+        values[key] = {**nested, **value} if isinstance(nested, dict) and isinstance(value, dict) else value
     try:
         changed_config = type(config).from_dict(values)
-        _check_rope(changed_config, settings.config)
+        _check_rope_has_effect(changed_config, settings.config)
     except UserError:
         raise
     except Exception as error:  # whatever the checks of its class raise
         raise UserError(f"model.config: {to_one_line(error)}") from error
     if not settings.from_scratch:
-        before = build_model(copy.deepcopy(config), settings)
-        after = build_model(copy.deepcopy(changed_config), settings)
-        if _get_state_shapes(before) != _get_state_shapes(after) or find_tied_names(
-            before
-        ) != find_tied_names(after):
+        before = build_model_on_meta(copy.deepcopy(config), settings)
+        after = build_model_on_meta(copy.deepcopy(changed_config), settings)
+        if _get_state_shapes(before) != _get_state_shapes(after) or map_tied_names(before) != map_tied_names(
+            after
+        ):
             raise UserError(
                 f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
                 f"{settings.name_or_path}; leave it out, or set model.init to scratch"
@@ -210,7 +220,7 @@ def _get_state_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in get_state_tensors(model).items()}
 
 
-def _avoids_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
+def _fixes_zero_division(key: str, model_type: str, values: Mapping[str, Any]) -> bool:
     """Whether nothing is divided by zero once ``key`` is 1."""
     from transformers import AutoConfig
 
@@ -222,19 +232,26 @@ def _avoids_zero_division(key: str, model_type: str, values: Mapping[str, Any]) 
 
 
 # Keys in published config.json files that no current config class has. They have no effect.
-_PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
+_IGNORED_PUBLISHED_KEYS = {
+    "auto_map",
+    "n_ctx",
+    "n_positions",
+    "output_past",
+    "prefix",
+    "task_specific_params",
+}
 
 
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys in published config.json files that transformers 5 stores inside ``rope_parameters``."""
 
 
-def _get_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_rope_per_layer_type(rope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rope parameters of each layer type, or an empty list if all layers share them."""
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def _check_rope(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
     """Check that each rope setting has an effect.
 
     Args:
@@ -245,7 +262,7 @@ def _check_rope(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
         UserError: If a setting has no effect, because each layer type has its own value.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    scopes = (rope, *_get_rope_per_layer_type(rope))
+    scopes = (rope, *_list_rope_per_layer_type(rope))
     for key in _ROPE_KEYS:
         if key in values and rope and not any(scope.get(key) == values[key] for scope in scopes):
             raise UserError(
@@ -254,24 +271,26 @@ def _check_rope(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
             )
 
 
-def _check_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-        taken = _has_setting(config, key) or (key in _ROPE_KEYS and hasattr(config, "rope_parameters"))
-        taken = taken or _is_ignored(key, values[key]) or _is_generation_setting(key)
-        if not (taken or _is_read(config, key)):
-            near = suggest_name(key, config.to_dict())
-            raise UserError(f"model.config.{key}: {type(config).__name__} has no such setting{near}")
+        is_known = _has_config_attribute(config, key) or (
+            key in _ROPE_KEYS and hasattr(config, "rope_parameters")
+        )
+        is_known = is_known or _is_ignored_published_key(key, values[key]) or _is_generation_setting(key)
+        if not (is_known or _is_read_by_model_code(config, key)):
+            suggestion = format_name_suggestion(key, config.to_dict())
+            raise UserError(f"model.config.{key}: {type(config).__name__} has no such setting{suggestion}")
 
 
-def _has_setting(config: PretrainedConfig, key: str) -> bool:
+def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises
         return True
 
 
-def _is_read(config: PretrainedConfig, key: str) -> bool:
+def _is_read_by_model_code(config: PretrainedConfig, key: str) -> bool:
     """Whether the model's code asks for a key that the config's class has no default for, as ``head_dim``."""
     spec = find_spec(type(config).__module__.replace("configuration_", "modeling_"))
     if spec is None or spec.origin is None:
@@ -279,8 +298,8 @@ def _is_read(config: PretrainedConfig, key: str) -> bool:
     return f'getattr(config, "{key}"' in Path(spec.origin).read_text("utf-8")
 
 
-def _is_ignored(key: str, value: Any) -> bool:
-    return key in _PUBLISHED or (key == "gradient_checkpointing" and not value)
+def _is_ignored_published_key(key: str, value: Any) -> bool:
+    return key in _IGNORED_PUBLISHED_KEYS or (key == "gradient_checkpointing" and not value)
 
 
 def _is_generation_setting(key: str) -> bool:
@@ -292,21 +311,21 @@ def _is_generation_setting(key: str) -> bool:
 
 def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
     """Remove the quantization config from ``config`` and return it, or None."""
-    description: Any = None
+    raw_config: Any = None
     for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
         if "quantization_config" in vars(part):
-            description = description or part.quantization_config
+            raw_config = raw_config or part.quantization_config
             del part.quantization_config
     quantization: dict[str, Any] | None = (
-        description.to_dict() if hasattr(description, "to_dict") else description
+        raw_config.to_dict() if hasattr(raw_config, "to_dict") else raw_config
     )
     return quantization
 
 
-_PLAIN = ("sdpa", "eager")
+_BUILT_IN_ATTENTION = ("sdpa", "eager")
 
 
-def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
+def build_model_on_meta(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
     """Build the model with fp32 parameters on the meta device and real buffers. Weights are tied.
 
     Architectures without ``sdpa`` fall back to ``eager``, unless ``model.attention`` is set to ``sdpa``.
@@ -314,17 +333,19 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     Raises:
         UserError: if the config does not describe a model that can run.
     """
-    key, text = settings.key, config.get_text_config()
+    key, text = settings.setting_key, config.get_text_config()
     if "/" in settings.attention:  # code of the hub
-        plugins.check_may_run(f"model.attention: {settings.attention}", settings.attention)
+        plugins.check_code_may_run(f"model.attention: {settings.attention}", settings.attention)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{key}: {name} is {size}; it must be at least 1")
     try:
-        model = _build_from_config(config, settings, settings.attention)
+        model = _build_unchecked_model(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
-        if settings.attention not in _PLAIN and re.search("attention|kernel|attn", str(error), re.IGNORECASE):
+        if settings.attention not in _BUILT_IN_ATTENTION and re.search(
+            "attention|kernel|attn", str(error), re.IGNORECASE
+        ):
             raise UserError(
                 f"model.attention: {settings.attention}: {to_one_line(error)}; use sdpa"
             ) from error
@@ -335,22 +356,22 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
             architecture = str(error).split()[0]
             raise UserError(f"model.attention: {architecture} has no sdpa kernel; use eager") from error
         try:
-            model = _build_from_config(config, settings, "eager")
-        except Exception as second:
-            raise UserError(_explain_build_error(config, key, second)) from second
+            model = _build_unchecked_model(config, settings, "eager")
+        except Exception as fallback_error:
+            raise UserError(_explain_build_error(config, key, fallback_error)) from fallback_error
     model.tie_weights()
     if settings.experts is not None:
         stacked = any(parameter.dim() == 3 for parameter in model.parameters())
         require(stacked, f"model.experts: {type(model).__name__} has no experts in one tensor; leave it out")
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
-    if settings.attention in _PLAIN:  # others are not implemented on the meta device
-        _check_forward(model, key)
+    if settings.attention in _BUILT_IN_ATTENTION:  # others are not implemented on the meta device
+        _check_trial_forward(model, key)
     return model
 
 
-def build_base_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
-    """Build the model of a run with :func:`build_model` and freeze the parameters that it does not train.
+def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
+    """Build the model of a run with :func:`build_model_on_meta` and freeze the parameters that it does not train.
 
     Parameters that the loss does not depend on are recorded and frozen as well; see
     :mod:`portable.model.unused_parameters`.
@@ -363,21 +384,23 @@ def build_base_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedMode
         The model on the meta device.
 
     Raises:
-        UserError: If :func:`build_model` raises one, or a parameter pattern does not match the model.
+        UserError: If :func:`build_model_on_meta` raises one, or a parameter pattern does not match the model.
     """
-    model = build_model(config, run.model)
-    compute = COMPUTE.get(run.precision, torch.float32)
+    model = build_model_on_meta(config, run.model)
+    compute_dtype = COMPUTE_DTYPES.get(run.precision, torch.float32)
     # Loading corrects it where the files differ from what the config says.
-    stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
+    checkpoint_dtype = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
     whole_output = run.train.loss is not None
-    unreached = find_unreached(model, seq_len=run.data.longest, whole_output=whole_output)
-    mark_unreached(model, unreached)
+    unreached = find_unreached_names(model, seq_len=run.data.max_sequence_length, whole_output=whole_output)
+    record_unreached_names(model, unreached)
     if run.memory.offload_params == "nvme":
         # DeepSpeed does not save frozen parameters that are offloaded to nvme. Parameters without a gradient
         # keep their values even if they are not frozen.
         unreached = frozenset()
-    if run.train.freezes or unreached:
-        freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32, unreached)
+    if run.train.has_frozen_patterns or unreached:
+        freeze_untrained_parameters(
+            model, run.train, compute_dtype if checkpoint_dtype == compute_dtype else torch.float32, unreached
+        )
     return model
 
 
@@ -401,15 +424,15 @@ _TOKEN_TYPES = "mm_token_type_ids"
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
     try:
-        run_trial_forward(model, _set_training)
+        run_trial_forward(model, _set_train_mode)
     except ValueError as error:
         return _TOKEN_TYPES in str(error)
-    except Exception:  # `_check_forward` reports other errors
+    except Exception:  # `_check_trial_forward` reports other errors
         return False
     return False
 
 
-def _set_training(model: nn.Module) -> None:
+def _set_train_mode(model: nn.Module) -> None:
     model.train()
 
 
@@ -425,7 +448,7 @@ def _skip_warning(*_: Any) -> None:
     pass
 
 
-def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
+def _select_model_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     """Select the class to build for ``config``.
 
     For ``causal-lm``, a checkpoint is trained as the class listed in its ``architectures`` if that class
@@ -445,17 +468,17 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
     import transformers
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
-    remote = getattr(config, "auto_map", None) if settings.trust_remote_code else None
-    if remote and auto_class.__name__ in remote:
+    remote_classes = getattr(config, "auto_map", None) if settings.trust_remote_code else None
+    if remote_classes and auto_class.__name__ in remote_classes:
         return auto_class
-    task_class = transformers_internals.find_class(auto_class, config)
+    task_class = transformers_internals.find_model_class(auto_class, config)
     if settings.task != "causal-lm":
         if task_class is None:
             raise UserError(_explain_missing_class(config, settings))
         return auto_class
     composite = None
     if settings.name_or_path is not None:
-        remote_class = next((name for name in _COMPOSITE_CLASSES if name in (remote or ())), None)
+        remote_class = next((name for name in _COMPOSITE_CLASSES if name in (remote_classes or ())), None)
         if remote_class is not None:
             return getattr(transformers, remote_class)
         composite = None if getattr(config, "is_encoder_decoder", False) else _find_composite_class(config)
@@ -464,14 +487,14 @@ def _find_class(config: PretrainedConfig, settings: ModelConfig) -> Any:
             return composite
     if task_class is not None:
         return auto_class
-    _check_generates(config, settings)
-    model_class = _find_named_class(config) if composite is None else composite
+    _check_architecture_generates_text(config, settings)
+    model_class = _find_architecture_class(config) if composite is None else composite
     if model_class is None:
         raise UserError(_explain_missing_class(config, settings))
     return model_class
 
 
-def _check_generates(config: PretrainedConfig, settings: ModelConfig) -> None:
+def _check_architecture_generates_text(config: PretrainedConfig, settings: ModelConfig) -> None:
     """Raise UserError if ``architectures`` names a class with a head that does not generate text."""
     import transformers
 
@@ -484,10 +507,10 @@ def _check_generates(config: PretrainedConfig, settings: ModelConfig) -> None:
     ):
         return
     if not architecture.can_generate():
-        raise UserError(f"{settings.key}: {name} does not generate text; choose another model")
+        raise UserError(f"{settings.setting_key}: {name} does not generate text; choose another model")
 
 
-def _find_named_class(config: PretrainedConfig) -> Any:
+def _find_architecture_class(config: PretrainedConfig) -> Any:
     """Return the class that ``architectures`` names, if it is a decoder of this type of config."""
     import transformers
 
@@ -499,7 +522,7 @@ def _find_named_class(config: PretrainedConfig) -> Any:
     return architecture if fits and not getattr(config, "is_encoder_decoder", False) else None
 
 
-def find_pretrained_class(name: str) -> Any:
+def select_pretrained_class(name: str) -> Any:
     """Find the class that a run builds to train a pretrained causal language model.
 
     Args:
@@ -513,12 +536,12 @@ def find_pretrained_class(name: str) -> Any:
     from portable.config.sections import ModelConfig
 
     def load() -> PretrainedConfig:
-        check_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
+        check_downloaded_settings("model.name_or_path", name, (CONFIG_FILE, GENERATION_FILE, *INDEX_FILES))
         with convert_library_errors("model.name_or_path"):
             return AutoConfig.from_pretrained(name)
 
     settings = ModelConfig(name_or_path=name, config=None)
-    return _find_class(ask_hub(name, "config", load), settings)
+    return _select_model_class(read_hub_once_per_node(name, "config", load), settings)
 
 
 def _find_composite_class(config: PretrainedConfig) -> Any:
@@ -526,7 +549,7 @@ def _find_composite_class(config: PretrainedConfig) -> Any:
     import transformers
 
     autos = (getattr(transformers, name, None) for name in _COMPOSITE_CLASSES)
-    classes = (transformers_internals.find_class(auto, config) for auto in autos if auto is not None)
+    classes = (transformers_internals.find_model_class(auto, config) for auto in autos if auto is not None)
     return next((model_class for model_class in classes if model_class is not None), None)
 
 
@@ -542,7 +565,7 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
     tasks = [
         task
         for task, auto in AUTO_CLASSES.items()
-        if transformers_internals.find_class(getattr(transformers, auto), config) is not None
+        if transformers_internals.find_model_class(getattr(transformers, auto), config) is not None
     ]
     text = config.get_text_config()
     if tasks:
@@ -553,14 +576,18 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
         )
     else:
         remedy = "choose another model"
-    return f"{settings.key}: transformers cannot build {name} for model.task {settings.task}; {remedy}"
+    return (
+        f"{settings.setting_key}: transformers cannot build {name} for model.task {settings.task}; {remedy}"
+    )
 
 
-def _build_from_config(config: PretrainedConfig, settings: ModelConfig, attention: str) -> PreTrainedModel:
-    built_class = _find_class(config, settings)
-    saved, config = config, copy.deepcopy(config)
+def _build_unchecked_model(
+    config: PretrainedConfig, settings: ModelConfig, attention: str
+) -> PreTrainedModel:
+    model_class = _select_model_class(config, settings)
+    saved_config, config = config, copy.deepcopy(config)
     text = config.get_text_config()
-    if settings.name_or_path is not None and adds_router_loss(config, settings):
+    if settings.name_or_path is not None and enables_router_loss_by_default(config, settings):
         text.output_router_logits = True  # not in the config that is saved
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     sets_padding = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
@@ -571,41 +598,42 @@ def _build_from_config(config: PretrainedConfig, settings: ModelConfig, attentio
         and padding >= vocabulary
     ):
         text.pad_token_id = None  # the default id of a larger vocabulary; the tokenizer sets another
-    with register_parameters_on_meta() as recording:
-        if hasattr(built_class, "from_config"):  # an Auto class
-            model: PreTrainedModel = built_class.from_config(
+    with create_parameters_on_meta() as recording:
+        if hasattr(model_class, "from_config"):  # an Auto class
+            model: PreTrainedModel = model_class.from_config(
                 config,
                 attn_implementation=attention,
                 dtype=torch.float32,
                 trust_remote_code=settings.trust_remote_code,
             )
         else:
-            model = transformers_internals.from_config(
-                built_class, config, attn_implementation=attention, dtype=torch.float32
+            model = transformers_internals.build_model_from_config(
+                model_class, config, attn_implementation=attention, dtype=torch.float32
             )
         if settings.function is not None:
-            model = apply_model_function(model, settings.function, saved)
-    compute_buffers(model, recording)
+            model = apply_model_function(model, settings.function, saved_config)
+    assign_recorded_values(model, recording)
     return model
 
 
 def apply_model_function(
-    model: PreTrainedModel, function: str, saved: PretrainedConfig | None = None
+    model: PreTrainedModel, import_path: str, saved_config: PretrainedConfig | None = None
 ) -> PreTrainedModel:
     """``model`` as ``model.function`` changes it, or the model that it returns.
 
     Args:
-        saved: the config that is saved with the weights; gets what the function changes in the model's.
+        saved_config: the config that is saved with the weights; gets what the function changes in the
+        model's.
 
     Raises:
         UserError: if it fails or returns something else.
     """
     from transformers import PreTrainedModel
 
-    context = f"model.function: {function}"
+    context = f"model.function: {import_path}"
     before, names = model.config.to_dict(), {name for name, _ in model.named_parameters()}
     with plugins.convert_user_errors(context):
-        result = plugins.load("model.function", function)(model)
+        result = plugins.load_plugin("model.function", import_path)(model)
     result = model if result is None else result
     if not isinstance(result, PreTrainedModel):
         raise UserError(f"{context}: returns a {type(result).__name__}, not a transformers model or None")
@@ -615,10 +643,10 @@ def apply_model_function(
         f"{context}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
         "vector of one, as in torch.ones(1)",
     )
-    if saved is not None:
+    if saved_config is not None:
         for key, value in result.config.to_dict().items():
             if value != before.get(key):
-                setattr(saved, key, value)
+                setattr(saved_config, key, value)
     return result
 
 
@@ -640,7 +668,7 @@ def _explain_build_error(config: PretrainedConfig, key: str, error: Exception) -
         needed = f"the package {' and the package '.join(packages)}"
         return f"model: {config.model_type} needs {needed}; run: pip install {' '.join(packages)}"
     if isinstance(error, KeyError) and error.args:
-        for path, value in iter_values(config.to_dict()):
+        for path, value in iter_config_values(config.to_dict()):
             if isinstance(value, str) and value == error.args[0]:
                 name = ".".join(path)
                 return f"{key}: {name} is {value!r}, which transformers does not support; change {name}"
@@ -655,7 +683,7 @@ _SHAPES_DISAGREE = re.compile(
 )
 
 
-def _check_forward(model: PreTrainedModel, key: str) -> None:
+def _check_trial_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
         output = run_trial_forward(model)
@@ -664,7 +692,9 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
     except Exception as error:
         name = type(model).__name__
         is_composite = type(model) is _find_composite_class(model.config)
-        if isinstance(error, TypeError | ValueError) and (is_composite or _mentions_argument(model, error)):
+        if isinstance(error, TypeError | ValueError) and (
+            is_composite or _mentions_forward_argument(model, error)
+        ):
             raise UserError(
                 f"{key}: {name} requires other inputs besides text ({to_one_line(error)}); choose another "
                 "model"
@@ -688,32 +718,32 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
         )
 
 
-def _mentions_argument(model: PreTrainedModel, error: Exception) -> bool:
+def _mentions_forward_argument(model: PreTrainedModel, error: Exception) -> bool:
     """Return whether an error message names an argument of the forward pass besides the tokens."""
     arguments = inspect.signature(model.forward).parameters.keys() - {"input_ids", "labels"}
     return not arguments.isdisjoint(re.findall(r"\w+", str(error)))
 
 
-def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> int | None:
+def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunConfig) -> int | None:
     """Enlarge the vocabulary in ``config`` for ``data.added_tokens``; return its former size, or None."""
     text = config.get_text_config()
-    rows = getattr(text, "vocab_size", None)
-    if not run.data.added_tokens or not isinstance(rows, int) or tokens <= rows:
+    former_size = getattr(text, "vocab_size", None)
+    if not run.data.added_tokens or not isinstance(former_size, int) or tokenizer_size <= former_size:
         return None
-    text.vocab_size = tokens
-    return rows
+    text.vocab_size = tokenizer_size
+    return former_size
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
+def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
     """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
-    table = get_token_embedding(model)
-    if table is not None and tokenizer_size > (rows := table.shape[0]):
+    embedding = get_token_embedding(model)
+    if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # whose config cannot be changed
-            remedy = f"name its last {tokenizer_size - rows} in data.added_tokens, so that they get rows,"
+            remedy = f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get rows,"
         raise UserError(
-            f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has {rows}; "
-            f"{remedy} or choose another tokenizer"
+            f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has "
+            f"{vocabulary_size}; {remedy} or choose another tokenizer"
         )
 
 
@@ -723,12 +753,12 @@ def get_max_positions(config: PretrainedConfig) -> int | None:
     return bound if isinstance(bound, int) and bound > 0 else None
 
 
-def choose_seq_len(config: RunConfig) -> RunConfig:
+def apply_default_seq_len(config: RunConfig) -> RunConfig:
     """Choose the default of ``data.seq_len`` for fine-tuning or continued pretraining of a causal-lm model.
 
     The default is the number of positions of the model, but at most the length in
-    :data:`portable.config.derived_defaults.BY_TRAINING`. If the user has set a value, the value does not
-    change.
+    :data:`portable.config.derived_defaults.DEFAULTS_BY_TRAINING_KIND`. If the user has set a value, the value
+    does not change.
 
     Args:
         config: Config of the run, with the format of the data.
@@ -736,7 +766,7 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
     Returns:
         The config with the default.
     """
-    length = BY_TRAINING["data.seq_len"].get(classify_training(config))
+    length = DEFAULTS_BY_TRAINING_KIND["data.seq_len"].get_default(classify_training_kind(config))
     has_fixed_default = config.model.task != "causal-lm" or config.data.format == "samples"
     if has_fixed_default or config.is_set_or_put("data.seq_len") or length == config.data.seq_len:
         return config
@@ -745,26 +775,26 @@ def choose_seq_len(config: RunConfig) -> RunConfig:
     except UserError:  # raised again when the model is built
         return config
     multiple = 8 * config.context_parallel_size
-    return config.replaced({"data.seq_len": limit_length(length, bound, multiple)})
+    return config.replaced({"data.seq_len": limit_seq_len(length, bound, multiple)})
 
 
-def limit_length(length: int, bound: int | None, multiple: int = 8) -> int:
+def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) -> int:
     """Limit the length of sequences to the positions of a model.
 
     The result is rounded down, because the position tables of some models have two more rows than positions.
 
     Args:
-        length: Length without the limit.
-        bound: The result of :func:`get_max_positions`.
+        seq_len: Length without the limit.
+        max_positions: The result of :func:`get_max_positions`.
         multiple: Number that the result should be a multiple of.
     """
-    length = length if bound is None else min(length, bound)
-    return length // multiple * multiple or length
+    seq_len = seq_len if max_positions is None else min(seq_len, max_positions)
+    return seq_len // multiple * multiple or seq_len
 
 
-def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
+def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
     """Raise UserError if sequences are longer than the positions of the model: with it, of those in use."""
-    seq_len = run.data.longest
+    seq_len = run.data.max_sequence_length
     bound = get_max_positions(config)
     if bound is None:
         return

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.errors import require
 from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import run_trial_forward
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-LOGITS_HELD = 1 << 26
+MAX_CHUNK_LOGITS = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
-_BYTES_HELD = 1 << 29
+_MAX_COMPILED_CHUNK_BYTES = 1 << 29
 """Bytes of a chunk's logits where the loss is compiled: it holds them and their gradient, neither in fp32."""
 
 
@@ -39,8 +39,8 @@ class _ChunkFunctions(NamedTuple):
     compute_logits_gradient: Callable[..., Tensor]
 
 
-class MeasuredOutput(NamedTuple):
-    """Result of :meth:`ChunkedHead.measure`.
+class OutputWithStatistics(NamedTuple):
+    """Result of :meth:`ChunkedHead.forward_with_statistics`.
 
     Attributes:
         output: Output of the model, with None for its logits.
@@ -58,43 +58,51 @@ class ChunkedHead(nn.Linear):
 
     Args:
         linear: the model's own head.
-        tokens: tokens per chunk; None for as many as have :data:`LOGITS_HELD` logits.
+        chunk_tokens: tokens per chunk; None for as many as have :data:`MAX_CHUNK_LOGITS` logits.
     """
 
-    def __init__(self, linear: nn.Linear, tokens: int | None) -> None:
+    def __init__(self, linear: nn.Linear, chunk_tokens: int | None) -> None:
         bias = linear.bias is not None
         super().__init__(linear.in_features, linear.out_features, bias=bias, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self._given = tokens
-        self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
-        self._functions = _ChunkFunctions(_measure, _to_logits)
+        self._requested_chunk_tokens = chunk_tokens
+        self._chunk_tokens = chunk_tokens or max(1, MAX_CHUNK_LOGITS // linear.out_features)
+        self._chunk_functions = _ChunkFunctions(_compute_chunk_statistics, _compute_logits_gradient)
         self._labels: Tensor | None = None
-        self._names: tuple[str, ...] = ()
-        self.most_parts: int | None = None
+        self._statistic_names: tuple[str, ...] = ()
+        self.max_chunks: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
 
-    def compile(self, **how: Any) -> None:  # type: ignore[override, unused-ignore]
+    def compile(self, **options: Any) -> None:  # type: ignore[override, unused-ignore]
         """Compile what follows the head's product: two kernels in place of a dozen passes over the logits.
 
         Args:
-            how: Arguments of ``torch.compile``.
+            options: Arguments of ``torch.compile``.
         """
-        self._functions = _ChunkFunctions(torch.compile(_measure, **how), torch.compile(_to_logits, **how))
+        self._chunk_functions = _ChunkFunctions(
+            torch.compile(_compute_chunk_statistics, **options),
+            torch.compile(_compute_logits_gradient, **options),
+        )
 
     def needs_chunking(self, labels: Tensor) -> bool:
         """Return whether a micro-batch has more than one chunk of tokens."""
-        return labels.numel() > self._tokens
+        return labels.numel() > self._chunk_tokens
 
-    def measure(
-        self, forward: Callable[..., Any], inputs: Mapping[str, Any], labels: Tensor, names: Sequence[str]
-    ) -> MeasuredOutput:
+    def forward_with_statistics(
+        self,
+        forward: Callable[..., Any],
+        inputs: Mapping[str, Any],
+        labels: Tensor,
+        statistic_names: Sequence[str],
+    ) -> OutputWithStatistics:
         """Run a forward pass of the model in which the head computes statistics of each token, not logits.
 
         Args:
             forward: The forward method of the model that this head belongs to.
             inputs: Arguments of ``forward``.
             labels: Labels, int64 ``[batch, tokens]``.
-            names: Names of the statistics. ``log_probs`` are the log-probabilities of the labels, 0 where
+            statistic_names: Names of the statistics. ``log_probs`` are the log-probabilities of the labels, 0
+            where
                 there is no label; ``log_z`` the log-sum-exp of the logits, ``mean_logits`` their mean,
                 ``predictions`` the most likely token, and ``hits`` 1 if it is the label.
 
@@ -102,18 +110,20 @@ class ChunkedHead(nn.Linear):
             The output of the model, with None for its logits, and the statistics by name, fp32
             ``[batch, tokens]``.
         """
-        self._labels, self._names = labels, tuple(names)
+        self._labels, self._statistic_names = labels, tuple(statistic_names)
         try:
             output = forward(**inputs)
         finally:
             self._labels = None
         statistics: Tensor = output.logits  # a model returns there what its head returns
-        assert statistics.shape == (*labels.shape, len(names))
+        assert statistics.shape == (*labels.shape, len(statistic_names))
         output["logits"] = None
-        return MeasuredOutput(output, dict(zip(names, statistics.unbind(dim=-1), strict=True)))
+        return OutputWithStatistics(
+            output, dict(zip(statistic_names, statistics.unbind(dim=-1), strict=True))
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute the logits or, during :meth:`measure`, the statistics, fp32 ``[batch, tokens, names]``."""
+        """Compute the logits or, during :meth:`forward_with_statistics`, the statistics, fp32 ``[batch, tokens, names]``."""
         if self._labels is None:
             return super().forward(hidden)
         statistics: Tensor
@@ -124,49 +134,52 @@ class ChunkedHead(nn.Linear):
             self.weight,
             self.bias,
             self._labels.reshape(-1),
-            self._get_chunk_size(dtype),
-            self.most_parts,
+            self._compute_chunk_tokens(dtype),
+            self.max_chunks,
             dtype,
-            self._names,
-            self._functions,
+            self._statistic_names,
+            self._chunk_functions,
         )
-        return statistics.view(*self._labels.shape, len(self._names))
+        return statistics.view(*self._labels.shape, len(self._statistic_names))
 
-    def _get_chunk_size(self, dtype: torch.dtype) -> int:
+    def _compute_chunk_tokens(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
-        if self._functions.compute_statistics is _measure or self._given is not None:
-            return self._tokens
-        return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
+        if (
+            self._chunk_functions.compute_statistics is _compute_chunk_statistics
+            or self._requested_chunk_tokens is not None
+        ):
+            return self._chunk_tokens
+        return 1 << max(1, _MAX_COMPILED_CHUNK_BYTES // dtype.itemsize // self.out_features).bit_length() - 1
 
 
-def install_chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
+def install_chunked_head(model: nn.Module, chunk_tokens: int | Literal["auto"]) -> ChunkedHead | None:
     """Replace the head of ``model``, on the meta device, by one that computes losses in chunks.
 
     Args:
         model: a model with an output head.
-        wanted: ``memory.loss_chunk_tokens``.
+        chunk_tokens: ``memory.loss_chunk_tokens``.
 
     Returns:
-        the new head; None if ``wanted`` is 0, or is ``auto`` and the model needs its logits.
+        the new head; None if ``chunk_tokens`` is 0, or is ``auto`` and the model needs its logits.
 
     Raises:
         UserError: for a number of tokens with a model that does not return its head's logits unchanged.
     """
-    if wanted == 0:
+    if chunk_tokens == 0:
         return None
     head: Any = cast("Any", model).get_output_embeddings()
     if has_peft_adapter(model) and hasattr(head, "modules_to_save"):  # a copy is trained in place of the head
         head = head.modules_to_save[head.active_adapters[0]]
-    fits = type(head) is nn.Linear and _returns_head_logits(model)
+    can_replace = type(head) is nn.Linear and _returns_head_logits(model)
     require(
-        fits or wanted == "auto",
+        can_replace or chunk_tokens == "auto",
         f"memory.loss_chunk_tokens: {type(model).__name__} does not return its head's logits unchanged; set "
         "it to auto or 0",
     )
-    if not fits:
+    if not can_replace:
         return None
-    chunked = ChunkedHead(head, None if wanted == "auto" else wanted)
-    _replace(model, head, chunked)
+    chunked = ChunkedHead(head, None if chunk_tokens == "auto" else chunk_tokens)
+    _replace_module(model, head, chunked)
     return chunked
 
 
@@ -175,7 +188,7 @@ def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
     return next((module for module in model.modules() if isinstance(module, ChunkedHead)), None)
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:
@@ -186,43 +199,43 @@ def _returns_head_logits(model: nn.Module) -> bool:
     """Whether the logits are returned as the head computes them: not scaled, capped or used in a loss."""
     for dtype in (None, torch.bfloat16):  # grouped products of experts run only in bf16 on the meta device
         try:
-            return _try_head_logits(model, dtype)
+            return _trial_returns_head_logits(model, dtype)
         except Exception:  # the model reads the shape of its logits, or cannot run on the meta device
             continue
     return False
 
 
-def _try_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
-    head = _Recorder()
+def _trial_returns_head_logits(model: nn.Module, dtype: torch.dtype | None) -> bool:
+    recorder = _RecordingHead()
 
-    def watch(trial: Any) -> None:
+    def prepare_trial(trial: Any) -> None:
         if dtype is not None:
             trial.to(dtype)
         trial.requires_grad_(False)  # the auxiliary loss then has a gradient only if it depends on the logits
-        _replace(trial, trial.get_output_embeddings(), head)
+        _replace_module(trial, trial.get_output_embeddings(), recorder)
         auxiliary_losses, forward = AuxiliaryLosses(trial), trial.forward
 
         def forward_with_labels(**inputs: Tensor) -> Any:
             labels = inputs.get("decoder_input_ids", inputs["input_ids"])
-            return auxiliary_losses.compute(forward, inputs, labels)
+            return auxiliary_losses.run_forward(forward, inputs, labels)
 
         trial.forward = forward_with_labels
 
-    output, auxiliary_loss = run_trial_forward(model, watch, gradients=True)
-    used = auxiliary_loss is not None and auxiliary_loss.requires_grad
-    return len(head.given) == 1 and output.logits is head.given[0] and not used
+    output, auxiliary_loss = run_trial_forward(model, prepare_trial, enable_gradients=True)
+    is_logits_used_in_loss = auxiliary_loss is not None and auxiliary_loss.requires_grad
+    return len(recorder.outputs) == 1 and output.logits is recorder.outputs[0] and not is_logits_used_in_loss
 
 
-class _Recorder(nn.Module):
+class _RecordingHead(nn.Module):
     """A head with one logit per token that records its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.given.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
-        return self.given[-1]
+        self.outputs.append(hidden.new_empty(*hidden.shape[:-1], 1).requires_grad_())
+        return self.outputs[-1]
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -233,82 +246,90 @@ class _TokenStatistics(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        tokens: int,
-        most_parts: int | None,
+        chunk_tokens: int,
+        max_chunks: int | None,
         dtype: torch.dtype,
-        wanted: Sequence[str],
-        functions: _ChunkFunctions,
+        statistic_names: Sequence[str],
+        chunk_functions: _ChunkFunctions,
     ) -> Tensor:
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.parts = list(islice(_split_rows(len(labels), tokens), most_parts))
-        ctx.to_logits = functions.compute_logits_gradient
-        ctx.dtype, ctx.wanted = dtype, wanted
-        values = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
+        ctx.parts = list(islice(_iter_row_slices(len(labels), chunk_tokens), max_chunks))
+        ctx.to_logits = chunk_functions.compute_logits_gradient
+        ctx.dtype, ctx.wanted = dtype, statistic_names
+        values = hidden.new_empty(len(labels), len(statistic_names), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            head, offset = _cast(weight, bias, dtype)
-            for part in ctx.parts:
-                values[part] = functions.compute_statistics(hidden[part], head, offset, labels[part], wanted)
+            cast_weight, cast_bias = _cast_parameters(weight, bias, dtype)
+            for chunk in ctx.parts:
+                values[chunk] = chunk_functions.compute_statistics(
+                    hidden[chunk], cast_weight, cast_bias, labels[chunk], statistic_names
+                )
         return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            head, offset = _cast(weight, bias, ctx.dtype)
-            for part in ctx.parts:
-                to = dict(zip(ctx.wanted, gradients[0][part].split(1, dim=1), strict=True))
-                to_logits = ctx.to_logits(hidden[part], head, offset, labels[part].unsqueeze(1), to)
-                if to_hidden is not None:
-                    to_hidden[part] = to_logits @ head
-                if to_weight is not None:
-                    to_weight += to_logits.t() @ hidden[part].to(ctx.dtype)
-                if to_bias is not None:
-                    to_bias += to_logits.sum(dim=0, dtype=torch.float32)
+            cast_weight, cast_bias = _cast_parameters(weight, bias, ctx.dtype)
+            for chunk in ctx.parts:
+                statistic_gradients = dict(zip(ctx.wanted, gradients[0][chunk].split(1, dim=1), strict=True))
+                logits_gradient = ctx.to_logits(
+                    hidden[chunk], cast_weight, cast_bias, labels[chunk].unsqueeze(1), statistic_gradients
+                )
+                if hidden_gradient is not None:
+                    hidden_gradient[chunk] = logits_gradient @ cast_weight
+                if weight_gradient is not None:
+                    weight_gradient += logits_gradient.t() @ hidden[chunk].to(ctx.dtype)
+                if bias_gradient is not None:
+                    bias_gradient += logits_gradient.sum(dim=0, dtype=torch.float32)
         input_gradients = (
-            to_hidden,
-            None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(bias.dtype),
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None if bias_gradient is None else bias_gradient.to(bias.dtype),
         )
         return (*input_gradients, *(None for _ in ctx.needs_input_grad[len(input_gradients) :]))
 
 
-def _to_logits(
-    rows: Tensor, head: Tensor, offset: Tensor | None, target: Tensor, to: dict[str, Tensor]
+def _compute_logits_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistic_gradients: dict[str, Tensor],
 ) -> Tensor:
     """The gradient of the logits, in the head's dtype.
 
     Args:
-        target: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
+        labels: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
     """
-    share = _compute_logits(rows, head, offset).softmax(dim=-1)
-    more = share * to["log_z"] if "log_z" in to else None
-    if "log_probs" in to:
+    gradient = _compute_logits(hidden, weight, bias).softmax(dim=-1)
+    log_z_gradient = gradient * statistic_gradients["log_z"] if "log_z" in statistic_gradients else None
+    if "log_probs" in statistic_gradients:
         if torch.compiler.is_compiling():  # compared in the same pass; a scatter would be one more
-            share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
+            gradient = gradient - (torch.arange(gradient.shape[1], device=gradient.device) == labels).float()
         else:
-            share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
-        share.mul_(-to["log_probs"] * (target != IGNORED))
+            gradient.scatter_add_(1, labels.clamp(min=0), gradient.new_full(labels.shape, -1.0))
+        gradient.mul_(-statistic_gradients["log_probs"] * (labels != IGNORED_LABEL))
     else:
-        share.zero_()
-    if more is not None:
-        share.add_(more)
-    if "mean_logits" in to:
-        share.add_(to["mean_logits"] / share.shape[1])
-    return share.to(head.dtype)
+        gradient.zero_()
+    if log_z_gradient is not None:
+        gradient.add_(log_z_gradient)
+    if "mean_logits" in statistic_gradients:
+        gradient.add_(statistic_gradients["mean_logits"] / gradient.shape[1])
+    return gradient.to(weight.dtype)
 
 
-def _measure(
-    rows: Tensor, head: Tensor, offset: Tensor | None, labels: Tensor, wanted: Sequence[str]
+def _compute_chunk_statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, statistic_names: Sequence[str]
 ) -> Tensor:
-    """What is wanted of each of the ``rows``, fp32 ``[tokens, wanted]``."""
-    logits = _compute_logits(rows, head, offset)
+    """What is wanted of each of the ``hidden``, fp32 ``[tokens, wanted]``."""
+    logits = _compute_logits(hidden, weight, bias)
     columns = [
-        -functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        -functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
         if name == "log_probs"
         else logits.logsumexp(dim=-1)
         if name == "log_z"
@@ -317,19 +338,19 @@ def _measure(
         else logits.argmax(dim=-1)  # exact in fp32 up to 16 million tokens
         if name == "predictions"
         else logits.mean(dim=-1)
-        for name in wanted
+        for name in statistic_names
     ]
     return torch.stack([column.float() for column in columns], dim=1)
 
 
-def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _compute_logits(rows: Tensor, head: Tensor, offset: Tensor | None) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits in fp32. The product runs in the head's dtype, as under autocast."""
-    return functional.linear(rows.to(head.dtype), head, offset).float()
+    return functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
 
-def _split_rows(rows: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, rows, size))
+def _iter_row_slices(num_rows: int, rows_per_slice: int) -> Iterator[slice]:
+    return (slice(start, start + rows_per_slice) for start in range(0, num_rows, rows_per_slice))

@@ -18,7 +18,7 @@ from portable.untrusted_settings import MAX_MODEL_LAYERS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-MAX_SIZE = (1 << 31) - 1
+MAX_TENSOR_SIZE = (1 << 31) - 1
 _DTYPES = ("dtype", "torch_dtype")
 _ROPE_TYPES = ("rope_type", "type")
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling")
@@ -36,102 +36,108 @@ _ROPE_NUMBERS = (
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _NumberRule:
     keys: re.Pattern[str]
-    kind: str
+    description: str
     """Noun phrase for messages."""
-    least: float
-    most: float
-    positive: bool = False
-    """Whether `least` itself is excluded."""
+    minimum: float
+    maximum: float
+    excludes_minimum: bool = False
+    """Whether `minimum` itself is excluded."""
 
-    def accepts(self, value: float) -> bool:
-        return self.least <= value <= self.most and not (self.positive and value == self.least)
+    def accepts_value(self, value: float) -> bool:
+        return self.minimum <= value <= self.maximum and not (self.excludes_minimum and value == self.minimum)
 
     @property
     def range_text(self) -> str:
-        start = f"above {self.least:g}, at most" if self.positive else f"from {self.least:g} to"
-        most = str(self.most) if isinstance(self.most, int) else f"{self.most:g}"
+        start = f"above {self.minimum:g}, at most" if self.excludes_minimum else f"from {self.minimum:g} to"
+        most = str(self.maximum) if isinstance(self.maximum, int) else f"{self.maximum:g}"
         return f"{start} {most}"
 
 
-RULES = (
+NUMBER_RULES = (
     # A share of the values that are zeroed, or of the layers or positions that are left out.
-    _Rule(
+    _NumberRule(
         re.compile(r"dropout|layerdrop|drop_?path|_pdrop$|(^|_)drop_(\w+_)?rate$|_prob$|_probability$"),
         "a probability",
         0.0,
         1.0,
     ),
     # Epsilons are added to variances of about 1. ProphetNet has 0 for its label smoothing.
-    _Rule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "an epsilon", 0.0, 1.0),
+    _NumberRule(re.compile(r"(^|_)(eps|epsilon)(_|$)"), "an epsilon", 0.0, 1.0),
     # Positions are divided by the factor of RoPE, and theta is raised to negative powers.
-    _Rule(re.compile(r"^factor$"), "a factor", 0.0, 1e6, positive=True),
-    _Rule(re.compile(r"^(rope_theta|rotary_embedding_base)$"), "a base of RoPE", 0.0, 1e15, positive=True),
-    _Rule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
+    _NumberRule(re.compile(r"^factor$"), "a factor", 0.0, 1e6, excludes_minimum=True),
+    _NumberRule(
+        re.compile(r"^(rope_theta|rotary_embedding_base)$"),
+        "a base of RoPE",
+        0.0,
+        1e15,
+        excludes_minimum=True,
+    ),
+    _NumberRule(re.compile(r"(^|_)factors?$"), "a factor", 0.0, 1e6),
     # Weights of a larger deviation overflow fp16 in the first layer.
-    _Rule(
+    _NumberRule(
         re.compile(r"(^|_)(initializer_range|init_std|init_method_std)$"), "a standard deviation", 0.0, 100.0
     ),
     # Every layer costs milliseconds and kilobytes, even on the meta device.
-    _Rule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
+    _NumberRule(re.compile(r"(^|_)(num_(\w+_)?|n_)layers?$"), "a number of layers", 0, MAX_MODEL_LAYERS),
     # Dims of a tensor without which there is no model.
-    _Rule(
+    _NumberRule(
         re.compile(r"^(hidden_size|vocab_size|d_model|n_embd|num_attention_heads|n_head)$"),
         "a size",
         1,
-        MAX_SIZE,
+        MAX_TENSOR_SIZE,
     ),
     # Indices of torch's kernels are 32-bit integers. -1 is a default in several classes.
-    _Rule(
+    _NumberRule(
         re.compile(r"(_|^)(sizes?|dims?|heads|channels|width|rank|experts|groups|embeddings|positions)$"),
         "a size",
         -1,
-        MAX_SIZE,
+        MAX_TENSOR_SIZE,
     ),
     # Any other number is one that a float can be. Published configs have lengths such as 1e30 for no limit.
-    _Rule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
+    _NumberRule(re.compile(r""), "a number", -sys.float_info.max, sys.float_info.max),
 )
 """Rules by the key of a number; the first match decides."""
 
 
-def check_config_values(location: str, values: Mapping[str, Any]) -> None:
+def check_config_values(message_prefix: str, values: Mapping[str, Any]) -> None:
     """Check the numbers, dtypes and RoPE settings in a model config and its nested configs.
 
     Args:
-        location: Begin of the message, such as "model.config".
+        message_prefix: Begin of the message, such as "model.config".
         values: Keys and values of the config.
 
     Raises:
         UserError: If a number is out of the range of its kind, or if a dtype or a setting of RoPE has the
             wrong type.
     """
-    for path, value in iter_values(values):
+    for path, value in iter_config_values(values):
         key = path[-1]
         if key in _DTYPES and not isinstance(value, str | None):
-            raise _build_error(location, path, value, "the name of a dtype, such as bfloat16")
+            raise _build_value_error(message_prefix, path, value, "the name of a dtype, such as bfloat16")
         if _is_rope_type(path) and not isinstance(value, str):
-            raise _build_error(
-                location, path, value, "the name of a RoPE type, such as default, linear or yarn"
+            raise _build_value_error(
+                message_prefix, path, value, "the name of a RoPE type, such as default, linear or yarn"
             )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if _is_rope_number(path) and not is_number and value is not None:
-            raise _build_error(location, path, value, "a number")
+            raise _build_value_error(message_prefix, path, value, "a number")
         if not is_number:
             continue
         if key.endswith("_limit") and value in (math.inf, -math.inf):  # no limit, as in Mamba-2
             continue
-        rule = next(rule for rule in RULES if rule.keys.search(key))
-        if not rule.accepts(value):
-            raise _build_error(location, path, value, f"{rule.kind} {rule.range_text}")
+        rule = next(rule for rule in NUMBER_RULES if rule.keys.search(key))
+        if not rule.accepts_value(value):
+            raise _build_value_error(message_prefix, path, value, f"{rule.description} {rule.range_text}")
 
 
-def _build_error(location: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
+def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, remedy: str) -> UserError:
     text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
-    return UserError(to_one_line(f"{location}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
+    return UserError(to_one_line(f"{message_prefix}: {'.'.join(path)} is {text[:100]}; use {remedy}"))
 
 
-def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the keys and the value of each scalar in a model config and its nested configs.
 
     A RoPE setting that must be a scalar is also yielded if it is a container, so that it can be refused.
@@ -142,7 +148,7 @@ def iter_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], An
         path, value = pending.pop()
         if _is_rope_type(path) or _is_rope_number(path):
             yield path, value
-        elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _has_only_names(value)):
+        elif isinstance(value, dict) and not (path[-1] in _DTYPES and not _has_only_string_values(value)):
             pending.extend(((*path, str(key)), inner) for key, inner in value.items())
         elif isinstance(value, list | tuple) and path[-1] not in _DTYPES:
             pending.extend((path, inner) for inner in value)
@@ -160,5 +166,5 @@ def _is_rope_number(path: tuple[str, ...]) -> bool:
     return path[-1] in _ROPE_NUMBERS and any(key in _ROPE_SETTINGS for key in path[-3:-1])
 
 
-def _has_only_names(values: Mapping[str, Any]) -> bool:
+def _has_only_string_values(values: Mapping[str, Any]) -> bool:
     return all(isinstance(value, str) for value in values.values())

@@ -6,8 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.errors import require
-from portable.model.auxiliary_losses import ROUTER_LOSS
-from portable.model.document_attention import READ_THEIR_MASK, check_documents
+from portable.model.auxiliary_losses import ROUTER_LOSS_FUNCTION
+from portable.model.document_attention import MASK_READING_TYPES, check_document_separation
 from portable.private.transformers_internals import get_attention_kernel, get_module_namespace
 
 if TYPE_CHECKING:
@@ -18,67 +18,67 @@ if TYPE_CHECKING:
 KEY = "context_parallel_size"
 
 
-def check_sequences(model: Any, config: RunConfig) -> None:
+def check_context_parallel_support(model: Any, config: RunConfig) -> None:
     """Raise UserError if the ranks or devices of a run cannot share the sequences of ``model``."""
     size = config.context_parallel_size
     if config.backend != "xla":
-        _check_attention(model, config)
+        _check_attention_support(model, config)
     if config.backend != "xla" or get_attention_kernel(model.config) == "sdpa":
         # Other attention XLA's compiler divides as it likes.
-        heads, keys = count_heads(model)
+        heads, key_heads = count_attention_heads(model)
         require(
-            heads % size == 0 and (keys % size == 0 or size % keys == 0),
-            f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
+            heads % size == 0 and (key_heads % size == 0 or size % key_heads == 0),
+            f"{KEY}: {heads} heads ({key_heads} of keys) cannot be divided among {size} ranks; use a divisor",
         )
 
 
-def _check_attention(model: Any, config: RunConfig) -> None:
+def _check_attention_support(model: Any, config: RunConfig) -> None:
     """Raise UserError if ranks cannot share the attention of ``model``."""
     text = model.config.get_text_config()
     name, kernel = type(model).__name__, get_attention_kernel(text)
     require(
-        text is model.config and text.model_type not in READ_THEIR_MASK,
+        text is model.config and text.model_type not in MASK_READING_TYPES,
         f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
     )
     require(
         kernel == "sdpa" or "flash" in kernel,
         f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
     )
-    routed = getattr(text, "output_router_logits", False)
+    has_router_loss = getattr(text, "output_router_logits", False)
     require(
-        not routed or bool(config.data.packing),  # a part of a sample does not tell of its padding
+        not has_router_loss or bool(config.data.packing),  # a part of a sample does not tell of its padding
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
         "documents, or model.config.output_router_logits to false",
     )
     require(
-        not routed or _is_mixtrals(get_module_namespace(model).get(ROUTER_LOSS)),
+        not has_router_loss or _has_mixtral_signature(get_module_namespace(model).get(ROUTER_LOSS_FUNCTION)),
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )
-    check_documents(model, KEY, seq_len=config.data.seq_len)
+    check_document_separation(model, KEY, seq_len=config.data.seq_len)
 
 
-def _is_mixtrals(loss: Any) -> bool:
+def _has_mixtral_signature(router_loss: Any) -> bool:
     """Whether a router loss takes what that of transformers' Mixtral takes: the logits of each layer."""
     names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-    return loss is not None and [*inspect.signature(inspect.unwrap(loss)).parameters] == names
+    return router_loss is not None and [*inspect.signature(inspect.unwrap(router_loss)).parameters] == names
 
 
-def repeat_heads(size: int, tensor: Tensor) -> Tensor:
-    """``tensor``, ``[batch, heads of keys, ...]``, repeated so that ``size`` ranks have a head each."""
-    heads = tensor.shape[1]
-    return tensor.repeat_interleave(size // heads, 1) if heads % size else tensor
+def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
+    """``key_states``, ``[batch, heads of keys, ...]``, repeated so that ``num_ranks`` ranks have a head each."""
+    heads = key_states.shape[1]
+    return key_states.repeat_interleave(num_ranks // heads, 1) if heads % num_ranks else key_states
 
 
-class HeadCounts(NamedTuple):
+class AttentionHeadCounts(NamedTuple):
     """Numbers of attention heads in a layer."""
 
     queries: int
     keys: int
 
 
-def count_heads(model: Any) -> HeadCounts:
+def count_attention_heads(model: Any) -> AttentionHeadCounts:
     """Return the numbers of query heads and of key heads."""
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads
-    return HeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads)
+    return AttentionHeadCounts(heads, getattr(text, "num_key_value_heads", None) or heads)

@@ -1,10 +1,10 @@
 """Initial weights whose slices are computed when they are read.
 
-While a model is built, :class:`Recording` creates large tensors without values (torch's fake tensors) and
-records the operations that give them values: constructors, ``_init_weights`` and custom code run unchanged.
-Afterwards, each rank computes the elements of its shards. An element depends only on the seed and its
-position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its random
-numbers.
+While a model is built, :class:`InitializationRecording` creates large tensors without values (torch's fake
+tensors) and records the operations that give them values: constructors, ``_init_weights`` and custom code run
+unchanged. Afterwards, each rank computes the elements of its shards. An element depends only on the seed and
+its position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its
+random numbers.
 
 Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
 one tensor at a time, whenever a slice of their result is read.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import Index, ReadableTensor
 
-SMALLEST_RECORDED = 1 << 14
+MIN_RECORDED_ELEMENTS = 1 << 14
 """Elements of the smallest tensor that is recorded. Smaller tensors are computed at once."""
-_TILE = 1 << 12
+_MAX_TILE_ELEMENTS = 1 << 12
 """Elements of the largest tile. A tile is a part of a row, or consists of several rows."""
 
 
@@ -43,7 +43,7 @@ class RecordingError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Write:
+class _RecordedWrite:
     """An operation that changes the elements ``start`` to ``stop`` of a storage.
 
     Attributes:
@@ -55,24 +55,24 @@ class _Write:
         keywords: Its keyword arguments, likewise.
         kind: "elementwise", "in place" (elementwise, and its first argument is the target), "random" (in
             place, with a generator) or "whole".
-        number: Number of the first tile, from which the seeds of random numbers are derived.
-        result: Index of the output of a "whole" operation, or -1 - i if it changes its i-th tensor argument.
-        shape, stride: Layout of this output in the storage.
-        size: Number of elements of the storage.
+        first_tile: Number of the first tile, from which the seeds of random numbers are derived.
+        result_index: Index of the output of a "whole" operation, or -1 - i if it changes its i-th tensor
+        argument. shape, stride: Layout of this output in the storage.
+        storage_size: Number of elements of the storage.
     """
 
-    previous: _Write | None
+    previous: _RecordedWrite | None
     start: int
     stop: int
     operation: Any
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] | None = None
     kind: str = "in place"
-    number: int = 0
-    result: int = 0
+    first_tile: int = 0
+    result_index: int = 0
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    size: int = 0
+    storage_size: int = 0
 
 
 class _TileRange(NamedTuple):
@@ -84,7 +84,7 @@ class _TileRange(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Storage:
+class _RecordedStorage:
     """The recorded values of the storage of a fake tensor.
 
     Attributes:
@@ -92,168 +92,168 @@ class _Storage:
         columns: Size of the last dimension of the tensor that the storage was created for.
         size: Number of elements.
         dtype: Type of the elements.
-        last: The last write, or None if all elements are zero.
+        last_write: The last write, or None if all elements are zero.
     """
 
     storage: Any
     columns: int
     size: int
     dtype: torch.dtype
-    last: _Write | None = None
+    last_write: _RecordedWrite | None = None
 
     def iter_tiles(self, start: int, stop: int) -> Iterator[_TileRange]:
         """Yield number, start and stop of each tile with any of the elements ``start`` to ``stop``."""
         while start < stop:
-            if self.columns >= _TILE:
-                per_row = -(-self.columns // _TILE)
+            if self.columns >= _MAX_TILE_ELEMENTS:
+                per_row = -(-self.columns // _MAX_TILE_ELEMENTS)
                 row, column = divmod(start, self.columns)
-                index = column // _TILE
-                first = row * self.columns + index * _TILE
-                last = min(first + _TILE, (row + 1) * self.columns)
+                index = column // _MAX_TILE_ELEMENTS
+                first = row * self.columns + index * _MAX_TILE_ELEMENTS
+                last = min(first + _MAX_TILE_ELEMENTS, (row + 1) * self.columns)
                 yield _TileRange(row * per_row + index, first, last)
             else:
-                length = _TILE // self.columns * self.columns
+                length = _MAX_TILE_ELEMENTS // self.columns * self.columns
                 number = start // length
                 first, last = number * length, min((number + 1) * length, self.size)
                 yield _TileRange(number, first, last)
             start = last
 
     def count_tiles(self) -> int:
-        if self.columns >= _TILE:
-            return self.size // self.columns * -(-self.columns // _TILE)
-        return -(-self.size // (_TILE // self.columns * self.columns))
+        if self.columns >= _MAX_TILE_ELEMENTS:
+            return self.size // self.columns * -(-self.columns // _MAX_TILE_ELEMENTS)
+        return -(-self.size // (_MAX_TILE_ELEMENTS // self.columns * self.columns))
 
 
 @dataclass(frozen=True, eq=False)
-class _View:
+class _RecordedView:
     """A recorded tensor as an argument, with the values at the time of the call."""
 
-    storage: _Storage
-    last: _Write | None
+    storage: _RecordedStorage
+    last_write: _RecordedWrite | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-class Recording:
+class InitializationRecording:
     """The operations by which a model's large tensors get their values.
 
     Args:
         seed: Seed of the random numbers.
-        smallest: Elements of the smallest tensor that is recorded.
+        min_elements: Elements of the smallest tensor that is recorded.
     """
 
-    def __init__(self, seed: int, *, smallest: int = SMALLEST_RECORDED) -> None:
-        self._smallest = smallest
+    def __init__(self, seed: int, *, min_elements: int = MIN_RECORDED_ELEMENTS) -> None:
+        self._min_elements = min_elements
         digest = hashlib.sha256(str(seed).encode()).digest()
-        self._keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 12, 4)]
-        self._storages: dict[int, _Storage] = {}
-        self._tiles = 0
+        self._seed_keys = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 12, 4)]
+        self._storages: dict[int, _RecordedStorage] = {}
+        self._num_tiles = 0
         self._generator = torch.Generator()
 
     @cached_property
     def _fake_tensors(self) -> Any:
         """The mode in which operations compute only shapes; importing it takes a second."""
-        return torch_internals.fake_tensors(allow_non_fake_inputs=True)
+        return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
     @contextmanager
-    def record(self) -> Iterator[None]:
+    def record_operations(self) -> Iterator[None]:
         """Create large tensors without values, and record the operations on them, until the context ends."""
         with (
-            torch_internals.replace_trunc_normal(self._record_truncated_normal),
-            torch_internals.intercept_operations(self._run),
+            torch_internals.replace_truncated_normal(self._record_truncated_normal),
+            torch_internals.intercept_operations(self._run_and_record),
         ):
             yield
 
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether a tensor has recorded operations instead of values."""
-        return self._find(tensor) is not None
+        return self._find_storage(tensor) is not None
 
-    def read_later(self, tensor: Tensor) -> ReadableTensor:
+    def build_deferred_tensor(self, tensor: Tensor) -> ReadableTensor:
         """Return the values that a tensor has at the end of the recording."""
-        storage = self._find(tensor)
+        storage = self._find_storage(tensor)
         if storage is None:
             if tensor.is_meta:
                 raise RecordingError("a tensor was created on the meta device")
             return ComputedTensor.from_tensor(tensor)
         view = self._build_view(tensor, storage)
-        return SlicedTensor(tensor.shape, partial(self._read, view))
+        return SlicedTensor(tensor.shape, partial(self._compute_slice, view))
 
     # -- recording ---------------------------------------------------------------------------------------
 
-    def _find(self, tensor: Tensor) -> _Storage | None:
-        if not self._storages or not torch_internals.is_fake(tensor):
+    def _find_storage(self, tensor: Tensor) -> _RecordedStorage | None:
+        if not self._storages or not torch_internals.is_fake_tensor(tensor):
             return None
         return self._storages.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
-    def _build_view(self, tensor: Tensor, storage: _Storage) -> _View:
+    def _build_view(self, tensor: Tensor, storage: _RecordedStorage) -> _RecordedView:
         if tensor.dtype != storage.dtype:
             raise RecordingError("a view of another type")
-        return _View(
-            storage, storage.last, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return _RecordedView(
+            storage, storage.last_write, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _add_storage(self, tensor: Tensor) -> _Storage:
+    def _add_storage(self, tensor: Tensor) -> _RecordedStorage:
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.element_size()
         plain = tensor.is_contiguous() and tensor.dim() > 1 and size == tensor.numel() > 0
-        added = _Storage(storage, tensor.shape[-1] if plain else max(size, 1), size, tensor.dtype)
+        added = _RecordedStorage(storage, tensor.shape[-1] if plain else max(size, 1), size, tensor.dtype)
         self._storages[torch_internals.get_storage_id(storage)] = added
         return added
 
-    def _run(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _run_and_record(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         leaves, _ = torch_internals.tree_flatten((arguments, keywords))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = torch_internals.get_schema(operation).name.removeprefix("aten::")
-        recorded = [tensor for tensor in tensors if self._find(tensor) is not None]
+        name = torch_internals.get_operation_schema(operation).name.removeprefix("aten::")
+        recorded = [tensor for tensor in tensors if self._find_storage(tensor) is not None]
         if not recorded:
-            if tensors or name not in _FACTORIES or not self._is_large(arguments, keywords):
+            if tensors or name not in _FACTORY_FUNCTIONS or not self._is_large(arguments, keywords):
                 return operation(*arguments, **keywords)
             with self._fake_tensors:
                 result = operation(*arguments, **keywords)
-            self._create(name, result, arguments[1:2])
+            self._record_creation(name, result, arguments[1:2])
             return result
         if "out" in keywords:
             raise RecordingError(f"{operation} with the argument out")
-        written = [tensors[i] for i in _find_written(operation, arguments, tensors)]
+        written = [tensors[i] for i in _find_written_positions(operation, arguments, tensors)]
         if (
-            _READ_VALUES & {*operation.tags}
+            _VALUE_READING_TAGS & {*operation.tags}
             or keywords.get("generator") is not None
-            or any(self._find(tensor) is None for tensor in written)
+            or any(self._find_storage(tensor) is None for tensor in written)
         ):
-            return self._run_now(operation, arguments, keywords, written)
+            return self._run_with_values(operation, arguments, keywords, written)
         with self._fake_tensors:
             results = operation(*arguments, **keywords)
         if torch.Tag.inplace_view in operation.tags:
             return results
         outputs = [leaf for leaf in torch_internals.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-        fresh = [output for output in outputs if self._find(output) is None]
+        fresh = [output for output in outputs if self._find_storage(output) is None]
         if written or fresh:
-            self._record(name, operation, arguments, keywords, tensors, written, fresh)
+            self._record_operation(name, operation, arguments, keywords, tensors, written, fresh)
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
-        return on_host and keywords.get("generator") is None and math.prod(size) >= self._smallest
+        return on_host and keywords.get("generator") is None and math.prod(size) >= self._min_elements
 
-    def _create(self, name: str, tensor: Tensor, fill: tuple[Any, ...]) -> None:
-        """Record a tensor that a factory function has created. ``fill`` contains the value for ``full``."""
+    def _record_creation(self, name: str, tensor: Tensor, fill_values: tuple[Any, ...]) -> None:
+        """Record a tensor that a factory function has created. ``fill_values`` contains the value for ``full``."""
         storage = self._add_storage(tensor)
         aten = torch.ops.aten
         fills: dict[str, tuple[Any, tuple[Any, ...], str]] = {
             "ones": (aten.fill_.Scalar, (1,), "in place"),
-            "full": (aten.fill_.Scalar, fill, "in place"),
+            "full": (aten.fill_.Scalar, fill_values, "in place"),
             "rand": (aten.uniform_.default, (), "random"),
             "randn": (aten.normal_.default, (), "random"),
         }
         if name in fills:
             operation, values, kind = fills[name]
-            self._write(storage, 0, storage.size, operation, (None, *values), {}, kind)
+            self._append_write(storage, 0, storage.size, operation, (None, *values), {}, kind)
 
-    def _write(
+    def _append_write(
         self,
-        storage: _Storage,
+        storage: _RecordedStorage,
         start: int,
         stop: int,
         operation: Any,
@@ -264,9 +264,9 @@ class Recording:
         layout: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
         """Append a write to the writes of a storage."""
-        overwrites = kind != "in place" or operation in _OVERWRITES
-        previous = None if overwrites and stop - start == storage.size else storage.last
-        storage.last = _Write(
+        overwrites = kind != "in place" or operation in _OVERWRITING_OPERATIONS
+        previous = None if overwrites and stop - start == storage.size else storage.last_write
+        storage.last_write = _RecordedWrite(
             previous,
             start,
             stop,
@@ -274,16 +274,16 @@ class Recording:
             arguments,
             keywords,
             kind,
-            self._tiles,
+            self._num_tiles,
             result,
             layout[0],
             layout[1],
             storage.size,
         )
         if kind in ("random", "whole"):
-            self._tiles += storage.count_tiles()
+            self._num_tiles += storage.count_tiles()
 
-    def _record(
+    def _record_operation(
         self,
         name: str,
         operation: Any,
@@ -294,8 +294,10 @@ class Recording:
         fresh: list[Tensor],
     ) -> None:
         family = name.removeprefix("new_").removesuffix("_like")
-        if family != name and family in _FACTORIES:
-            self._create(family, fresh[0], arguments[2:3] if name.startswith("new_") else arguments[1:2])
+        if family != name and family in _FACTORY_FUNCTIONS:
+            self._record_creation(
+                family, fresh[0], arguments[2:3] if name.startswith("new_") else arguments[1:2]
+            )
             return
         targets = [*written, *fresh]
         target = targets[0]
@@ -303,36 +305,38 @@ class Recording:
         values = tensors[1:] if is_in_place else tensors
         is_plain = len(targets) == 1 and target.is_contiguous() and (is_in_place or not written)
         matches = all(
-            (value.numel() == 1 and self._find(value) is None)
+            (value.numel() == 1 and self._find_storage(value) is None)
             or (value.shape == target.shape and value.is_contiguous())
             for value in values
         )
         kind = "whole"
-        if is_plain and matches and (torch.Tag.pointwise in operation.tags or name in _ELEMENTWISE):
+        if is_plain and matches and (torch.Tag.pointwise in operation.tags or name in _UNTAGGED_ELEMENTWISE):
             kind = "in place" if is_in_place else "elementwise"
         elif is_plain and is_in_place and not values and torch.Tag.nondeterministic_seeded in operation.tags:
             kind = "random"
-        arguments, keywords = _replace_tensors((arguments, keywords), self._get_reference)
+        arguments, keywords = _map_tensors((arguments, keywords), self._to_reference)
         if kind == "whole":
             for output in fresh:
                 self._add_storage(output)
             positions = {id(tensor): position for position, tensor in enumerate(tensors)}
             for index, changed in enumerate(targets):
-                storage = self._find(changed)
+                storage = self._find_storage(changed)
                 assert storage is not None
                 result = index if not written else -1 - positions[id(changed)]
                 layout = (tuple(changed.shape), changed.stride())
-                self._write(storage, 0, storage.size, operation, arguments, keywords, kind, result, layout)
+                self._append_write(
+                    storage, 0, storage.size, operation, arguments, keywords, kind, result, layout
+                )
             return
-        storage = self._find(target) or self._add_storage(target)
+        storage = self._find_storage(target) or self._add_storage(target)
         start = int(target.storage_offset())
-        self._write(storage, start, start + target.numel(), operation, arguments, keywords, kind)
+        self._append_write(storage, start, start + target.numel(), operation, arguments, keywords, kind)
 
     def _record_truncated_normal(
         self, function: Callable[..., Tensor], tensor: Tensor, *arguments: Any
     ) -> Tensor:
         """Record a truncated normal distribution, which torch draws by rejection, for each tile."""
-        storage = self._find(tensor)
+        storage = self._find_storage(tensor)
         *settings, generator = arguments
         if storage is None or generator is not None or not tensor.is_contiguous():
             return function(tensor, *arguments)
@@ -341,43 +345,43 @@ class Recording:
         def draw_values(target: Tensor, *, generator: torch.Generator) -> None:
             function(target, *settings, generator)
 
-        self._write(storage, start, start + tensor.numel(), draw_values, (), {}, "random")
+        self._append_write(storage, start, start + tensor.numel(), draw_values, (), {}, "random")
         return tensor
 
-    def _get_reference(self, tensor: Tensor) -> Any:
+    def _to_reference(self, tensor: Tensor) -> Any:
         """Return a reference to a recorded tensor, or a copy of another one."""
-        storage = self._find(tensor)
+        storage = self._find_storage(tensor)
         return tensor.detach().clone() if storage is None else self._build_view(tensor, storage)
 
-    def _run_now(
+    def _run_with_values(
         self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], written: list[Tensor]
     ) -> Any:
         """Compute the arguments and run an operation that depends on values or on another generator."""
-        storages = [self._find(tensor) for tensor in written]
+        storages = [self._find_storage(tensor) for tensor in written]
         if any(storage is not None for storage in storages):
             raise RecordingError(f"{operation} changes a large tensor by values or by another generator")
 
-        def compute(tensor: Tensor) -> Tensor:
-            storage = self._find(tensor)
+        def compute_argument(tensor: Tensor) -> Tensor:
+            storage = self._find_storage(tensor)
             return tensor if storage is None else self._compute_view(self._build_view(tensor, storage), {})
 
-        real_arguments, real_keywords = _replace_tensors((arguments, keywords), compute)
+        real_arguments, real_keywords = _map_tensors((arguments, keywords), compute_argument)
         return operation(*real_arguments, **real_keywords)
 
     # -- computing ---------------------------------------------------------------------------------------
 
-    def _seed(self, number: int) -> int:
+    def _derive_tile_seed(self, tile_number: int) -> int:
         """Return the seed of a tile.
 
         torch uses 32 bits of a seed. This is a permutation, so that no two tiles of a model have the same
         seed.
         """
-        for key in self._keys:
-            number = (number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
-            number ^= number >> 15
-        return number
+        for key in self._seed_keys:
+            tile_number = (tile_number ^ key) * 0x9E3779B1 & 0xFFFFFFFF
+            tile_number ^= tile_number >> 15
+        return tile_number
 
-    def _read(self, view: _View, index: Index) -> Tensor:
+    def _compute_slice(self, view: _RecordedView, index: Index) -> Tensor:
         """Compute a slice of a tensor."""
         cache: dict[Any, Any] = {}
         shape = view.shape
@@ -396,144 +400,157 @@ class Recording:
                 position = position * size + value
             position = view.offset + position * math.prod(shape[dim:])
             first, last = (index[dim].start * row, index[dim].stop * row) if shape else (0, 1)
-            runs.append(self._compute(view.storage, view.last, position + first, position + last, cache))
+            runs.append(
+                self._compute_elements(
+                    view.storage, view.last_write, position + first, position + last, cache
+                )
+            )
         values = torch.cat(runs) if len(runs) != 1 else runs[0]
         return values.reshape([part.stop - part.start for part in index])
 
-    def _compute_view(self, view: _View, cache: dict[Any, Any]) -> Tensor:
-        values = self._compute(view.storage, view.last, 0, view.storage.size, cache)
+    def _compute_view(self, view: _RecordedView, cache: dict[Any, Any]) -> Tensor:
+        values = self._compute_elements(view.storage, view.last_write, 0, view.storage.size, cache)
         return torch.as_strided(values, view.shape, view.stride, view.offset)
 
-    def _compute(
-        self, storage: _Storage, last: _Write | None, start: int, stop: int, cache: dict[Any, Any]
+    def _compute_elements(
+        self,
+        storage: _RecordedStorage,
+        last_write: _RecordedWrite | None,
+        start: int,
+        stop: int,
+        cache: dict[Any, Any],
     ) -> Tensor:
         """Compute the elements ``start`` to ``stop`` of a storage, tile by tile.
 
         Args:
             storage: The storage.
-            last: Its last write that counts.
+            last_write: Its last write that counts.
             start: First element.
             stop: End of the elements.
             cache: Results of operations on complete tensors, and the last tile.
         """
         values = torch.zeros(stop - start, dtype=storage.dtype)
         writes = []
-        while last is not None:
-            writes.append(last)
-            last = last.previous
+        while last_write is not None:
+            writes.append(last_write)
+            last_write = last_write.previous
         writes.reverse()
         for number, first, end in storage.iter_tiles(start, stop):
             inside = first >= start and end <= stop
             if inside:
                 tile = values[first - start : end - start]
-                self._fill_tile(tile, number, first, end, writes, cache)
+                self._apply_writes_to_tile(tile, number, first, end, writes, cache)
                 continue
             key = ("tile", writes[-1] if writes else None)
             if cache.get(key, (None,))[0] != number:
                 tile = torch.zeros(end - first, dtype=storage.dtype)
-                self._fill_tile(tile, number, first, end, writes, cache)
+                self._apply_writes_to_tile(tile, number, first, end, writes, cache)
                 cache[key] = (number, tile)
             tile = cache[key][1]
             low, high = max(first, start), min(end, stop)
             values[low - start : high - start] = tile[low - first : high - first]
         return values
 
-    def _fill_tile(
+    def _apply_writes_to_tile(
         self,
         tile: Tensor,
         number: int,
-        first: int,
-        end: int,
-        writes: Sequence[_Write],
+        start: int,
+        stop: int,
+        writes: Sequence[_RecordedWrite],
         cache: dict[Any, Any],
     ) -> None:
-        """Apply ``writes`` to the tile of the elements ``first`` to ``end``."""
+        """Apply ``writes`` to the tile of the elements ``start`` to ``stop``."""
         for write in writes:
-            low, high = max(first, write.start), min(end, write.stop)
+            low, high = max(start, write.start), min(stop, write.stop)
             if low >= high:
                 continue
-            target = tile if high - low == end - first else tile[low - first : high - first]
+            target = tile if high - low == stop - start else tile[low - start : high - start]
             if write.kind == "random":
-                self._generator.manual_seed(self._seed(write.number + number))
+                self._generator.manual_seed(self._derive_tile_seed(write.first_tile + number))
                 keywords = {**(write.keywords or {}), "generator": self._generator}
                 write.operation(target, *write.arguments[1:], **keywords)
                 continue
             if write.kind == "whole":
                 if write not in cache:
-                    cache[write] = self._compute_whole(write, cache)
+                    cache[write] = self._compute_whole_result(write, cache)
                 target.copy_(cache[write][low:high])
                 continue
 
-            def cut(value: Any, low: int = low - write.start, high: int = high - write.start) -> Any:
-                if isinstance(value, _View):
+            def slice_argument(
+                value: Any, low: int = low - write.start, high: int = high - write.start
+            ) -> Any:
+                if isinstance(value, _RecordedView):
                     start, stop = value.offset + low, value.offset + high
-                    return self._compute(value.storage, value.last, start, stop, cache)
+                    return self._compute_elements(value.storage, value.last_write, start, stop, cache)
                 is_single = not isinstance(value, torch.Tensor) or value.numel() == 1
                 return value if is_single else value.reshape(-1)[low:high]
 
             if write.kind == "in place":
-                arguments, keywords = _replace((write.arguments[1:], write.keywords or {}), cut)
+                arguments, keywords = _map_leaves((write.arguments[1:], write.keywords or {}), slice_argument)
                 write.operation(target, *arguments, **keywords)
             else:
-                arguments, keywords = _replace((write.arguments, write.keywords or {}), cut)
+                arguments, keywords = _map_leaves((write.arguments, write.keywords or {}), slice_argument)
                 target.copy_(write.operation(*arguments, **keywords))
 
-    def _compute_whole(self, write: _Write, cache: dict[Any, Any]) -> Tensor:
+    def _compute_whole_result(self, write: _RecordedWrite, cache: dict[Any, Any]) -> Tensor:
         """Run an operation on complete tensors and return the elements of the storage that it changes."""
-        changed: list[Tensor] = []
+        argument_tensors: list[Tensor] = []
 
-        def compute(value: Any) -> Any:
-            if isinstance(value, _View):
+        def compute_argument(value: Any) -> Any:
+            if isinstance(value, _RecordedView):
                 tensor = self._compute_view(value, {**cache})
-                changed.append(tensor)
+                argument_tensors.append(tensor)
                 return tensor
             if isinstance(value, torch.Tensor):
-                changed.append(value)
+                argument_tensors.append(value)
             return value
 
-        arguments, keywords = _replace((write.arguments, write.keywords or {}), compute)
+        arguments, keywords = _map_leaves((write.arguments, write.keywords or {}), compute_argument)
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self._seed(write.number))
+            torch.default_generator.manual_seed(self._derive_tile_seed(write.first_tile))
             results = write.operation(*arguments, **keywords)
-        if write.result < 0:
-            tensor = changed[-1 - write.result]
+        if write.result_index < 0:
+            tensor = argument_tensors[-1 - write.result_index]
             return torch.as_strided(
                 tensor, [tensor.untyped_storage().nbytes() // tensor.element_size()], [1], 0
             )
         outputs = [leaf for leaf in torch_internals.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-        output = outputs[write.result]
-        values = torch.zeros(write.size, dtype=output.dtype)
+        output = outputs[write.result_index]
+        values = torch.zeros(write.storage_size, dtype=output.dtype)
         torch.as_strided(values, write.shape, write.stride).copy_(output)
         return values
 
 
-_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "randn")
-_READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_FACTORY_FUNCTIONS = ("empty", "zeros", "ones", "full", "rand", "randn")
+_VALUE_READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result depends on the values of tensors."""
-_OVERWRITES = {
+_OVERWRITING_OPERATIONS = {
     operation
     for family in (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
     for operation in (getattr(family, name) for name in family.overloads())
 }
-_ELEMENTWISE = ("fill_", "zero_", "copy_", "_to_copy", "clone")
+_UNTAGGED_ELEMENTWISE = ("fill_", "zero_", "copy_", "_to_copy", "clone")
 """Elementwise operations that torch does not tag as pointwise."""
 
 
-def _find_written(operation: Any, arguments: tuple[Any, ...], tensors: list[Tensor]) -> list[int]:
+def _find_written_positions(operation: Any, arguments: tuple[Any, ...], tensors: list[Tensor]) -> list[int]:
     """Return the positions in ``tensors`` of the arguments that an operation changes."""
     changed = [
         value
-        for argument, value in zip(torch_internals.get_schema(operation).arguments, arguments, strict=False)
+        for argument, value in zip(
+            torch_internals.get_operation_schema(operation).arguments, arguments, strict=False
+        )
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     leaves = torch_internals.tree_leaves(changed)
     return [i for i, tensor in enumerate(tensors) if any(tensor is leaf for leaf in leaves)]
 
 
-def _replace(tree: Any, replace: Any) -> Any:
+def _map_leaves(tree: Any, replace: Any) -> Any:
     leaves, structure = torch_internals.tree_flatten(tree)
     return torch_internals.tree_unflatten([replace(leaf) for leaf in leaves], structure)
 
 
-def _replace_tensors(tree: Any, replace: Any) -> Any:
-    return _replace(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+def _map_tensors(tree: Any, replace: Any) -> Any:
+    return _map_leaves(tree, lambda leaf: replace(leaf) if isinstance(leaf, torch.Tensor) else leaf)

@@ -1,8 +1,8 @@
 """Attention that stays within the documents of a packed sample.
 
 The data marks documents by ``position_ids`` that begin at 0 in each, and gives their lengths
-(:class:`portable.data.samples.packing.PackedDocuments`). Every layer then attends as if each document were a
-sequence of its own:
+(:class:`portable.data.samples.packing.PackedDocumentSamples`). Every layer then attends as if each document
+were a sequence of its own:
 
 * Masks: transformers makes the mask of each kind of layer (causal, sliding window, chunked) from a function
   of two positions. Here, that function gets positions within documents, and a mask has a fixed shape. No
@@ -12,7 +12,7 @@ sequence of its own:
 * Flash attention, of a package or the hub, gets the lengths themselves.
 
 Models that mix tokens in another way, such as a state space model, or that count positions themselves cannot
-keep documents apart. :func:`check_documents` refuses them.
+keep documents apart. :func:`check_document_separation` refuses them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from portable.batch import PART_POSITIONS, TEXT_TOKENS
+from portable.batch import PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
 from portable.config.derived_defaults import compute_derived_defaults
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
@@ -68,10 +68,10 @@ rembert roc_bert roformer seed_oss shieldgemma2 smollm3 smolvlm solar_open stabl
 video_llama_3 video_llava vipllava voxtral whisper xglm youtu
 """
 
-KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
+DOCUMENT_SEPARATING_TYPES = frozenset(_COMPARED.split())
 """Model types whose packed documents have the loss and gradients of single documents, as a test shows."""
 
-TEXT_PARTS = frozenset(
+DOCUMENT_SEPARATING_TEXT_TYPES = frozenset(
     {
         "emu3_text_model",
         "glm4v_moe_text",
@@ -86,20 +86,20 @@ TEXT_PARTS = frozenset(
         "qwen3_vl_text",
     }
 )
-"""Model types of the text configs of composite models in :data:`KEEP_DOCUMENTS_APART`."""
+"""Model types of the text configs of composite models in :data:`DOCUMENT_SEPARATING_TYPES`."""
 
-READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
-"""Types in :data:`KEEP_DOCUMENTS_APART` whose layers compute with the mask, so that it must be a tensor."""
+MASK_READING_TYPES = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
+"""Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers compute with the mask, so that it must be a tensor."""
 
-_MASKED = ("sdpa", "eager", "flex_attention")
+_MASKED_KERNELS = ("sdpa", "eager", "flex_attention")
 """The kernels that take the masks made here. Others must take lengths, as flash attention does."""
-LAYERS_THAT_KEEP_DOCUMENTS_APART = frozenset(
+DOCUMENT_SEPARATING_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
 )
 """Layer types of transformers that mix tokens only by masked attention, or do not mix tokens."""
-LAYERS_WITH_STATE = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layer types of transformers that carry a state along a sequence."""
-OTHER_LAYERS = frozenset(
+UNTESTED_LAYERS = frozenset(
     {
         "window_attention",
         "compressed_sparse_attention",
@@ -111,7 +111,7 @@ OTHER_LAYERS = frozenset(
 """Layer types of transformers that no test covers yet."""
 
 
-def check_documents(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
+def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
     """Raise UserError if ``model`` may let the documents of a packed sample see each other.
 
     Args:
@@ -120,20 +120,20 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing", *, seq_le
     """
     config = model.config
     kernel = get_attention_kernel(config)
-    if kernel not in _MASKED and (
-        _get_mask_function(kernel) is not _get_mask_function("flash_attention_2") or "flash" not in kernel
+    if kernel not in _MASKED_KERNELS and (
+        _find_mask_function(kernel) is not _find_mask_function("flash_attention_2") or "flash" not in kernel
     ):
         raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
-    why = explain_mixing(config, seq_len)
-    if why is None and not _is_causal(model):
-        why = "attends in both directions; set is_decoder: true in its config"
-    if why is None:
+    reason = explain_document_mixing(config, seq_len)
+    if reason is None and not _makes_only_causal_masks(model):
+        reason = "attends in both directions; set is_decoder: true in its config"
+    if reason is None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
-    raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
+    raise UserError(f"{key}: {type(model).__name__} {reason}; {remedy}")
 
 
-def explain_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
+def explain_document_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
     """Explain why attention in a model might cross the document boundaries of a packed sample.
 
     Args:
@@ -144,28 +144,31 @@ def explain_mixing(config: PretrainedConfig, seq_len: int = 0) -> str | None:
         The reason, as a verb phrase. None if a test has shown that the model type keeps documents apart.
     """
     layers = getattr(config.get_text_config(), "layer_types", None) or ()
-    others = [layer for layer in layers if layer not in LAYERS_THAT_KEEP_DOCUMENTS_APART]
-    if stateful := next((layer for layer in others if layer in LAYERS_WITH_STATE), None):
+    unproven_layers = [layer for layer in layers if layer not in DOCUMENT_SEPARATING_LAYERS]
+    if stateful := next((layer for layer in unproven_layers if layer in STATEFUL_LAYERS), None):
         return f"has layers of type {stateful}, which carry a state from one text to the next"
-    if others:
-        return f"has layers of type {others[0]}, which were not found to keep packed texts apart"
+    if unproven_layers:
+        return f"has layers of type {unproven_layers[0]}, which were not found to keep packed texts apart"
     text: Any = config.get_text_config()
     if getattr(text, "attn_temperature_tuning", False) and seq_len >= text.floor_scale:
         return (
             f"scales attention by the position in the sample from {text.floor_scale} tokens on "
             "(attn_temperature_tuning)"
         )
-    part = text.model_type  # a composite model may have a text config of any type
-    if config.model_type not in KEEP_DOCUMENTS_APART or part not in KEEP_DOCUMENTS_APART | TEXT_PARTS:
+    text_type = text.model_type  # a composite model may have a text config of any type
+    if (
+        config.model_type not in DOCUMENT_SEPARATING_TYPES
+        or text_type not in DOCUMENT_SEPARATING_TYPES | DOCUMENT_SEPARATING_TEXT_TYPES
+    ):
         return "was not found to keep packed texts apart"
     return None
 
 
-def choose_packing(config: RunConfig) -> RunConfig:
+def apply_default_packing(config: RunConfig) -> RunConfig:
     """Choose the default of ``data.packing`` for the model.
 
-    The default for conversations is ``documents``. It becomes false if the model might mix the documents of a
-    packed sample. A value that the user has set is not changed.
+    The default for conversations is ``document_numbers``. It becomes false if the model might mix the
+    documents of a packed sample. A value that the user has set is not changed.
 
     Args:
         config: The config of the run.
@@ -178,14 +181,14 @@ def choose_packing(config: RunConfig) -> RunConfig:
     from portable.model.build import load_model_config
 
     try:
-        reason = explain_mixing(load_model_config(config.model), config.data.seq_len)
+        reason = explain_document_mixing(load_model_config(config.model), config.data.seq_len)
     except UserError:  # building the model reports the error
         return config
     return config if reason is None else config.replaced({"data.packing": False})
 
 
-def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
-    """List the notes for the user about a default that :func:`choose_packing` has changed.
+def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """List the notes for the user about a default that :func:`apply_default_packing` has changed.
 
     Args:
         config: The config of the run.
@@ -197,7 +200,7 @@ def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     default = compute_derived_defaults(config).get("data.packing")  # missing if the user has set the value
     if config.data.packing is not False or default != "documents":
         return []
-    reason = explain_mixing(model.config, config.data.seq_len)
+    reason = explain_document_mixing(model.config, config.data.seq_len)
     if reason is None:
         return []
     return [
@@ -206,22 +209,22 @@ def list_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _get_mask_function(kernel: str) -> Any:
+def _find_mask_function(kernel: str) -> Any:
     return get_mask_functions().get(kernel, None)
 
 
-_DIRECTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+_DIRECTION_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_decoder": ((False,), "true"),
     "use_bidirectional_attention": ((True, "all"), "false"),
     "causal": ((False,), "true"),  # XLM
     "attn_type": (("bi",), "uni"),  # XLNet
 }
 """Settings of the text config that select attention in both directions: such values, and a causal value."""
-_NEVER_CAUSAL = ("cpmant",)
+_BIDIRECTIONAL_TYPES = ("cpmant",)
 """Model types whose attention is always in both directions."""
 
 
-def check_direction(model: PreTrainedModel, key: str = "model") -> None:
+def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
     """Raise UserError if a causal language model attends to later tokens, because it would see its labels.
 
     Args:
@@ -230,11 +233,14 @@ def check_direction(model: PreTrainedModel, key: str = "model") -> None:
     """
     text: Any = model.config.get_text_config()
     name = f"{key}: {type(model).__name__} attends in both directions"
-    for setting, (values, causal) in _DIRECTIONS.items():
+    for setting, (values, causal) in _DIRECTION_SETTINGS.items():
         value = getattr(text, setting, None)
-        if not any(value is other or (value == other and value) for other in values):
+        if not any(
+            value is bidirectional_value or (value == bidirectional_value and value)
+            for bidirectional_value in values
+        ):
             continue
-        if setting == "is_decoder" and _is_causal(model):
+        if setting == "is_decoder" and _makes_only_causal_masks(model):
             continue  # GPT-NeoX is causal anyway
         path = "model.config" if key == "model" else "its config.json"
         path = path if text is model.config else f"text_config in {path}"
@@ -243,23 +249,23 @@ def check_direction(model: PreTrainedModel, key: str = "model") -> None:
             f"{name} ({setting}: {shown}), so each token sees its own label; set {setting}: {causal} in "
             f"{path}, or choose another model.task"
         )
-    if model.config.model_type in _NEVER_CAUSAL:
+    if model.config.model_type in _BIDIRECTIONAL_TYPES:
         raise UserError(f"{name}, so each token sees its own label; choose another model")
 
 
-def _is_causal(model: PreTrainedModel) -> bool:
+def _makes_only_causal_masks(model: PreTrainedModel) -> bool:
     """Whether every mask that ``model``, on the meta device, makes in a forward pass is causal."""
     causal: list[bool] = []
 
-    def watch_mask(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
-        def make_watched_mask(**given: Any) -> Tensor:
-            causal.append(BOTH_DIRECTIONS not in given)
-            return make_mask(**given)
+    def wrap_mask_maker(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        def make_recorded_mask(**mask_arguments: Any) -> Tensor:
+            causal.append(BIDIRECTIONAL_ARGUMENT not in mask_arguments)
+            return make_mask(**mask_arguments)
 
-        return make_watched_mask
+        return make_recorded_mask
 
     # Masks come first. Some layers cannot run on the meta device.
-    with wrap_mask_function(watch_mask, get_attention_kernel(model.config)), suppress(Exception):
+    with wrap_mask_function(wrap_mask_maker, get_attention_kernel(model.config)), suppress(Exception):
         run_trial_forward(model)
     return bool(causal) and all(causal)
 
@@ -276,7 +282,7 @@ class DocumentForward(ForwardWrapper):
         config: Any = model.config
         self._kernel = get_attention_kernel(config)
         types = (config.model_type, config.get_text_config().model_type)
-        self._reads_mask = any(model_type in READ_THEIR_MASK for model_type in types)
+        self._reads_mask = any(model_type in MASK_READING_TYPES for model_type in types)
         self._model = model
 
     def __call__(self, *arguments: Any, **inputs: Any) -> Any:
@@ -288,10 +294,12 @@ class DocumentForward(ForwardWrapper):
                 document, and ``document_lengths``.
         """
         positions = inputs.get("position_ids")
-        inputs.pop(TEXT_TOKENS, None)
+        inputs.pop(TEXT_TOKENS_COLUMN, None)
         lengths = inputs.pop("document_lengths", None)
-        if PART_POSITIONS in inputs:  # if ranks share a sequence; `positions` are those of the whole sequence
-            inputs["position_ids"] = inputs.pop(PART_POSITIONS)
+        if (
+            PART_POSITIONS_COLUMN in inputs
+        ):  # if ranks share a sequence; `positions` are those of the whole sequence
+            inputs["position_ids"] = inputs.pop(PART_POSITIONS_COLUMN)
         if positions is None:
             return self.__wrapped__(*arguments, **inputs)
         # Otherwise transformers would read the positions on the host to find out whether documents are
@@ -301,24 +309,24 @@ class DocumentForward(ForwardWrapper):
                 return self.__wrapped__(
                     *arguments, **inputs, **_build_flash_arguments(lengths, positions.shape[1])
                 )
-            rows = None
-            if lengths is not None and self._calls_per_document(lengths.device):
+            document_lengths = None
+            if lengths is not None and self._attends_per_document(lengths.device):
                 register_document_sdpa()
-                rows = [[length for length in row if length] for row in lengths.tolist()]
-            with wrap_mask_function(_separate_documents(positions, rows), self._kernel):
+                document_lengths = [[length for length in row if length] for row in lengths.tolist()]
+            with wrap_mask_function(_build_document_mask_wrapper(positions, document_lengths), self._kernel):
                 return self.__wrapped__(*arguments, **inputs)
 
-    def _calls_per_document(self, device: torch.device) -> bool:
+    def _attends_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
         return all(torch_internals.get_compiled_call(module) is None for module in self._model.modules())
 
 
-def keep_documents_apart(model: Model) -> Model:
+def install_document_forward(model: Model) -> Model:
     """Make the model's forward method accept packed documents; see :class:`DocumentForward`.
 
     Args:
-        model: A transformers model, not wrapped, which :func:`check_documents` accepts.
+        model: A transformers model, not wrapped, which :func:`check_document_separation` accepts.
 
     Returns:
         The same model.
@@ -326,52 +334,59 @@ def keep_documents_apart(model: Model) -> Model:
     return DocumentForward.install(model)
 
 
-BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
+BIDIRECTIONAL_ARGUMENT = "allow_is_bidirectional_skip"
 """An argument of masks that are not causal."""
 
 
 @dataclass(frozen=True)
-class WithinDocuments:
+class DocumentMaskFunction:
     """Mask function of samples whose documents do not see each other.
 
     Attributes:
-        alone: Mask function of a single document. It takes the positions of two tokens in the document.
-        positions: Position of each token in its document, int64 ``[batch, tokens]``.
-        documents: Number of the document of each token, int64 ``[batch, tokens]``.
+        single_document_mask: Mask function of a single document. It takes the positions of two tokens in the
+        document. positions: Position of each token in its document, int64 ``[batch, tokens]``.
+        document_numbers: Number of the document of each token, int64 ``[batch, tokens]``.
     """
 
-    alone: Callable[..., Tensor]
+    single_document_mask: Callable[..., Tensor]
     positions: Tensor
-    documents: Tensor
+    document_numbers: Tensor
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
-        within = self.alone(batch, head, self.positions[batch, query], self.positions[batch, key])
-        return within & (self.documents[batch, query] == self.documents[batch, key])
+        is_visible = self.single_document_mask(
+            batch, head, self.positions[batch, query], self.positions[batch, key]
+        )
+        return is_visible & (self.document_numbers[batch, query] == self.document_numbers[batch, key])
 
 
-def _separate_documents(
-    positions: Tensor, rows: list[list[int]] | None
+def _build_document_mask_wrapper(
+    positions: Tensor, document_lengths: list[list[int]] | None
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
     """Keep documents apart in causal masks.
 
     Args:
         positions: of the tokens in their documents, int64 ``[batch, tokens]``.
-        rows: the lengths of the documents of each sample, if the masks may be :class:`_Documents`.
+        document_lengths: the lengths of the documents of each sample, if the masks may be
+        :class:`_PerDocumentMask`.
     """
     documents = (positions == 0).cumsum(-1)
 
-    def wrap_mask(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
-        def make_document_mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
-            if BOTH_DIRECTIONS in given:  # of another sequence, such as an image
-                return make_mask(mask_function=mask_function, **given)
-            if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
-                return _Documents(rows, mask_function, given.get("local_size"), make_mask)
-            apart = WithinDocuments(mask_function, positions, documents)
-            return make_mask(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
+    def wrap_mask_maker(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
+        def make_document_mask(*, mask_function: Callable[..., Tensor], **mask_arguments: Any) -> Any:
+            if BIDIRECTIONAL_ARGUMENT in mask_arguments:  # of another sequence, such as an image
+                return make_mask(mask_function=mask_function, **mask_arguments)
+            if (
+                document_lengths is not None and not mask_arguments["use_vmap"]
+            ):  # which is for functions of the model's own
+                return _PerDocumentMask(
+                    document_lengths, mask_function, mask_arguments.get("local_size"), make_mask
+                )
+            separated = DocumentMaskFunction(mask_function, positions, documents)
+            return make_mask(**{**mask_arguments, "mask_function": separated, "allow_is_causal_skip": False})
 
         return make_document_mask
 
-    return wrap_mask
+    return wrap_mask_maker
 
 
 def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
@@ -384,30 +399,30 @@ def _build_flash_arguments(lengths: Tensor, seq_len: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": seq_len, "max_length_k": seq_len}
 
 
-class _Documents:
+class _PerDocumentMask:
     """Replacement for the mask of a batch that attends to one document at a time.
 
     Args:
-        rows: Lengths of the documents of each sample.
-        function: Mask function within a document.
+        document_lengths: Lengths of the documents of each sample.
+        mask_function: Mask function within a document.
         local_size: Largest length at which the mask function is equal to a causal mask. None if it always is.
         make_mask: Function that makes a mask from a mask function.
     """
 
     def __init__(
         self,
-        rows: list[list[int]],
-        function: Callable[..., Tensor],
+        document_lengths: list[list[int]],
+        mask_function: Callable[..., Tensor],
         local_size: int | None,
         make_mask: Callable[..., Tensor],
     ) -> None:
-        self._rows = rows
-        self._function = function
+        self._document_lengths = document_lengths
+        self._mask_function = mask_function
         self._local_size = local_size
         self._make_mask = make_mask
         self._masks: dict[int, Tensor | None] = {}
 
-    def attend(
+    def attend_per_document(
         self,
         attention: Callable[..., tuple[Tensor, None]],
         module: nn.Module,
@@ -419,13 +434,17 @@ class _Documents:
         """Call ``attention`` for each document; returns ``[batch, tokens, heads, size of a head]``."""
         rows = []
         # The gradients of split are concatenated; those of slices would each be padded and added.
-        for lengths, *row in zip(self._rows, query.split(1), key.split(1), value.split(1), strict=True):
+        for lengths, *row in zip(
+            self._document_lengths, query.split(1), key.split(1), value.split(1), strict=True
+        ):
             parts = zip(*(tensor.split(lengths, dim=2) for tensor in row), strict=True)
-            results = [attention(module, *part, self._get_mask(part[0]), **keywords)[0] for part in parts]
+            results = [
+                attention(module, *part, self._build_document_mask(part[0]), **keywords)[0] for part in parts
+            ]
             rows.append(torch.cat(results, dim=1))
         return torch.cat(rows)
 
-    def _get_mask(self, query: Tensor) -> Tensor | None:
+    def _build_document_mask(self, query: Tensor) -> Tensor | None:
         length = query.shape[2]
         if self._local_size is None or length <= self._local_size:
             return None
@@ -434,7 +453,7 @@ class _Documents:
                 batch_size=1,
                 q_length=length,
                 kv_length=length,
-                mask_function=self._function,
+                mask_function=self._mask_function,
                 allow_is_causal_skip=False,
                 device=query.device,
             )
@@ -447,12 +466,12 @@ def register_document_sdpa() -> None:
 
     attention = AttentionInterface()["sdpa"]
 
-    def with_documents(
+    def attend_with_documents(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
     ) -> tuple[Tensor, None]:
-        if isinstance(attention_mask, _Documents):
-            return attention_mask.attend(attention, module, query, key, value, **keywords), None
+        if isinstance(attention_mask, _PerDocumentMask):
+            return attention_mask.attend_per_document(attention, module, query, key, value, **keywords), None
         result: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **keywords)
         return result
 
-    AttentionInterface.register("sdpa", with_documents)
+    AttentionInterface.register("sdpa", attend_with_documents)

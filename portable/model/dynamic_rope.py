@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.batch import TEXT_TOKENS
-from portable.data.samples.base import count_text_tokens
+from portable.batch import TEXT_TOKENS_COLUMN
+from portable.data.samples.base import compute_document_lengths
 from portable.errors import UserError
 from portable.model.forward import ForwardWrapper
-from portable.private.transformers_internals import RotaryLayer, list_rope_types
+from portable.private.transformers_internals import RotaryEmbedding, list_rope_types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.model.forward import Model
 
-_LENGTH_DEPENDENT = ("longrope", "dynamic")
-_OLD_NAMES = {"su": "longrope"}
+_LENGTH_DEPENDENT_ROPE_TYPES = ("longrope", "dynamic")
+_RENAMED_ROPE_TYPES = {"su": "longrope"}
 """Names of rope types in the configs of custom code."""
 
 
-def follows_length(rope_type: str) -> bool:
+def is_length_dependent(rope_type: str) -> bool:
     """Return whether the frequencies of a rope type depend on the length of the sequence."""
-    return any(name in rope_type for name in _LENGTH_DEPENDENT)
+    return any(name in rope_type for name in _LENGTH_DEPENDENT_ROPE_TYPES)
 
 
-def _list_scopes(config: PretrainedConfig) -> list[Any]:
+def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
     """List the mappings with a rope type in a config: one, or one for each layer type."""
     text = config.get_text_config()
     # Custom code may keep the older name.
@@ -45,23 +45,23 @@ def _list_scopes(config: PretrainedConfig) -> list[Any]:
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
-def has_length_dependent_rotations(config: PretrainedConfig) -> bool:
+def has_length_dependent_rope(config: PretrainedConfig) -> bool:
     """Return whether the rotary embeddings of a model depend on the length of the sequence."""
-    types = [str(scope.get("rope_type") or scope.get("type", "")) for scope in _list_scopes(config)]
-    return any(follows_length(_OLD_NAMES.get(kind, kind)) for kind in types)
+    types = [str(scope.get("rope_type") or scope.get("type", "")) for scope in _list_rope_settings(config)]
+    return any(is_length_dependent(_RENAMED_ROPE_TYPES.get(rope_type, rope_type)) for rope_type in types)
 
 
-def check_rotary_layers(model: Any, config: RunConfig) -> None:
+def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
     """Raise UserError if custom code of a model would count padding for the length of a text.
 
     Args:
         model: The model, on any device.
         config: The config of the run.
     """
-    kinds = (kind for module in model.modules() for kind in list_rope_types(module).values())
-    if not has_length_dependent_rotations(model.config) or any(map(follows_length, kinds)):
+    rope_types = (rope_type for module in model.modules() for rope_type in list_rope_types(module).values())
+    if not has_length_dependent_rope(model.config) or any(map(is_length_dependent, rope_types)):
         return
-    limits = [scope.get("original_max_position_embeddings") for scope in _list_scopes(model.config)]
+    limits = [scope.get("original_max_position_embeddings") for scope in _list_rope_settings(model.config)]
     text: Any = model.config.get_text_config()
     names = "original_max_position_embeddings", "max_position_embeddings"
     limits += [getattr(text, name, None) for name in names]
@@ -75,7 +75,7 @@ def check_rotary_layers(model: Any, config: RunConfig) -> None:
     )
 
 
-def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
+def check_length_dependent_rope(config: PretrainedConfig, task: str, key: str) -> None:
     """Check that the length of each text is available to the rotary embeddings of a model.
 
     Args:
@@ -86,7 +86,7 @@ def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
     Raises:
         UserError: If the length is not available.
     """
-    if not has_length_dependent_rotations(config):
+    if not has_length_dependent_rope(config):
         return
     if task == "seq2seq-lm":
         reason = "which padded targets do not have"
@@ -100,7 +100,7 @@ def check_rotations(config: PretrainedConfig, task: str, key: str) -> None:
     )
 
 
-class RotationForward(ForwardWrapper):
+class TextLengthForward(ForwardWrapper):
     """Forward method that gives the rotary embeddings of a model the length of each text.
 
     Args:
@@ -110,7 +110,7 @@ class RotationForward(ForwardWrapper):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._layers = [
-            _LengthAwareForward.install(module, types)
+            _TextLengthRotaryForward.install(module, types)
             for module in model.modules()
             if (types := _find_length_dependent_types(module))
         ]
@@ -123,9 +123,11 @@ class RotationForward(ForwardWrapper):
         """
         if "input_ids" not in inputs:
             return self.__wrapped__(*arguments, **inputs)
-        tokens = inputs[TEXT_TOKENS] if TEXT_TOKENS in inputs else count_text_tokens(inputs)
+        text_lengths = (
+            inputs[TEXT_TOKENS_COLUMN] if TEXT_TOKENS_COLUMN in inputs else compute_document_lengths(inputs)
+        )
         for layer in self._layers:
-            layer.tokens, layer.in_forward = tokens, True
+            layer.text_lengths, layer.in_forward = text_lengths, True
         try:
             return self.__wrapped__(*arguments, **inputs)
         finally:
@@ -133,7 +135,7 @@ class RotationForward(ForwardWrapper):
                 layer.in_forward = False
 
 
-def rotate_by_text(model: Model) -> Model:
+def install_text_length_forward(model: Model) -> Model:
     """Make length-dependent rotary embeddings follow the length of each text of a batch.
 
     Without such embeddings, nothing changes.
@@ -145,16 +147,20 @@ def rotate_by_text(model: Model) -> Model:
         The same model.
     """
     if any(map(_find_length_dependent_types, model.modules())):
-        RotationForward.install(model)
+        TextLengthForward.install(model)
     return model
 
 
 def _find_length_dependent_types(module: nn.Module) -> dict[str | None, str]:
     """Return the length-dependent rope types of a rotary embedding by layer type; empty if it has none."""
-    return {name: kind for name, kind in list_rope_types(module).items() if follows_length(kind)}
+    return {
+        name: rope_type
+        for name, rope_type in list_rope_types(module).items()
+        if is_length_dependent(rope_type)
+    }
 
 
-class _LengthAwareForward:
+class _TextLengthRotaryForward:
     """Replaces the ``forward`` of a rotary embedding.
 
     Args:
@@ -163,18 +169,18 @@ class _LengthAwareForward:
             one.
 
     Attributes:
-        tokens: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
+        text_lengths: Length of the text of each token, int64 ``[batch, tokens]`` or ``[batch, 1]``.
         in_forward: Whether a forward pass of the texts is running.
     """
 
     def __init__(self, module: nn.Module, types: Mapping[str | None, str]) -> None:
-        self._layer = RotaryLayer(module)
-        self._types = types
-        self.tokens: Tensor | None = None
+        self._layer = RotaryEmbedding(module)
+        self._rope_types = types
+        self.text_lengths: Tensor | None = None
         self.in_forward = False
 
     @classmethod
-    def install(cls, module: Any, types: Mapping[str | None, str]) -> _LengthAwareForward:
+    def install(cls, module: Any, types: Mapping[str | None, str]) -> _TextLengthRotaryForward:
         """Replace the ``forward`` of ``module``, unless an earlier call has replaced it."""
         present = vars(module).get("forward")
         if not isinstance(present, cls):
@@ -185,37 +191,42 @@ class _LengthAwareForward:
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **keywords: Any
     ) -> Any:
         """Compute the cosines and sines of each position, as the module does for each text by itself."""
-        layer, tokens = self._layer, self.tokens
+        layer, text_lengths = self._layer, self.text_lengths
         if layer_type is not None:
             keywords["layer_type"] = layer_type
-        in_use = tokens is not None and (self.in_forward or layer.module.training)
-        if tokens is None or not in_use or layer_type not in self._types:
+        in_use = text_lengths is not None and (self.in_forward or layer.module.training)
+        if text_lengths is None or not in_use or layer_type not in self._rope_types:
             return layer.forward(x, position_ids, **keywords)
-        if tokens.shape[-1] not in (1, position_ids.shape[-1]):  # positions of other things than tokens
+        if text_lengths.shape[-1] not in (1, position_ids.shape[-1]):  # positions of other things than tokens
             return layer.forward(x, position_ids, **keywords)
-        shape = (tokens.shape[0], position_ids.shape[-1])
-        tokens = tokens.expand(shape)
+        shape = (text_lengths.shape[0], position_ids.shape[-1])
+        text_lengths = text_lengths.expand(shape)
         positions = position_ids.expand(*position_ids.shape[:-2], *shape)
         with torch.no_grad():
-            if "longrope" in self._types[layer_type]:
-                return self._choose_factors(x, positions, tokens, layer_type, keywords)
-            return layer.rotate_by_length(x, positions, tokens, layer_type)
+            if "longrope" in self._rope_types[layer_type]:
+                return self._rotate_with_longrope(x, positions, text_lengths, layer_type, keywords)
+            return layer.compute_rotations_by_length(x, positions, text_lengths, layer_type)
 
-    def _choose_factors(
-        self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None, keywords: dict[str, Any]
+    def _rotate_with_longrope(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        text_lengths: Tensor,
+        layer_type: str | None,
+        keywords: dict[str, Any],
     ) -> Any:
         """Compute the rotations with the short and with the long factors, and choose by text.
 
         The module chooses by its largest position. One more position, which is dropped, decides for it.
         """
         limit = self._layer.get_original_length(layer_type)
-        is_long = tokens > limit
+        is_long = text_lengths > limit
         results = []
         for factors_are_long in (False, True):
             largest = torch.full_like(positions[..., :1], limit if factors_are_long else 0)
             # Padding of short texts has positions beyond the limit.
-            shown = positions if factors_are_long else positions.clamp(max=limit - 1)
-            result = self._layer.forward(x, torch.cat([shown, largest], dim=-1), **keywords)
+            clamped_positions = positions if factors_are_long else positions.clamp(max=limit - 1)
+            result = self._layer.forward(x, torch.cat([clamped_positions, largest], dim=-1), **keywords)
             results.append(result if isinstance(result, tuple) else (result,))
         chosen = tuple(
             torch.where(is_long[..., None], long[..., :-1, :], short[..., :-1, :])

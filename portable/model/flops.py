@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 def count_parameters(model: nn.Module) -> int:
     """Number of parameters. Tied parameters count once."""
-    stands_for = _map_quantized_elements(model)
-    return sum(stands_for.get(id(p), p.numel()) for p in model.parameters())
+    quantized_elements = _map_quantized_elements(model)
+    return sum(quantized_elements.get(id(p), p.numel()) for p in model.parameters())
 
 
-def format_parameter_counts(parameters: int, trained: int) -> str:
+def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
     """Both counts, for the user."""
-    part = "" if trained == parameters else f", of which {trained:,} are trained"
-    return f"{parameters:,} parameters{part}"
+    part = "" if num_trained == num_parameters else f", of which {num_trained:,} are trained"
+    return f"{num_parameters:,} parameters{part}"
 
 
 def count_trained_parameters(model: nn.Module) -> int:
@@ -55,30 +55,30 @@ def compute_flops_per_token(model: PreTrainedModel, config: PretrainedConfig, se
         if not all(f"{prefix}.{name}" in unreached for name, _ in layer.named_parameters())
     ]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
-    share = 1.0 - _compute_idle_share(text)
-    passes, flops, reached, stands_for = 1, 0.0, set[int](), _map_quantized_elements(model)
+    active_expert_share = 1.0 - _compute_idle_expert_share(text)
+    passes, flops, backward_ids, quantized_elements = 1, 0.0, set[int](), _map_quantized_elements(model)
     for name, parameter in model.named_parameters():
         if name in unreached:
             continue
         if parameter.requires_grad:
             passes = 2
         if passes == 2:
-            reached.add(id(parameter))
+            backward_ids.add(id(parameter))
         if parameter is not embedding or tied:
-            used = share if _is_expert(name, parameter, text) else 1.0
+            used_share = active_expert_share if _is_expert_parameter(name, parameter, text) else 1.0
             flops += (
                 2.0
                 * (passes + parameter.requires_grad)
-                * used
-                * stands_for.get(id(parameter), parameter.numel())
+                * used_share
+                * quantized_elements.get(id(parameter), parameter.numel())
             )
-    through = sum(bool(layer & reached) for layer in layers)
-    return flops + 4.0 * (len(layers) + 2 * through) * hidden * seq_len
+    layers_with_backward = sum(bool(layer & backward_ids) for layer in layers)
+    return flops + 4.0 * (len(layers) + 2 * layers_with_backward) * hidden * seq_len
 
 
 def _map_quantized_elements(model: nn.Module) -> dict[int, int]:
     """The elements that quantized parameters of ``model`` stand for, by ``id``."""
-    return {id(m.bits): m.elements for m in model.modules() if isinstance(m, QuantizedLinear)}
+    return {id(m.bits): m.num_elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
 def _count_experts(text: PretrainedConfig) -> int:
@@ -87,39 +87,39 @@ def _count_experts(text: PretrainedConfig) -> int:
     return next((int(count) for count in counts if count), 0)
 
 
-def _compute_idle_share(text: PretrainedConfig) -> float:
+def _compute_idle_expert_share(text: PretrainedConfig) -> float:
     """The share of a layer's experts that a token does not use."""
     chosen, experts = getattr(text, "num_experts_per_tok", None), _count_experts(text)
     return 1.0 - chosen / experts if chosen and experts else 0.0
 
 
-def _is_expert(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
+def _is_expert_parameter(name: str, parameter: nn.Parameter, text: PretrainedConfig) -> bool:
     """Whether it holds experts: transformers stacks those of a layer along the first dim."""
     return ".experts." in name and parameter.dim() > 1 and parameter.shape[0] == _count_experts(text)
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+HINTED_SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 
 
 def build_shape_hints(
-    config: PretrainedConfig, *, tokens: int, multiple: int | None, precision: str
+    config: PretrainedConfig, *, micro_batch_tokens: int, shape_multiple: int | None, precision: str
 ) -> list[str]:
-    """Return a hint for each matrix dimension that is not a multiple of ``multiple``.
+    """Return a hint for each matrix dimension that is not a multiple of ``shape_multiple``.
 
     Args:
         config: the model's config.
-        tokens: per micro-batch; the third dimension of the products.
-        multiple: elements, from :meth:`portable.backend.Backend.get_shape_multiple`; None returns no hints.
-        precision: of the products, for the text.
+        micro_batch_tokens: per micro-batch; the third dimension of the products.
+        shape_multiple: elements, from :meth:`portable.backend.Backend.get_shape_multiple`; None returns no
+        hints. precision: of the products, for the text.
     """
-    if multiple is None:
+    if shape_multiple is None:
         return []
     text = config.get_text_config()
-    sizes = {f"model.config.{name}": getattr(text, name, None) for name in SIZES}
-    sizes["train.micro_batch_size x data.seq_len"] = tokens
+    sizes = {f"model.config.{name}": getattr(text, name, None) for name in HINTED_SIZES}
+    sizes["train.micro_batch_size x data.seq_len"] = micro_batch_tokens
     return [
-        f"hint: {name} is {size}, not a multiple of {multiple}; this device multiplies {precision} "
-        f"faster with {size + -size % multiple}"
+        f"hint: {name} is {size}, not a multiple of {shape_multiple}; this device multiplies {precision} "
+        f"faster with {size + -size % shape_multiple}"
         for name, size in sizes.items()
-        if isinstance(size, int) and size % multiple
+        if isinstance(size, int) and size % shape_multiple
     ]

@@ -25,7 +25,7 @@ class ForwardWrapper:
         self.__wrapped__: Any = model.forward  # the name under which inspect.signature looks for it
 
     @property
-    def replaced_method(self) -> Any:
+    def original_forward(self) -> Any:
         """Forward method of the model before the first replacement."""
         method = self.__wrapped__
         while isinstance(method, ForwardWrapper):
@@ -39,11 +39,11 @@ class ForwardWrapper:
         Returns:
             The same model.
         """
-        present: Any = vars(model).get("forward")
-        while isinstance(present, ForwardWrapper):
-            if isinstance(present, cls):
+        current_forward: Any = vars(model).get("forward")
+        while isinstance(current_forward, ForwardWrapper):
+            if isinstance(current_forward, cls):
                 return model
-            present = present.__wrapped__
+            current_forward = current_forward.__wrapped__
         changed: Any = model
         changed.forward = cls(model)
         return model

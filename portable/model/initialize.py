@@ -1,4 +1,4 @@
-"""Initial weights, with the values or the distributions of transformers' ``from_config``."""
+"""Initial weights, with the values or the distributions of transformers' ``build_model_from_config``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from portable.errors import to_one_line
 from portable.model.build import apply_model_function
-from portable.model.deferred_init import SMALLEST_RECORDED, Recording
+from portable.model.deferred_init import MIN_RECORDED_ELEMENTS, InitializationRecording
 from portable.model.parameters import get_state_tensors
 from portable.model.weight_sources import ComputedTensor, ReadableTensor
-from portable.private.transformers_internals import from_config
+from portable.private.transformers_internals import build_model_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedModel
 
-LARGEST_AT_ONCE = 512 << 20
+MAX_WHOLE_MODEL_BYTES = 512 << 20
 """Size in bytes of the largest model whose weights every rank computes whole, as transformers does."""
 
 
@@ -32,55 +32,67 @@ class InitialWeights:
 
     Attributes:
         model: of the run, without an adapter.
-        function: ``model.function``, which has changed it; None without one.
-        not_recorded: Reason for which a large model was computed whole; None if it was not.
+        model_function: ``model.function``, which has changed it; None without one.
+        recording_failure: Reason for which a large model was computed whole; None if it was not.
     """
 
     model: PreTrainedModel
-    function: str | None = None
-    not_recorded: str | None = None
+    model_function: str | None = None
+    recording_failure: str | None = None
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, function: str | None = None) -> InitialWeights:
-        return cls(copy.deepcopy(model), function)
+    def from_model(cls, model: PreTrainedModel, model_function: str | None = None) -> InitialWeights:
+        return cls(copy.deepcopy(model), model_function)
 
-    def build_weights(
-        self, seed: int, *, largest: int = LARGEST_AT_ONCE, smallest: int = SMALLEST_RECORDED
+    def build_lazy_weights(
+        self,
+        seed: int,
+        *,
+        max_whole_bytes: int = MAX_WHOLE_MODEL_BYTES,
+        min_recorded_elements: int = MIN_RECORDED_ELEMENTS,
     ) -> dict[str, ReadableTensor]:
-        """Return the weights of ``from_config``, as tensors that are computed when they are read.
+        """Return the weights of ``build_model_from_config``, as tensors that are computed when they are read.
 
         The weights depend only on the seed and the model, not on the world size or the strategy. Up to
-        ``largest`` bytes, they equal the weights of ``from_config`` after ``torch.manual_seed``. The
-        tensors of a larger model have the same distributions, and a slice can be computed without the rest
-        of the tensor. A model whose construction cannot be recorded is computed whole.
+        ``max_whole_bytes`` bytes, they equal the weights of ``build_model_from_config`` after
+        ``torch.manual_seed``. The tensors of a larger model have the same distributions, and a slice can be
+        computed without the rest of the tensor. A model whose construction cannot be recorded is computed
+        whole.
 
         Args:
             seed: Seed of the random numbers.
-            largest: Size in bytes of the largest model that is computed whole.
-            smallest: Elements of the smallest tensor that is computed in slices in a larger model.
+            max_whole_bytes: Size in bytes of the largest model that is computed whole.
+            min_recorded_elements: Elements of the smallest tensor that is computed in slices in a larger
+            model.
         """
         size = sum(
             tensor.numel() * tensor.element_size() for tensor in get_state_tensors(self.model).values()
         )
-        if size > largest:
-            recording = Recording(seed, smallest=smallest)
+        if size > max_whole_bytes:
+            recording = InitializationRecording(seed, min_elements=min_recorded_elements)
             try:
-                with recording.record():
-                    model = self._build_model(seed, recording)
-                return {name: recording.read_later(t) for name, t in get_state_tensors(model).items()}
+                with recording.record_operations():
+                    model = self._build_initialized_model(seed, recording)
+                return {
+                    name: recording.build_deferred_tensor(t) for name, t in get_state_tensors(model).items()
+                }
             except Exception as error:  # an error of the model is raised again below
-                self.not_recorded = to_one_line(error)
+                self.recording_failure = to_one_line(error)
         return {
             name: ComputedTensor.from_tensor(t)
-            for name, t in get_state_tensors(self._build_model(seed)).items()
+            for name, t in get_state_tensors(self._build_initialized_model(seed)).items()
         }
 
-    def _build_model(self, seed: int, recording: Recording | None = None) -> PreTrainedModel:
+    def _build_initialized_model(
+        self, seed: int, recording: InitializationRecording | None = None
+    ) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)
-            model = from_config(type(self.model), copy.deepcopy(self.model.config), dtype=torch.float32)
-            if self.function is not None:
-                model = apply_model_function(model, self.function)
+            model = build_model_from_config(
+                type(self.model), copy.deepcopy(self.model.config), dtype=torch.float32
+            )
+            if self.model_function is not None:
+                model = apply_model_function(model, self.model_function)
         for parameter in model.parameters():
             if recording is None or not recording.is_recorded(parameter):
                 parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize

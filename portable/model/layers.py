@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from portable.private import torch_internals
-from portable.private.transformers_internals import disable_value_checks, list_no_split_layers
+from portable.private.transformers_internals import list_no_split_layer_classes, skip_mask_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -27,21 +27,21 @@ def find_layers_without_hooks(model: nn.Module) -> set[str]:
     Reformer, an autograd function calls the layer and computes its gradients itself.
     """
     kinds = list(group_layers_by_kind(model).values())
-    silent = set(range(len(kinds)))
+    uncalled_kinds = set(range(len(kinds)))
     reversible = {name for name, layer in find_transformer_layers(model) if hasattr(layer, "backward_pass")}
 
-    def watch(trial: nn.Module) -> None:
+    def register_hooks(trial: nn.Module) -> None:
         for number, (_, layer) in enumerate(find_transformer_layers(trial)):
-            layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
+            layer.register_forward_pre_hook(lambda *_, number=number: uncalled_kinds.discard(number))
 
     try:
-        run_trial_forward(model, watch)
+        run_trial_forward(model, register_hooks)
     except Exception:
         return reversible
-    return reversible | {name for number in silent for name in kinds[number]}
+    return reversible | {name for number in uncalled_kinds for name in kinds[number]}
 
 
-def trains_all_parameters(model: nn.Module) -> bool:
+def gives_all_parameters_gradients(model: nn.Module) -> bool:
     """Whether every trainable parameter of ``model``, on the meta device, gets a gradient in each pass.
 
     False if this is unknown: when control flow depends on tensor values, which the meta device does not have.
@@ -55,7 +55,7 @@ def trains_all_parameters(model: nn.Module) -> bool:
         tried.append(trial.to(torch.bfloat16))  # the only dtype that every kernel supports
 
     try:
-        output = run_trial_forward(model, watch, gradients=True)
+        output = run_trial_forward(model, watch, enable_gradients=True)
         output.logits.sum().backward()
     except Exception:
         return False
@@ -63,14 +63,14 @@ def trains_all_parameters(model: nn.Module) -> bool:
 
 
 def run_trial_forward(
-    model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
+    model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, enable_gradients: bool = False
 ) -> Any:
     """Run a copy of ``model``, one layer of each kind, on two tokens on the meta device; return its output.
 
     Args:
         model: on the meta device, with buffers anywhere.
         prepare: called with the copy before its forward pass.
-        gradients: whether a backward pass may follow.
+        enable_gradients: whether a backward pass may follow.
     """
     trial = copy_one_layer_per_kind(model)
     trial.to("meta").eval()
@@ -79,11 +79,11 @@ def run_trial_forward(
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.set_grad_enabled(gradients), disable_value_checks():
+    with torch.set_grad_enabled(enable_gradients), skip_mask_value_checks():
         return trial(**inputs)
 
 
-def find_repeated_modules(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
+def find_modules_called_repeatedly(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     """Find the modules that one forward pass calls several times, as a loop over layers does.
 
     Args:
@@ -103,30 +103,30 @@ def find_repeated_modules(model: nn.Module, modules: Collection[nn.Module]) -> l
     for name in calls:
         trial.get_submodule(name).register_forward_pre_hook(partial(count, name))
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    with suppress(Exception), torch.no_grad(), disable_value_checks():  # control flow may depend on values
+    with suppress(Exception), torch.no_grad(), skip_mask_value_checks():  # control flow may depend on values
         trial(input_ids=tokens, **({"decoder_input_ids": tokens} if trial.config.is_encoder_decoder else {}))
     return [name for name, number in calls.items() if number > 1]
 
 
 def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers by name: the units of sharding, recomputation and initialization."""
-    classes = list_no_split_layers(model)
+    classes = list_no_split_layer_classes(model)
     # Only members of a list: some models also declare their embeddings, whose weights the head may share.
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
     layers = [(name, m) for name, m in members if type(m).__name__ in classes]
     if not layers and lists:
         name, largest = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-        layers = list(_iter_members(name, largest))
+        layers = list(_iter_list_members(name, largest))
     names = {name for name, _ in layers}
     return [(name, m) for name, m in layers if not any(name.startswith(f"{n}.") for n in names)]
 
 
-def _iter_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iter_list_members(name: str, entries: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The entries of a module list, including nested lists. A list itself is never called."""
     for child, module in entries.named_children():
         if type(module) is nn.ModuleList:
-            yield from _iter_members(f"{name}.{child}", module)
+            yield from _iter_list_members(f"{name}.{child}", module)
         else:
             yield f"{name}.{child}", module
 
@@ -154,10 +154,10 @@ def group_layers_by_kind(model: nn.Module) -> LayerKinds:
 
 def copy_one_layer_per_kind(model: nn.Module) -> Any:
     """A copy of ``model`` with only the first layer of each kind."""
-    return copy_with_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
+    return copy_with_only_layers(model, {names[0] for names in group_layers_by_kind(model).values()})
 
 
-def copy_with_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
+def copy_with_only_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
     """A copy of ``model`` with only the layers in ``layer_names``, renumbered."""
     memo: dict[int, Any] = {}
     lists: dict[str, list[str]] = defaultdict(list)
@@ -166,12 +166,12 @@ def copy_with_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
         lists[parent].append(child)
         if name not in layer_names:
             memo[id(layer)] = None
-    small = copy.deepcopy(model, memo)
+    reduced = copy.deepcopy(model, memo)
     for parent, children in lists.items():
-        holder = small.get_submodule(parent)
-        members = torch_internals.get_children(holder)
+        holder = reduced.get_submodule(parent)
+        members = torch_internals.get_submodules(holder)
         remaining = [m for child in children if (m := members[child]) is not None]
         members.clear()
         for i, layer in enumerate(remaining):
             holder.add_module(str(i), layer)
-    return small
+    return reduced

@@ -1,7 +1,7 @@
 """Lazy tensors that are computed from others by moving elements, such as stacked experts.
 
-:func:`trace_moves` runs a conversion once on the meta device and records its operations. Afterwards, any
-slice of a result can be read, and only the source elements that belong to the slice are read.
+:func:`trace_element_moves` runs a conversion once on the meta device and records its operations. Afterwards,
+any slice of a result can be read, and only the source elements that belong to the slice are read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class LazyTensor:
 
     Attributes:
         shape: Shape of the complete tensor.
-        read: Function that returns the elements in an index with unit steps, with all dimensions.
+        read_slice: Function that returns the elements in an index with unit steps, with all dimensions.
     """
 
     shape: tuple[int, ...]
-    read: ReadSlice
+    read_slice: ReadSlice
 
 
 class NotTraceableError(Exception):
     """A conversion does more than move elements."""
 
 
-def trace_moves(
+def trace_element_moves(
     convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]], sources: Sequence[LazyTensor]
 ) -> dict[str, LazyTensor]:
     """Trace a conversion that only moves elements.
@@ -61,9 +61,9 @@ def trace_moves(
     inputs = []
     for source in sources:
         tensor = torch.empty(source.shape, device="meta")
-        trace.add(tensor, source.read)
+        trace.add_reader(tensor, source.read_slice)
         inputs.append(tensor)
-    with torch_internals.intercept_operations(trace.run):
+    with torch_internals.intercept_operations(trace.trace_operation):
         results = convert(inputs)
     return {
         name: LazyTensor(tuple(result.shape), trace.get_reader(result)) for name, result in results.items()
@@ -78,7 +78,7 @@ class _MoveTrace:
             int, tuple[Tensor, ReadSlice]
         ] = {}  # by id, with the tensor to keep the id in use
 
-    def add(self, tensor: Tensor, reader: ReadSlice) -> None:
+    def add_reader(self, tensor: Tensor, reader: ReadSlice) -> None:
         self._readers[id(tensor)] = (tensor, reader)
 
     def get_reader(self, tensor: Tensor) -> ReadSlice:
@@ -86,9 +86,9 @@ class _MoveTrace:
             raise NotTraceableError("a tensor is not computed from the sources")
         return self._readers[id(tensor)][1]
 
-    def run(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def trace_operation(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Compute the shapes of an operation and record how slices of its results are read."""
-        make_readers = _MOVES.get(str(operation).removeprefix("aten."))
+        make_readers = _READER_BUILDERS.get(str(operation).removeprefix("aten."))
         if make_readers is None or set(keywords) - {"memory_format"}:
             raise NotTraceableError(str(operation))
         results = operation(*arguments, **keywords)
@@ -98,21 +98,25 @@ class _MoveTrace:
         outputs = list(results) if isinstance(results, list | tuple) else [results]
         shapes = [tuple(output.shape) for output in outputs]
         for output, reader in zip(outputs, make_readers(sources, shapes, *others), strict=True):
-            self.add(output, reader)
+            self.add_reader(output, reader)
         return results
 
 
-def _stack(sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0) -> list[ReadSlice]:
+def _build_stack_readers(
+    sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
+) -> list[ReadSlice]:
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
         rest = (*index[:dim], *index[dim + 1 :])
-        return torch.stack([source.read(rest) for source in sources[index[dim]]], dim)
+        return torch.stack([source.read_slice(rest) for source in sources[index[dim]]], dim)
 
     return [read]
 
 
-def _cat(sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0) -> list[ReadSlice]:
+def _build_cat_readers(
+    sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
+) -> list[ReadSlice]:
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -121,44 +125,46 @@ def _cat(sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0)
             size = source.shape[dim]
             first, last = max(index[dim].start - start, 0), min(index[dim].stop - start, size)
             if first < last:
-                parts.append(source.read((*index[:dim], slice(first, last), *index[dim + 1 :])))
+                parts.append(source.read_slice((*index[:dim], slice(first, last), *index[dim + 1 :])))
             start += size
         return torch.cat(parts, dim)
 
     return [read]
 
 
-def _permute(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
+def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
     (source,) = sources
     order = [dim % len(source.shape) for dim in order]
 
     def read(index: Index) -> Tensor:
         inner = sorted(zip(order, index, strict=True), key=lambda entry: entry[0])
-        return source.read(tuple(part for _, part in inner)).permute(order)
+        return source.read_slice(tuple(dim_slice for _, dim_slice in inner)).permute(order)
 
     return [read]
 
 
-def _transpose(sources: list[LazyTensor], shapes: object, first: int, second: int) -> list[ReadSlice]:
+def _build_transpose_readers(
+    sources: list[LazyTensor], shapes: object, first: int, second: int
+) -> list[ReadSlice]:
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
-    return _permute(sources, shapes, order)
+    return _build_permute_readers(sources, shapes, order)
 
 
-def _narrow(source: LazyTensor, dim: int, offset: int, index: Index) -> Tensor:
-    part = slice(index[dim].start + offset, index[dim].stop + offset)
-    return source.read((*index[:dim], part, *index[dim + 1 :]))
+def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> Tensor:
+    shifted = slice(index[dim].start + offset, index[dim].stop + offset)
+    return source.read_slice((*index[:dim], shifted, *index[dim + 1 :]))
 
 
-def _split(
+def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
-    return [partial(_narrow, sources[0], dim, offset) for offset in offsets]
+    return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
 
 
-def _slice(
+def _build_slice_readers(
     sources: list[LazyTensor],
     shapes: list[tuple[int, ...]],
     dim: int = 0,
@@ -170,60 +176,67 @@ def _slice(
     dim %= len(source.shape)
     if step != 1:
         raise NotTraceableError("a slice with steps")
-    return [partial(_narrow, source, dim, slice(start, stop).indices(source.shape[dim])[0])]
+    return [partial(_read_narrowed, source, dim, slice(start, stop).indices(source.shape[dim])[0])]
 
 
-def _view(sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object) -> list[ReadSlice]:
+def _build_view_readers(
+    sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object
+) -> list[ReadSlice]:
     """Read all elements of the dimensions that differ, and slices of the leading dimensions that do not."""
     (source,), (shape,) = sources, shapes
-    same = 0
-    while same < min(len(shape), len(source.shape)) and shape[same] == source.shape[same]:
-        same += 1
+    num_equal_dims = 0
+    while (
+        num_equal_dims < min(len(shape), len(source.shape))
+        and shape[num_equal_dims] == source.shape[num_equal_dims]
+    ):
+        num_equal_dims += 1
 
     def read(index: Index) -> Tensor:
-        rest = tuple(slice(0, size) for size in source.shape[same:])
-        part = source.read((*index[:same], *rest))
-        values = part.reshape(*part.shape[:same], *shape[same:])
-        return values[(..., *index[same:])] if index[same:] else values  # type: ignore[index]
+        rest = tuple(slice(0, size) for size in source.shape[num_equal_dims:])
+        part = source.read_slice((*index[:num_equal_dims], *rest))
+        values = part.reshape(*part.shape[:num_equal_dims], *shape[num_equal_dims:])
+        return values[(..., *index[num_equal_dims:])] if index[num_equal_dims:] else values  # type: ignore[index]
 
     return [read]
 
 
-def _select(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
+def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
     (source,) = sources
     dim, position = dim % len(source.shape), position % source.shape[dim]
 
     def read(index: Index) -> Tensor:
-        return source.read((*index[:dim], slice(position, position + 1), *index[dim:])).squeeze(dim)
+        return source.read_slice((*index[:dim], slice(position, position + 1), *index[dim:])).squeeze(dim)
 
     return [read]
 
 
-def _unbind(sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0) -> list[ReadSlice]:
-    return [_select(sources, None, dim, position)[0] for position in range(len(shapes))]
+def _build_unbind_readers(
+    sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
+) -> list[ReadSlice]:
+    return [_build_select_readers(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
-def _pass_through(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
-    return [sources[0].read]
+def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
+    return [sources[0].read_slice]
 
 
-_MOVES: dict[str, Callable[..., list[ReadSlice]]] = {
-    "stack.default": _stack,
-    "cat.default": _cat,
-    "permute.default": _permute,
-    "transpose.int": _transpose,
-    "t.default": lambda sources, shapes: _transpose(sources, shapes, 0, 1),
-    "split.Tensor": _split,
-    "split_with_sizes.default": _split,
-    "slice.Tensor": _slice,
-    "select.int": _select,
-    "unbind.int": _unbind,
-    "view.default": _view,
-    "_unsafe_view.default": _view,
-    "squeeze.dim": _view,
-    "unsqueeze.default": _view,
-    "clone.default": _pass_through,
-    "alias.default": _pass_through,
-    "detach.default": _pass_through,
+_READER_BUILDERS: dict[str, Callable[..., list[ReadSlice]]] = {
+    "stack.default": _build_stack_readers,
+    "cat.default": _build_cat_readers,
+    "permute.default": _build_permute_readers,
+    "transpose.int": _build_transpose_readers,
+    "t.default": lambda sources, shapes: _build_transpose_readers(sources, shapes, 0, 1),
+    "split.Tensor": _build_split_readers,
+    "split_with_sizes.default": _build_split_readers,
+    "slice.Tensor": _build_slice_readers,
+    "select.int": _build_select_readers,
+    "unbind.int": _build_unbind_readers,
+    "view.default": _build_view_readers,
+    "_unsafe_view.default": _build_view_readers,
+    "squeeze.dim": _build_view_readers,
+    "unsqueeze.default": _build_view_readers,
+    "clone.default": _build_identity_readers,
+    "alias.default": _build_identity_readers,
+    "detach.default": _build_identity_readers,
 }
 """Operations that only move elements, by name, with the functions that return readers of their results."""

@@ -1,9 +1,9 @@
 """The loss of a micro-batch, for every task, engine and kind of loss.
 
-:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes the mean
-over all labels of the global batch, so :func:`divide_by_global_weight` divides the sum by the number of valid
-labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a classifier's
-``problem_type``, or the loss that ``train.loss`` names.
+:func:`compute_micro_batch_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
+the mean over all labels of the global batch, so :func:`scale_loss_by_global_weight` divides the sum by the
+number of valid labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a
+classifier's ``problem_type``, or the loss that ``train.loss`` names.
 
 A model's own auxiliary losses (:mod:`portable.model.auxiliary_losses`), such as the load-balancing loss of a
 mixture of experts, are defined by transformers for one forward pass. Over a global batch they are averaged
@@ -24,11 +24,11 @@ import torch
 from torch.nn import functional
 
 from portable import plugins
-from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS
+from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN
 from portable.errors import UserError
 from portable.model.auxiliary_losses import AuxiliaryLosses
-from portable.model.document_attention import keep_documents_apart
-from portable.model.dynamic_rope import rotate_by_text
+from portable.model.document_attention import install_document_forward
+from portable.model.dynamic_rope import install_text_length_forward
 from portable.model.forward import ForwardWrapper
 from portable.model.parameters import has_peft_adapter
 from portable.model.training_loss import LOGITS, STATISTICS, LossSums, Outputs
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
 MetricNeeds = Literal["logits", "predictions"] | None
 
 
-class MetricAccumulator(Protocol):
+class MicroBatchMeasure(Protocol):
     """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.MetricSet`."""
 
     needs: MetricNeeds
-    kind: str
+    pass_name: str
     """Purpose of the passes, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Compute the sums of a micro-batch, by name."""
 
 
-class PrecomputePass(MetricAccumulator):
+class PrecomputePass(MicroBatchMeasure):
     """Returns what ``once`` of the loss returns, instead of sums."""
 
     needs = None
-    kind = "pass over all samples"
+    pass_name = "pass over all samples"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         raise NotImplementedError
 
 
-def count_valid(labels: Tensor) -> int:
+def count_valid_labels(labels: Tensor) -> int:
     """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
-    valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+    valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED_LABEL
     return int(torch.count_nonzero(valid))
 
 
@@ -77,12 +77,13 @@ def count_valid(labels: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class LossOutput:
-    """Result of :func:`forward_loss`.
+class MicroBatchLoss:
+    """Result of :func:`compute_micro_batch_loss`.
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these are
+        num_sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these
+        are
             the samples of all ranks.
         weight: The weight that a :class:`TrainingLoss` returned. None for the loss of the task, which is
             weighted by the number of valid labels.
@@ -93,7 +94,7 @@ class LossOutput:
     """
 
     loss_sum: Tensor
-    sequences: int
+    num_sequences: int
     weight: Tensor | None = None
     auxiliary_loss: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -114,20 +115,21 @@ class StepSums:
     names: tuple[str, ...]
 
 
-def add_micro_batches(sums: Sequence[StepSums]) -> StepSums:
+def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
     """Add up the contributions of the micro-batches of a step.
 
     Raises:
         UserError: If a custom loss logs different names for different micro-batches.
     """
     names = sums[0].names
-    for other in sums:
-        if other.names != names:
+    for micro_batch_sums in sums:
+        if micro_batch_sums.names != names:
             raise UserError(
-                f"train.loss: logs {', '.join(names)} for one micro-batch and {', '.join(other.names)} for "
-                "another; return the same names for every micro-batch"
+                f"train.loss: logs {', '.join(names)} for one micro-batch and "
+                f"{', '.join(micro_batch_sums.names)} for another; return the same names for every "
+                "micro-batch"
             )
-    return StepSums(torch.stack([each.values for each in sums]).sum(dim=0), names)
+    return StepSums(torch.stack([micro_batch.values for micro_batch in sums]).sum(dim=0), names)
 
 
 RETURNED_WEIGHT = "returned weight"
@@ -146,12 +148,15 @@ class StepContribution(NamedTuple):
     sums: StepSums
 
 
-def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_size: int) -> StepContribution:
+def scale_loss_by_global_weight(
+    output: MicroBatchLoss, global_weight: Tensor, global_batch_size: int
+) -> StepContribution:
     """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
     Args:
         output: Result of the micro-batch.
-        weight: Weight of the global batch, a device scalar: its number of valid labels, or the sum of the
+        global_weight: Weight of the global batch, a device scalar: its number of valid labels, or the sum of
+        the
             weights of a custom loss.
         global_batch_size: Sequences in an optimizer step, over all ranks.
 
@@ -160,10 +165,10 @@ def divide_by_global_weight(output: LossOutput, weight: Tensor, global_batch_siz
         gradient; and the same contribution without a gradient, together with the logged values. The
         contributions of all micro-batches and ranks add up to the loss and the logged values of the step.
     """
-    divisor = torch.where(weight > 0, weight, 1).float()
+    divisor = torch.where(global_weight > 0, global_weight, 1).float()
     loss = output.loss_sum / divisor
     if output.auxiliary_loss is not None:
-        loss = loss + output.auxiliary_loss * (output.sequences / global_batch_size)
+        loss = loss + output.auxiliary_loss * (output.num_sequences / global_batch_size)
     values = loss.detach()[None]
     metrics = dict(output.metrics)
     if output.weight is not None:
@@ -182,7 +187,8 @@ class LossRequest:
 
     Attributes:
         labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Statistics of each token that ``head`` computes; see :meth:`ChunkedHead.measure`. Empty
+        statistics: Statistics of each token that ``head`` computes; see
+        :meth:`ChunkedHead.forward_with_statistics`. Empty
             for the logits.
         head: The model's chunked head, if ``statistics`` is not empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
@@ -224,13 +230,13 @@ class LossForward(ForwardWrapper):
     def __call__(self, *arguments: Any, request: LossRequest | None = None, **inputs: Any) -> Any:
         """Run the forward pass. Without a request, the result is the output of the transformers model."""
         if request is None:
-            return self.replaced_method(*arguments, **inputs)
+            return self.original_forward(*arguments, **inputs)
         statistics: dict[str, Tensor] = {}
 
         def forward(**inputs: Any) -> Any:
             if request.head is None:
                 return self.__wrapped__(**inputs)
-            output, measured = request.head.measure(
+            output, measured = request.head.forward_with_statistics(
                 self.__wrapped__, inputs, request.labels, request.statistics
             )
             statistics.update(measured)
@@ -238,13 +244,13 @@ class LossForward(ForwardWrapper):
 
         auxiliary_loss = None
         if request.with_auxiliary_losses:
-            output, auxiliary_loss = self._auxiliary_losses.compute(forward, inputs, request.labels)
+            output, auxiliary_loss = self._auxiliary_losses.run_forward(forward, inputs, request.labels)
         else:
             output = forward(**inputs)
         return RequestedOutput(model_output=output, statistics=statistics, auxiliary_loss=auxiliary_loss)
 
 
-def return_loss_parts(model: Model) -> Model:
+def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
     This has to be the last transform of the forward method, so that auxiliary losses can use all columns of
@@ -273,7 +279,7 @@ class TaskLoss:
     before = None
 
     def __init__(self, problem_type: str | None = None) -> None:
-        self._criterion = _CRITERIA.get(problem_type, _compute_cross_entropy)
+        self._criterion = _CRITERION_BY_PROBLEM_TYPE.get(problem_type, _compute_cross_entropy)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossSums:
         """Compute the loss from the logits or, if they are not all computed, from the log-probabilities."""
@@ -286,14 +292,14 @@ class TaskLoss:
         return LossSums(criterion(outputs.logits, labels), None, {})
 
 
-def forward_loss(
+def compute_micro_batch_loss(
     model: nn.Module,
     batch: Batch,
-    objective: Objective,
+    objective: TrainingObjective,
     *,
     with_token_metrics: bool = False,
-    evaluation: MetricAccumulator | None = None,
-) -> LossOutput:
+    evaluation: MicroBatchMeasure | None = None,
+) -> MicroBatchLoss:
     """Run a model on a micro-batch and compute its loss.
 
     Args:
@@ -317,14 +323,16 @@ def forward_loss(
         needs |= {LOGITS}
     elif metric_needs is not None:
         statistics.append("predictions")
-    measured = labels.dim() > 1 and not labels.is_floating_point()
+    wants_token_metrics = labels.dim() > 1 and not labels.is_floating_point()
     # On XLA, steps with and without token metrics would be two graphs.
-    measured = measured and training and (with_token_metrics or labels.device.type == "xla")
-    if measured:
+    wants_token_metrics = (
+        wants_token_metrics and training and (with_token_metrics or labels.device.type == "xla")
+    )
+    if wants_token_metrics:
         statistics.append("hits")
-    outputs, auxiliary_loss, hits = run_model(
+    outputs, auxiliary_loss, hits = run_model_for_loss(
         model,
-        objective.select_inputs(batch),
+        objective.select_model_inputs(batch),
         labels,
         needs,
         statistics,
@@ -334,13 +342,15 @@ def forward_loss(
     )
     loss_sum, weight, metrics = loss(outputs, batch)
     logits = outputs.model.logits
-    if measured and (hits is not None or logits.dim() > 2):  # not for the class of a whole sequence
-        metrics = compute_token_metrics(logits, hits, labels) | metrics
+    if wants_token_metrics and (
+        hits is not None or logits.dim() > 2
+    ):  # not for the class of a whole sequence
+        metrics = compute_token_metric_sums(logits, hits, labels) | metrics
     predictions = outputs.predictions
     if metric_needs is not None and predictions is None and not labels.is_floating_point():
         assert outputs.logits is not None
         predictions = outputs.logits.argmax(dim=-1)
-    return LossOutput(
+    return MicroBatchLoss(
         loss_sum,
         labels.shape[0],
         weight,
@@ -351,8 +361,8 @@ def forward_loss(
     )
 
 
-class ModelRun(NamedTuple):
-    """Result of :func:`run_model`.
+class LossInputs(NamedTuple):
+    """Result of :func:`run_model_for_loss`.
 
     Attributes:
         outputs: What the loss gets.
@@ -366,7 +376,7 @@ class ModelRun(NamedTuple):
     hits: Tensor | None
 
 
-def run_model(
+def run_model_for_loss(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     labels: Tensor,
@@ -376,14 +386,14 @@ def run_model(
     head: ChunkedHead | None = None,
     with_auxiliary_losses: bool = False,
     logits_suffice: bool = False,
-) -> ModelRun:
+) -> LossInputs:
     """Run a model on a micro-batch, and split what it returns into what a loss needs.
 
     A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
     which the model takes as ``[batch * sequences, tokens]``. Its outputs are split again.
 
     Args:
-        model: A model with :func:`return_loss_parts`, or a wrapper around it.
+        model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
         needs: ``logits``, or the statistics of each token that the loss needs.
@@ -416,17 +426,17 @@ def run_model(
         if logits_suffice or LOGITS in needs:
             values[LOGITS] = output.logits
         if not logits_suffice:
-            values |= _compute_statistics(output.logits, labels, needed)
+            values |= _compute_token_statistics(output.logits, labels, needed)
     elif not logits_suffice and "log_probs" in values:
         values["log_probs"] = values["log_probs"].contiguous()  # a custom loss adds them up in any order
     if "predictions" in values:
         values["predictions"] = values["predictions"].long()
     if is_split:
         values = {name: value.unflatten(0, shape[:2]) for name, value in values.items()}
-    return ModelRun(Outputs(**values, model=output), result["auxiliary_loss"], hits)
+    return LossInputs(Outputs(**values, model=output), result["auxiliary_loss"], hits)
 
 
-class Objective:
+class TrainingObjective:
     """The training objective of a run: its loss, and what the loss needs besides the model's forward pass.
 
     Args:
@@ -436,7 +446,8 @@ class Objective:
         custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss or sources
         of a
             mixture. None for the loss of the task.
-        compute: The type in which the engine computes if it does not use autocast. None for the type of the
+        compute_dtype: The type in which the engine computes if it does not use autocast. None for the type of
+        the
             parameters.
     """
 
@@ -446,15 +457,15 @@ class Objective:
         global_batch_size: int,
         head: ChunkedHead | None = None,
         custom_loss: TrainingLoss | None = None,
-        compute: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model: Any = return_loss_parts(model)
+        self._model: Any = install_loss_forward(model)
         self.global_batch_size = global_batch_size
         self.head = head
         self.task_loss = TaskLoss(getattr(self._model.config, "problem_type", None))
         self._custom_loss = custom_loss
         self._is_checked = False
-        self._compute = compute
+        self._compute_dtype = compute_dtype
         self._prepared_models: WeakSet[nn.Module] = WeakSet()
         """References and teachers with the transforms and the precision of the model in training."""
         # Further columns of a batch are only for a custom loss.
@@ -464,21 +475,23 @@ class Objective:
         """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
-            return count_valid(labels)
-        if not self._is_checked and (self._compiles or len(labels) < 2):
+            return count_valid_labels(labels)
+        if not self._is_checked and (self._reads_cause_compilation or len(labels) < 2):
             config = self._model.config
             is_class = labels.dim() == 1
-            loss.check_on_host(batch, config.num_labels if is_class else config.get_text_config().vocab_size)
+            loss.check_sum_on_host(
+                batch, config.num_labels if is_class else config.get_text_config().vocab_size
+            )
             self._is_checked = True
         weight = loss.compute_weight(batch)
-        return count_valid(labels) if weight is None else weight
+        return count_valid_labels(labels) if weight is None else weight
 
     @property
-    def _compiles(self) -> bool:
+    def _reads_cause_compilation(self) -> bool:
         """Whether reading values from the device would compile another graph."""
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
-    def name_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def compute_logged_values(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the values that a step logs besides the loss.
 
         Args:
@@ -491,18 +504,28 @@ class Objective:
         share = values.pop(RETURNED_WEIGHT, 1.0)
         if self._custom_loss is not None and abs(share - 1) > 1e-4:  # also if it is not finite
             raise UserError(self._custom_loss.explain_unequal_weights(share))
-        measured = {name: values.pop(name) for name in (*_COUNTED, *_COUNTED.values()) if name in values}
-        values = values if self._custom_loss is None else self._custom_loss.name_metrics(values)
-        counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
-        return values | {name: measured[name] / count for name, count in counts.items()}
+        token_metrics = {
+            name: values.pop(name)
+            for name in (*_METRIC_COUNT_NAMES, *_METRIC_COUNT_NAMES.values())
+            if name in values
+        }
+        values = values if self._custom_loss is None else self._custom_loss.compute_logged_values(values)
+        counts = {
+            name: token_metrics.get(count_name) or 1.0
+            for name, count_name in _METRIC_COUNT_NAMES.items()
+            if name in token_metrics
+        }
+        return values | {name: token_metrics[name] / count for name, count in counts.items()}
 
-    def evaluate(self, model: nn.Module, batch: Batch, measure: MetricAccumulator) -> dict[str, Tensor]:
+    def measure_micro_batch(
+        self, model: nn.Module, batch: Batch, measure: MicroBatchMeasure
+    ) -> dict[str, Tensor]:
         """Compute the sums of ``measure`` and the summed ``loss`` of a micro-batch."""
         if isinstance(measure, PrecomputePass):
             assert self._custom_loss is not None and self._custom_loss.once is not None
-            return self._run_without_gradients(self._custom_loss.once, batch)
-        output = forward_loss(model, batch, self, evaluation=measure)
-        metrics = {f"{OF_LOSS}{name}": value for name, value in output.metrics.items()}
+            return self._call_without_gradients(self._custom_loss.once, batch)
+        output = compute_micro_batch_loss(model, batch, self, evaluation=measure)
+        metrics = {f"{LOSS_SUM_PREFIX}{name}": value for name, value in output.metrics.items()}
         outputs = Outputs(output.predictions, output.logits)
         return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}
 
@@ -511,16 +534,16 @@ class Objective:
         loss = self._custom_loss
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
-    def select_inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the columns of a batch that the model takes."""
         names = batch if self._input_names is None else self._input_names
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
         """Add what ``before`` of a custom loss computes, such as the log-probabilities of a reference."""
-        return batch if loss.before is None else {**batch, **self._run_without_gradients(loss.before, batch)}
+        return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
-    def _run_without_gradients(
+    def _call_without_gradients(
         self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
         """Call ``before`` or ``once`` of a custom loss with a function that runs forward passes."""
@@ -530,9 +553,9 @@ class Objective:
         def forward(other: nn.Module | None = None, *, adapter: bool = True) -> Outputs:
             model = self._model if other is None else self._prepare_reference(other)
             head = self.head if other is None else None
-            inputs = self.select_inputs(batch)
+            inputs = self.select_model_inputs(batch)
             with nullcontext() if adapter else disable_adapter(self._model):
-                return run_model(model, inputs, batch["labels"], loss.needs, head=head).outputs
+                return run_model_for_loss(model, inputs, batch["labels"], loss.needs, head=head).outputs
 
         training = self._model.training
         self._model.eval()
@@ -542,7 +565,7 @@ class Objective:
         finally:
             self._model.train(training)
 
-    def _prepare_reference(self, other: nn.Module) -> nn.Module:
+    def _prepare_reference(self, reference: nn.Module) -> nn.Module:
         """Apply the transforms of the forward method to a reference or teacher, and cast its parameters.
 
         The parameters have the precision of their files. Afterwards, the model computes as the model in
@@ -550,25 +573,25 @@ class Objective:
         parameters to the compute type.
 
         Args:
-            other: The reference or teacher.
+            reference: The reference or teacher.
 
         Returns:
             The same model.
         """
-        if other in self._prepared_models:
-            return other
+        if reference in self._prepared_models:
+            return reference
         embedding = self._model.get_input_embeddings().weight
         dtype = embedding.dtype
         if not torch.is_autocast_enabled(embedding.device.type):
-            dtype = self._compute or dtype
-        for parameter in other.parameters():
+            dtype = self._compute_dtype or dtype
+        for parameter in reference.parameters():
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
-        self._prepared_models.add(other)
-        return return_loss_parts(rotate_by_text(keep_documents_apart(other)))
+        self._prepared_models.add(reference)
+        return install_loss_forward(install_text_length_forward(install_document_forward(reference)))
 
 
-def compute_token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
+def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
@@ -580,20 +603,22 @@ def compute_token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None 
     Returns:
         An fp32 scalar on the device.
     """
-    return_loss_parts(rotate_by_text(keep_documents_apart(model)))
+    install_loss_forward(install_text_length_forward(install_document_forward(model)))
     loss, labels = TaskLoss(), batch["labels"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    result = run_model(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
+    result = run_model_for_loss(model, inputs, labels, loss.needs, head=head, logits_suffice=True)
     return loss(result.outputs, batch).loss_sum
 
 
-_COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
+_METRIC_COUNT_NAMES = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
 """Means that steps log besides the loss, by TRL's names, and the names of the counts that divide them."""
-_LOGITS_AT_ONCE = 1 << 24
+_MAX_ENTROPY_LOGITS = 1 << 24
 
 
 @torch.no_grad()
-def compute_token_metrics(logits: Tensor | None, hits: Tensor | None, labels: Tensor) -> dict[str, Tensor]:
+def compute_token_metric_sums(
+    logits: Tensor | None, hits: Tensor | None, labels: Tensor
+) -> dict[str, Tensor]:
     """Compute sums over the labels: hits of the most likely token and, from all logits, the entropy in nats.
 
     The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
@@ -606,7 +631,7 @@ def compute_token_metrics(logits: Tensor | None, hits: Tensor | None, labels: Te
     Returns:
         The sums by name, fp32 scalars.
     """
-    valid = labels != IGNORED
+    valid = labels != IGNORED_LABEL
     targets = labels.flatten(0, -2)
     on_xla = labels.device.type == "xla"
     if hits is not None:
@@ -620,29 +645,29 @@ def compute_token_metrics(logits: Tensor | None, hits: Tensor | None, labels: Te
     else:
         assert logits is not None
         is_hit = logits.argmax(dim=-1) == targets
-    first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
-    counted = valid.flatten(0, -2)[first].sum().float()
-    sums = {"first labels": counted, "mean_token_accuracy": is_hit[first].sum().float()}
+    first_sequences = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
+    counted = valid.flatten(0, -2)[first_sequences].sum().float()
+    sums = {"first labels": counted, "mean_token_accuracy": is_hit[first_sequences].sum().float()}
     if logits is None or on_xla:  # as with argmax
         return sums
     rows, row_is_valid = logits.flatten(0, -2), valid.flatten()
-    step = max(1, _LOGITS_AT_ONCE // rows.shape[-1])
+    step = max(1, _MAX_ENTROPY_LOGITS // rows.shape[-1])
     entropy = torch.zeros((), device=rows.device)
-    for part, counts in zip(rows.split(step), row_is_valid.split(step), strict=True):
-        log_p = part.float().log_softmax(dim=-1)
+    for row_chunk, counts in zip(rows.split(step), row_is_valid.split(step), strict=True):
+        log_p = row_chunk.float().log_softmax(dim=-1)
         entropy += torch.where(counts, -(log_p.exp() * log_p).sum(dim=-1), 0.0).sum()
     return sums | {"all labels": valid.sum().float(), "entropy": entropy}
 
 
-def _compute_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Compute statistics of each token from all logits; see :meth:`ChunkedHead.measure`."""
+def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """Compute statistics of each token from all logits; see :meth:`ChunkedHead.forward_with_statistics`."""
     if not names:
         return {}
     logits = logits.float()
     values: dict[str, Tensor] = {}
     if "log_probs" in names:
         losses = functional.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
+            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
         )
         values["log_probs"] = -losses.view(labels.shape)
     if "log_z" in names:
@@ -667,23 +692,23 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
         yield
 
 
-_INPUTS = (
+_MODEL_COLUMNS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
-    PART_POSITIONS, TEXT_TOKENS,
+    PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN,
 )  # fmt: skip
 """Columns of samples that are for a model, whose own forward may take anything."""
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the columns of a batch that a model takes."""
-    return frozenset((*inspect.signature(model.forward).parameters, *_INPUTS))
+    return frozenset((*inspect.signature(model.forward).parameters, *_MODEL_COLUMNS))
 
 
 def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
-        ignore_index=IGNORED,
+        ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
 
@@ -700,10 +725,10 @@ def _compute_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-_CRITERIA: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
+_CRITERION_BY_PROBLEM_TYPE: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
     "regression": _compute_squared_error,
     "multi_label_classification": _compute_binary_cross_entropy,
 }
 
-OF_LOSS = "loss/"
+LOSS_SUM_PREFIX = "loss/"
 """Prefix of the names of sums that a custom loss returns in an evaluation."""

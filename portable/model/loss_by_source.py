@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.batch import IGNORED, SOURCE
+from portable.batch import IGNORED_LABEL, SOURCE_COLUMN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from portable.batch import Batch
 
-LOSS, SHARE = "loss/", "share/"
+LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
 """Prefixes of the mean cross-entropy of a source in a step, and of its share of the step's labels."""
 
 
@@ -40,27 +40,27 @@ class LossBySource:
             log_probs: Log-probabilities of the labels.
             batch: Micro-batch on the device.
         """
-        if SOURCE not in batch:
+        if SOURCE_COLUMN not in batch:
             return {}
         labels = batch["labels"]
-        rows = batch[SOURCE].view(-1, *(1,) * (labels.dim() - 1))
+        rows = batch[SOURCE_COLUMN].view(-1, *(1,) * (labels.dim() - 1))
         sums: dict[str, Tensor] = {}
         for number, source in enumerate(self._sources):
-            is_of_source = (labels != IGNORED) & (rows == number)
-            sums[SHARE + source] = is_of_source.sum()
+            is_of_source = (labels != IGNORED_LABEL) & (rows == number)
+            sums[SHARE_PREFIX + source] = is_of_source.sum()
             if self._with_losses:
                 assert log_probs is not None
-                sums[LOSS + source] = -torch.where(is_of_source, log_probs.detach(), 0.0).sum()
+                sums[LOSS_PREFIX + source] = -torch.where(is_of_source, log_probs.detach(), 0.0).sum()
         return sums
 
-    def name_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def compute_logged_values(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the values that a step logs: the mean loss of each source, and its share of the labels."""
         metrics = dict(sums)
-        counts = {source: metrics.pop(SHARE + source) for source in self._sources}
-        losses = {source: metrics.pop(LOSS + source, 0.0) for source in self._sources}
+        counts = {source: metrics.pop(SHARE_PREFIX + source) for source in self._sources}
+        losses = {source: metrics.pop(LOSS_PREFIX + source, 0.0) for source in self._sources}
         total = sum(counts.values())
         for source, count in counts.items():
-            metrics[SHARE + source] = count / total if total else 0.0
+            metrics[SHARE_PREFIX + source] = count / total if total else 0.0
             if self._with_losses and count > 0:
-                metrics[LOSS + source] = losses[source] / count
+                metrics[LOSS_PREFIX + source] = losses[source] / count
         return metrics

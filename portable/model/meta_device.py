@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from portable.model.deferred_init import Recording
+from portable.model.deferred_init import InitializationRecording
 from portable.model.weight_sources import to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SMALLEST = 1 << 22
+_MIN_RECORDED_ELEMENTS = 1 << 22
 """Elements of the smallest tensor that is not created on the host."""
 
 
 @contextmanager
-def register_parameters_on_meta() -> Iterator[Recording]:
+def create_parameters_on_meta() -> Iterator[InitializationRecording]:
     """Within this context, move each parameter to the meta device when a module registers it.
 
     A constructor creates each parameter before it is registered, and the stacked experts of one layer can
@@ -28,18 +28,18 @@ def register_parameters_on_meta() -> Iterator[Recording]:
     them are recorded, because a buffer may be one of them.
 
     Yields:
-        The recording, for :func:`compute_buffers`.
+        The recording, for :func:`assign_recorded_values`.
     """
-    recording = Recording(0, smallest=_SMALLEST)
-    hook = register_module_parameter_registration_hook(_move)  # type: ignore[arg-type]
+    recording = InitializationRecording(0, min_elements=_MIN_RECORDED_ELEMENTS)
+    hook = register_module_parameter_registration_hook(_move_to_meta)  # type: ignore[arg-type]
     try:
-        with recording.record():
+        with recording.record_operations():
             yield recording
     finally:
         hook.remove()
 
 
-def _move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     if parameter is None or parameter.is_meta:
         return None  # unchanged
     moved = nn.Parameter(
@@ -53,14 +53,14 @@ def _move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Pa
     return moved
 
 
-def compute_buffers(model: nn.Module, recording: Recording) -> None:
+def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
     """Give values to the buffers and other large tensors of a model that was built while recording."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if recording.is_recorded(buffer):
-                setattr(module, name, to_torch(recording.read_later(buffer).read()))
+                setattr(module, name, to_torch(recording.build_deferred_tensor(buffer).read()))
             elif buffer.is_meta:  # created as a parameter, so its values are undefined
                 setattr(module, name, torch.zeros_like(buffer, device="cpu"))
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and recording.is_recorded(value):
-                setattr(module, name, to_torch(recording.read_later(value).read()))
+                setattr(module, name, to_torch(recording.build_deferred_tensor(value).read()))

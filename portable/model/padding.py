@@ -27,7 +27,7 @@ _CLASSIFICATION = frozenset({"t5gemma", "t5gemma2"})
 """Types that classify at the token after the text. This token only exists if there is padding."""
 
 
-def explain_padding(config: PretrainedConfig, run: RunConfig) -> str | None:
+def explain_padding_dependence(config: PretrainedConfig, run: RunConfig) -> str | None:
     """Explain that padding changes the result of a text.
 
     ``python -m tests.alone`` compares each type of transformers with texts without padding.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from portable.converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar_names
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> None:
+def materialize_model(
+    model: nn.Module, device: torch.device, *, storage_device: torch.device | None = None
+) -> None:
     """Allocate ``model`` on ``device``: parameters uninitialized, buffers copied. Tied weights stay tied.
 
     Args:
         model: on the meta device.
         device: where the model computes.
-        parameters: where parameters are stored between uses, if not on ``device``.
+        storage_device: where parameters are stored between uses, if not on ``device``.
     """
 
     def allocate_parameter(_: str, meta: nn.Parameter) -> nn.Parameter:
-        parameter_device = parameters or device
+        parameter_device = storage_device or device
         return nn.Parameter(torch.empty_like(meta, device=parameter_device), requires_grad=meta.requires_grad)
 
     replace_tensors(model, allocate_parameter, lambda _, buffer: buffer.to(device))
@@ -36,28 +38,29 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
 
 def replace_tensors(
     model: nn.Module,
-    parameter: Callable[[str, nn.Parameter], nn.Parameter],
-    buffer: Callable[[str, torch.Tensor], torch.Tensor],
+    replace_parameter: Callable[[str, nn.Parameter], nn.Parameter],
+    replace_buffer: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace the model's parameters and buffers. Tied weights stay tied.
 
     Args:
-        parameter: takes a parameter's first name and the parameter, returns the replacement. Called once for
+        replace_parameter: takes a parameter's first name and the parameter, returns the replacement. Called
+        once for
             tied parameters.
-        buffer: the same for buffers.
+        replace_buffer: the same for buffers.
     """
-    replaced: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         dotted = f"{prefix}." if prefix else ""
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(old) not in replaced:
-                replaced[id(old)] = parameter(dotted + name, old)
-            setattr(module, name, replaced[id(old)])
+            if id(old) not in replacements:
+                replacements[id(old)] = replace_parameter(dotted + name, old)
+            setattr(module, name, replacements[id(old)])
         for name, value in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, buffer(dotted + name, value))
+            setattr(module, name, replace_buffer(dotted + name, value))
 
 
-def find_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
+def list_embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all ``nn.Embedding`` modules. One of them may also be the output head's weight."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return [parameter for table in tables for parameter in table.parameters(recurse=False)]
@@ -72,7 +75,7 @@ def get_token_embedding(model: PreTrainedModel) -> nn.Parameter | None:
     return table if isinstance(table, nn.Parameter) else None
 
 
-def find_tied_names(model: nn.Module) -> dict[str, list[str]]:
+def map_tied_names(model: nn.Module) -> dict[str, list[str]]:
     """Map the first name of each parameter to its other names."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -93,7 +96,7 @@ def has_peft_adapter(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def get_stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def get_checkpointed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What the checkpoints of a run store of its model: everything, or with an adapter what is trained."""
     tensors = get_state_tensors(model)
     return {n: t for n, t in tensors.items() if t.requires_grad} if has_peft_adapter(model) else tensors
@@ -107,30 +110,39 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
         raise UserError(f"{key}: {pattern!r} is not a regular expression ({error})") from error
 
 
-def find_matching_parameters(key: str, pattern: str, names: Mapping[str, Sequence[str]]) -> set[str]:
+def match_parameters(key: str, pattern: str, aliases_by_name: Mapping[str, Sequence[str]]) -> set[str]:
     """The parameters that ``pattern`` matches.
 
     Args:
         key: of the setting, for messages.
         pattern: searched in names.
-        names: all names of each parameter, by its first one.
+        aliases_by_name: all names of each parameter, by its first one.
 
     Raises:
         UserError: if it is not a regular expression or matches nothing.
     """
     expression = compile_pattern(key, pattern)
-    matches = {first for first, every in names.items() if any(expression.search(name) for name in every)}
+    matches = {
+        first for first, every in aliases_by_name.items() if any(expression.search(name) for name in every)
+    }
     if not matches:
-        raise UserError(f"{key}: {pattern!r} matches no parameter{_describe_nearest(pattern, names)}")
+        raise UserError(
+            f"{key}: {pattern!r} matches no parameter{_suggest_parameter_names(pattern, aliases_by_name)}"
+        )
     return matches
 
 
-def _describe_nearest(pattern: str, names: Collection[str]) -> str:
+def _suggest_parameter_names(pattern: str, names: Collection[str]) -> str:
     """The end of a message: the parts of ``names`` that are most like ``pattern``."""
     words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdigit())
-    wanted = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
-    near = [near for word in wanted for near in find_similar(word, words, count=2) if near != word]
-    if near:
-        return f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    alike = [name for name in names if set(wanted) & set(name.split("."))]
-    return f"; parameters are named like {(alike or list(names))[-1]}"
+    pattern_words = re.findall(r"\w*[a-z]\w*", pattern, re.IGNORECASE)
+    similar_words = [
+        similar_words
+        for word in pattern_words
+        for similar_words in find_similar_names(word, words, max_results=2)
+        if similar_words != word
+    ]
+    if similar_words:
+        return f"; did you mean {' or '.join(dict.fromkeys(similar_words))}?"
+    similar_names = [name for name in names if set(pattern_words) & set(name.split("."))]
+    return f"; parameters are named like {(similar_names or list(names))[-1]}"

@@ -20,13 +20,13 @@ import torch
 
 from portable import converters
 from portable.converters import CheckpointError, open_checkpoint
-from portable.converters.storage.path_or_url import suggest_path
+from portable.converters.storage.path_or_url import format_path_suggestion
 from portable.errors import UserError, to_one_line
-from portable.hub_requests import ask_hub
-from portable.model.added_token_rows import GrownTensor
+from portable.hub_requests import read_hub_once_per_node
+from portable.model.added_token_rows import TableWithAddedRows
 from portable.model.build import pop_quantization_config
-from portable.model.lazy_rearrangement import LazyTensor, NotTraceableError, trace_moves
-from portable.model.parameters import find_embedding_weights, find_tied_names, get_state_tensors
+from portable.model.lazy_rearrangement import LazyTensor, NotTraceableError, trace_element_moves
+from portable.model.parameters import get_state_tensors, list_embedding_weights, map_tied_names
 from portable.model.weight_sources import ComputedTensor, ReadableTensor, SlicedTensor, to_torch
 from portable.private import transformers_internals
 from portable.untrusted_settings import convert_library_errors, describe_download_error
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import Index
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
-_NAMES_SHOWN = 8
+_MAX_SHOWN_NAMES = 8
 _HUB_FILES = (
     "*.safetensors",
     "*.json",
@@ -54,7 +54,7 @@ _HUB_FILES = (
     "*.txt",
     "LICENSE*",
 )
-_ROWS_COMPARED = 1024
+_ROWS_PER_COMPARISON = 1024
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class PretrainedWeights:
     """The weights found for a model.
 
     Attributes:
-        found: by the model's names.
+        tensors: by the model's names.
         missing: the model's names that the checkpoint does not have.
         unexpected: the checkpoint's names that the model does not have.
     """
 
-    found: Mapping[str, ReadableTensor]
+    tensors: Mapping[str, ReadableTensor]
     missing: list[str]
     unexpected: list[str] = field(default_factory=list)
 
@@ -82,29 +82,30 @@ class PretrainedWeights:
 
 
 def load_pretrained_weights(
-    settings: ModelConfig, model: PreTrainedModel, grown_from: int | None = None
+    settings: ModelConfig, model: PreTrainedModel, base_vocabulary_size: int | None = None
 ) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
 
     A checkpoint of a base model fits a model with a head, and vice versa.
 
     Args:
-        grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
+        base_vocabulary_size: the rows of its vocabulary before ``data.added_tokens``; None if it has not
+        grown.
 
     Raises:
         UserError: if the checkpoint cannot be read, has another architecture or other shapes, lacks the
             output head of a language model, or is quantized in a way that cannot be undone here.
     """
     assert settings.name_or_path is not None
-    described = pop_quantization_config(_load_base_config(settings))
-    if described is not None and not converters.can_dequantize(described):
-        weights = _load_dequantized(settings, model, described)
+    quantization_config = pop_quantization_config(_load_base_config(settings))
+    if quantization_config is not None and not converters.can_dequantize(quantization_config):
+        weights = _load_dequantized(settings, model, quantization_config)
     else:
         weights = _match_tensors(
-            settings, model, open_pretrained_checkpoint(settings, "float32").tensors, grown_from
+            settings, model, open_pretrained_checkpoint(settings, "float32").tensors, base_vocabulary_size
         )
     if settings.task != "sequence-classification":
-        _check_head(model, weights)
+        _check_output_head_present(model, weights)
     return weights
 
 
@@ -112,24 +113,29 @@ def load_pretrained_weights(
 
 
 def _match_tensors(
-    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], rows: int | None
+    settings: ModelConfig,
+    model: PreTrainedModel,
+    tensors: Mapping[str, StoredTensor],
+    base_vocabulary_size: int | None,
 ) -> PretrainedWeights:
-    wanted = get_state_tensors(model)
+    model_tensors = get_state_tensors(model)
     translated = _translate_names(model, tensors)
     if translated is None:
         return _load_with_transformers(settings, model)
     sources = translated.sources
-    if rows is not None:
+    if base_vocabulary_size is not None:
         sources = {
-            name: GrownTensor(source, wanted[name].shape[0], seed=rows)
-            if name in wanted and source.shape[:1] == (rows,) and wanted[name].shape[0] > rows
+            name: TableWithAddedRows(source, model_tensors[name].shape[0], seed=base_vocabulary_size)
+            if name in model_tensors
+            and source.shape[:1] == (base_vocabulary_size,)
+            and model_tensors[name].shape[0] > base_vocabulary_size
             else source
             for name, source in sources.items()
         }
-    aliases = find_tied_names(model)
+    aliases = map_tied_names(model)
     targets = set(getattr(model, "all_tied_weights_keys", ()))
     weights: dict[str, ReadableTensor] = {}
-    for name, tensor in wanted.items():
+    for name, tensor in model_tensors.items():
         # If a file has several copies of a tied tensor, transformers uses the tie's source.
         candidates = sorted(
             (n for n in [name, *aliases.get(name, [])] if n in sources), key=lambda n: n in targets
@@ -137,16 +143,16 @@ def _match_tensors(
         if not candidates:
             continue
         for candidate in candidates:
-            _check_kind(candidate, sources[candidate], tensor)
-        for other in candidates[1:]:
-            _check_equal(candidates[0], sources[candidates[0]], other, sources[other])
+            _check_shape_and_dtype(candidate, sources[candidate], tensor)
+        for duplicate in candidates[1:]:
+            _check_tied_equal(candidates[0], sources[candidates[0]], duplicate, sources[duplicate])
         weights[name] = sources[candidates[0]]
     if not weights:
         raise UserError(
             f"model.name_or_path: none of the checkpoint's {len(tensors)} tensors belongs to a "
             f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
-    missing = [name for name in wanted if name not in weights]
+    missing = [name for name in model_tensors if name not in weights]
     return PretrainedWeights(
         weights, missing, transformers_internals.find_unexpected_names(model, translated.unclaimed)
     )
@@ -179,28 +185,28 @@ def _translate_names(
         The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
         names. None if what converts them cannot be applied to tensors that are read later.
     """
-    renamed, converters = transformers_internals.map_names(model, tensors)
+    renamed, converters = transformers_internals.map_checkpoint_names(model, tensors)
     names = model.state_dict()
     sources: Sources = {}
     unclaimed: dict[str, str] = {}
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _ConversionGroup] = {}
     for key, name, pattern in renamed:
         if name not in names:
             unclaimed[key] = name
         elif pattern is None:
             sources[name] = tensors[key]
         else:
-            group = groups.setdefault(name, _Group(name, converters[pattern], model))
-            group.add(key, pattern, tensors[key])
+            group = groups.setdefault(name, _ConversionGroup(name, converters[pattern], model))
+            group.add_member(key, pattern, tensors[key])
     try:
         for group in groups.values():
-            sources.update(group.build_results())
+            sources.update(group.build_lazy_results())
     except (AttributeError, TypeError, NotImplementedError):  # what converts them needs their values
         return None
     return _TranslatedTensors(sources, unclaimed)
 
 
-class _GroupMember(NamedTuple):
+class _ConversionMember(NamedTuple):
     """A tensor of a checkpoint, and how transformers renames it."""
 
     key: str
@@ -208,52 +214,57 @@ class _GroupMember(NamedTuple):
     tensor: StoredTensor
 
 
-class _Group:
+class _ConversionGroup:
     """Tensors of a checkpoint that are converted together, such as the experts of a layer."""
 
     # Cache of the latest result: tensors of one group are mostly read in sequence.
-    _latest: tuple[_Group, dict[str, torch.Tensor]] | None = None
+    _latest_result: tuple[_ConversionGroup, dict[str, torch.Tensor]] | None = None
 
     def __init__(self, name: str, converter: Any, model: PreTrainedModel) -> None:
         self._name = name
         self._converter = converter
         self._model = model
-        self._members: list[_GroupMember] = []
+        self._members: list[_ConversionMember] = []
 
-    def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
-        self._members.append(_GroupMember(key, pattern, tensor))
+    def add_member(self, key: str, pattern: str, tensor: StoredTensor) -> None:
+        self._members.append(_ConversionMember(key, pattern, tensor))
 
     @property
     def dtype(self) -> str:
         dtypes = {member.tensor.dtype for member in self._members}
         return dtypes.pop() if len(dtypes) == 1 else "F32"
 
-    def build_results(self) -> dict[str, ReadableTensor]:
+    def build_lazy_results(self) -> dict[str, ReadableTensor]:
         """Return the results of the conversion by name, as tensors that are read lazily.
 
         If the conversion only moves elements, reading a slice of a result reads only these elements.
         Otherwise, the whole group is read and converted.
         """
         for member in self._members:
-            _refuse_packed(member.key, member.tensor)
+            _check_not_quantized(member.key, member.tensor)
         sources = [LazyTensor(m.tensor.shape, partial(_read_floats, m.tensor)) for m in self._members]
         try:
-            moved = trace_moves(self._convert, sources)
+            moved = trace_element_moves(self._convert_members, sources)
         except NotTraceableError:
-            shapes = self._convert([torch.empty(source.shape, device="meta") for source in sources])
+            shapes = self._convert_members([torch.empty(source.shape, device="meta") for source in sources])
             return {
-                name: ComputedTensor(result.shape, partial(self._compute, name), self.dtype)
+                name: ComputedTensor(result.shape, partial(self._compute_result, name), self.dtype)
                 for name, result in shapes.items()
             }
-        return {name: SlicedTensor(result.shape, result.read, self.dtype) for name, result in moved.items()}
+        return {
+            name: SlicedTensor(result.shape, result.read_slice, self.dtype) for name, result in moved.items()
+        }
 
-    def _compute(self, name: str) -> torch.Tensor:
-        if _Group._latest is None or _Group._latest[0] is not self:
-            _Group._latest = None  # free its memory first
-            _Group._latest = (self, self._convert([_read_floats(m.tensor) for m in self._members]))
-        return _Group._latest[1][name]
+    def _compute_result(self, name: str) -> torch.Tensor:
+        if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
+            _ConversionGroup._latest_result = None  # free its memory first
+            _ConversionGroup._latest_result = (
+                self,
+                self._convert_members([_read_floats(m.tensor) for m in self._members]),
+            )
+        return _ConversionGroup._latest_result[1][name]
 
-    def _convert(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _convert_members(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the values of the members, given in the order of the members."""
         converter = copy.deepcopy(self._converter)
         for member, tensor in zip(self._members, tensors, strict=True):
@@ -269,18 +280,21 @@ def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tens
 
 def _summarize_names(names: list[str]) -> str:
     """List the names, with one pattern for repeated layers."""
-    alike: dict[str, list[str]] = defaultdict(list)
+    names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        alike[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
-    shown = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in alike.items()]
-    more = len(shown) - _NAMES_SHOWN
-    return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        names_by_pattern[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
+    shown = [
+        layer_names[0] if len(layer_names) == 1 else f"{pattern} ({len(layer_names)})"
+        for pattern, layer_names in names_by_pattern.items()
+    ]
+    num_hidden = len(shown) - _MAX_SHOWN_NAMES
+    return ", ".join(shown[:_MAX_SHOWN_NAMES]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
 
 
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def _check_kind(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
+def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tensor) -> None:
     """Raise UserError unless ``source`` has the shape and a dtype of ``target``."""
     if tuple(source.shape) != tuple(target.shape):
         raise UserError(
@@ -288,39 +302,41 @@ def _check_kind(name: str, source: ReadableTensor, target: torch.Tensor) -> None
             f"and {list(target.shape)} in the model; check the config or the task"
         )
     if target.is_floating_point():
-        _refuse_packed(name, source)
+        _check_not_quantized(name, source)
 
 
-def _refuse_packed(name: str, source: ReadableTensor) -> None:
-    kind = getattr(source, "dtype", None)
-    if isinstance(kind, str) and kind not in PLAIN_FLOATS:
+def _check_not_quantized(name: str, source: ReadableTensor) -> None:
+    dtype = getattr(source, "dtype", None)
+    if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
-            f"model.name_or_path: {name} is stored as {kind}, which is quantized, and config.json does not "
+            f"model.name_or_path: {name} is stored as {dtype}, which is quantized, and config.json does not "
             "describe how; use a checkpoint in float32, bfloat16 or float16"
         )
 
 
-def _check_equal(name: str, tensor: ReadableTensor, other: str, copy: ReadableTensor) -> None:
+def _check_tied_equal(
+    first_name: str, first_tensor: ReadableTensor, other_name: str, other_tensor: ReadableTensor
+) -> None:
     """Raise UserError if two tensors that the model ties differ in the checkpoint."""
-    for start in range(0, tensor.shape[0] if tensor.shape else 1, _ROWS_COMPARED):
+    for start in range(0, first_tensor.shape[0] if first_tensor.shape else 1, _ROWS_PER_COMPARISON):
         index = None
-        if tensor.shape:
-            rows = slice(start, min(start + _ROWS_COMPARED, tensor.shape[0]))
-            index = (rows, *(slice(0, size) for size in tensor.shape[1:]))
-        if not np.array_equal(tensor.read(index), copy.read(index)):
+        if first_tensor.shape:
+            rows = slice(start, min(start + _ROWS_PER_COMPARISON, first_tensor.shape[0]))
+            index = (rows, *(slice(0, size) for size in first_tensor.shape[1:]))
+        if not np.array_equal(first_tensor.read(index), other_tensor.read(index)):
             raise UserError(
-                f"model.name_or_path: {name} and {other} differ in the checkpoint, but its config ties them; "
-                "set tie_word_embeddings to false in its config.json"
+                f"model.name_or_path: {first_name} and {other_name} differ in the checkpoint, but its config "
+                "ties them; set tie_word_embeddings to false in its config.json"
             )
 
 
-def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
+def _check_output_head_present(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     """Raise UserError if a language model's output head is not in the checkpoint."""
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
-    tables = {id(table) for table in find_embedding_weights(model)}
-    tieable = transformers_internals.get_tieable_names(model) or ()
-    lost = [
+    tables = {id(table) for table in list_embedding_weights(model)}
+    tieable = transformers_internals.get_tieable_parameter_names(model) or ()
+    missing_heads = [
         name
         for name, parameter in model.named_parameters()
         if name in missing
@@ -329,11 +345,11 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
             or (name in tieable and name.endswith("weight") and id(parameter) not in tables)
         )
     ]
-    if lost:
+    if missing_heads:
         unused = f" (it has {_summarize_names(weights.unexpected)}, not used)" if weights.unexpected else ""
         raise UserError(
-            f"model.name_or_path: the checkpoint has no output head {lost[0]}{unused}, which would be "
-            "randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
+            f"model.name_or_path: the checkpoint has no output head {missing_heads[0]}{unused}, which would "
+            "be randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
         )
 
 
@@ -344,21 +360,21 @@ def open_pretrained_checkpoint(settings: ModelConfig, dtype: str) -> Checkpoint:
         UserError: if it cannot be read, or dequantized.
     """
     try:
-        checkpoint = open_checkpoint(fetch_snapshot(str(settings.name_or_path)))
+        checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
         plain = converters.read_quantization_config(checkpoint) is None
         return checkpoint if plain else converters.dequantize_checkpoint(checkpoint, dtype)
     except CheckpointError as error:
         raise UserError(f"model.name_or_path: {error}") from error
 
 
-def open_export_layout(settings: ModelConfig) -> Checkpoint:
+def open_quantized_base(settings: ModelConfig) -> Checkpoint:
     """The checkpoint ``model.name_or_path`` as it is, for ``checkpoint.export: like_base``.
 
     Raises:
         UserError: if it is not quantized, or in a way that cannot be written.
     """
     try:
-        checkpoint = open_checkpoint(fetch_snapshot(str(settings.name_or_path)))
+        checkpoint = open_checkpoint(fetch_model_folder(str(settings.name_or_path)))
         converters.read_writable_config(checkpoint)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: like_base: {error}") from error
@@ -377,40 +393,43 @@ def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
 
     with convert_library_errors("model.name_or_path"):
-        return ask_hub(name, "config", load)
+        return read_hub_once_per_node(name, "config", load)
 
 
 def _load_dequantized(
-    settings: ModelConfig, model: PreTrainedModel, described: Mapping[str, Any]
+    settings: ModelConfig, model: PreTrainedModel, quantization_config: Mapping[str, Any]
 ) -> PretrainedWeights:
     """Load a quantized checkpoint as floats, with transformers' dequantization.
 
     Args:
-        described: the config's ``quantization_config``.
+        quantization_config: the config's ``quantization_config``.
     """
-    method, quantization = described.get("quant_method", "unknown method"), dict(described)
+    method, changed_quantization = (
+        quantization_config.get("quant_method", "unknown method"),
+        dict(quantization_config),
+    )
     method = getattr(method, "value", method)  # an enumeration, or its value
     try:
         config = copy.deepcopy(model.config)
-        if transformers_internals.can_dequantize_on_loading(quantization):
-            quantization["dequantize"] = True  # during loading
-        config.quantization_config = quantization
-        loaded, info = _load(settings, model, config)
+        if transformers_internals.can_dequantize_on_loading(changed_quantization):
+            changed_quantization["dequantize"] = True  # during loading
+        config.quantization_config = changed_quantization
+        loaded, info = _load_with_report(settings, model, config)
         if getattr(loaded, "hf_quantizer", None) is not None:
             loaded = loaded.dequantize(torch.float32)
-        wanted, tensors = get_state_tensors(model), get_state_tensors(loaded)
-        for name, target in wanted.items():
+        model_tensors, tensors = get_state_tensors(model), get_state_tensors(loaded)
+        for name, target in model_tensors.items():
             if target.is_floating_point() and name in tensors:
                 _check_dequantized(name, tensors[name], target)
-        weights = _collect_weights(loaded, info)
+        weights = _collect_loaded_weights(loaded, info)
     except Exception as error:  # each method raises its own errors if its package or device is missing
         raise UserError(
             f"model.name_or_path: its weights are quantized ({method}) and cannot be dequantized here "
             f"({to_one_line(error)}); use a checkpoint in float32, bfloat16 or float16"
         ) from error
     return PretrainedWeights(
-        {name: source for name, source in weights.found.items() if name in wanted},
-        [name for name in wanted if name not in weights.found],
+        {name: source for name, source in weights.tensors.items() if name in model_tensors},
+        [name for name in model_tensors if name not in weights.tensors],
         weights.unexpected,
     )
 
@@ -423,8 +442,8 @@ def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) ->
 def _load_with_transformers(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
     """Load the weights into host memory with transformers, if only it can map the names."""
     with convert_library_errors("model.name_or_path"):
-        loaded, info = _load(settings, model, model.config)
-    return _collect_weights(loaded, info)
+        loaded, info = _load_with_report(settings, model, model.config)
+    return _collect_loaded_weights(loaded, info)
 
 
 class _LoadedModel(NamedTuple):
@@ -439,7 +458,9 @@ class _LoadedModel(NamedTuple):
     info: Mapping[str, Any]
 
 
-def _load(settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig) -> _LoadedModel:
+def _load_with_report(
+    settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfig
+) -> _LoadedModel:
     """Load a model like ``model`` into host memory; also return transformers' loading report."""
     load = partial(
         type(model).from_pretrained,
@@ -449,11 +470,11 @@ def _load(settings: ModelConfig, model: PreTrainedModel, config: PretrainedConfi
         output_loading_info=True,
         trust_remote_code=settings.trust_remote_code,
     )
-    loaded, info = ask_hub(str(settings.name_or_path), "model", load)
+    loaded, info = read_hub_once_per_node(str(settings.name_or_path), "model", load)
     return _LoadedModel(loaded, info)
 
 
-def _collect_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
+def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
     weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
@@ -461,7 +482,7 @@ def _collect_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWe
     return PretrainedWeights(weights, in_order, sorted(info["unexpected_keys"]))
 
 
-def fetch_snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
+def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
     """Return the folder of a pretrained model. Downloads a hub model's weights if they are not cached.
 
     Args:
@@ -477,7 +498,7 @@ def fetch_snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
         raise UserError(
             f"{key}: {name_or_path}: no such folder"
             + (
-                suggest_path(Path(name_or_path))
+                format_path_suggestion(Path(name_or_path))
                 or "; give a model folder or a model name on the hub (organization/name)"
             )
         )
@@ -486,6 +507,6 @@ def fetch_snapshot(name_or_path: str, key: str = "model.name_or_path") -> Path:
 
     try:
         download = partial(snapshot_download, name_or_path, allow_patterns=[*_HUB_FILES])
-        return Path(ask_hub(name_or_path, "weights", download))
+        return Path(read_hub_once_per_node(name_or_path, "weights", download))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"{key}: {describe_download_error(name_or_path, error)}") from error

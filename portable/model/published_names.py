@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from portable.converters.config_and_tokenizer_files import (
-    TOKENIZER,
+    TOKENIZER_NAMES,
+    find_companions_in_folder,
     find_custom_code,
     find_excluded_files,
-    find_small_files,
 )
-from portable.converters.containers.shard_index import INDEX
-from portable.converters.names.name_rules import NameRules, build_record, parse_rule, select_used_rules
+from portable.converters.containers.shard_index import INDEX_FILE_NAME
+from portable.converters.names.name_rules import NameRules, build_rules_record, parse_rule, select_used_rules
 from portable.converters.names.published_names import arrange_for_files, find_unclaimed_names
-from portable.converters.naming import RECORD, read_recorded_rules, rename_to_published
+from portable.converters.naming import NAME_RULES_FILE, read_recorded_rules, rename_to_published
 from portable.converters.storage.folder_operations import copy_file
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.errors import UserError
-from portable.model.parameters import find_tied_names, get_state_tensors
-from portable.model.pretrained import fetch_snapshot, open_pretrained_checkpoint
+from portable.model.parameters import get_state_tensors, map_tied_names
+from portable.model.pretrained import fetch_model_folder, open_pretrained_checkpoint
 from portable.private import transformers_internals
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from portable.config.sections import ModelConfig
     from portable.converters import Checkpoint, Tensor
     from portable.converters.naming import RecordedRules
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-_BLOCK = 1 << 20
+_ELEMENTS_PER_COMPARISON = 1 << 20
 _SHARD = re.compile(r"model-\d{5}-of-\d{5,6}\.safetensors")
 # These files are not copied: the run writes its own, or the file describes the quantization of the base.
-_OWN_FILES = {
+_FILES_NOT_COPIED = {
     "README.md",
     "config.json",
     "generation_config.json",
@@ -65,15 +65,15 @@ def build_name_rules(model: PreTrainedModel) -> NameRules:
 
 
 class PublishedModel(NamedTuple):
-    """Result of :meth:`PublishedNames.publish`.
+    """Result of :meth:`PublishedNames.convert_to_published`.
 
     Attributes:
         checkpoint: The model to export, with published names and shapes.
-        unchanged_names: Published names of the tensors that are identical to the base model's.
+        names_equal_to_base: Published names of the tensors that are identical to the base model's.
     """
 
     checkpoint: Checkpoint
-    unchanged_names: set[str]
+    names_equal_to_base: set[str]
 
 
 class PublishedNames:
@@ -87,18 +87,18 @@ class PublishedNames:
     def __init__(self, settings: ModelConfig, model: PreTrainedModel) -> None:
         self._settings = settings
         self._architecture = type(model).__name__
-        self._default = build_name_rules(model)
-        self._live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._parameters = list(get_state_tensors(model))
-        self._computed = list(transformers_internals.get_unsaved_names(model) or ())
-        self._ties = {first: others for first, others in find_tied_names(model).items() if others}
+        self._default_rules = build_name_rules(model)
+        self._model_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._state_names = list(get_state_tensors(model))
+        self._unsaved_patterns = list(transformers_internals.get_unsaved_tensor_names(model) or ())
+        self._ties = {first: others for first, others in map_tied_names(model).items() if others}
         self._aliases = set(getattr(model, "all_tied_weights_keys", {}))  # ``save_pretrained`` omits these
-        self._resumed: RecordedRules | None = None
+        self._recorded_rules: RecordedRules | None = None
         trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self._untrained = set(self._live) - trained  # includes buffers, such as router biases
+        self._untrained_names = set(self._model_shapes) - trained  # includes buffers, such as router biases
 
     @cached_property
-    def base(self) -> Checkpoint | None:
+    def base_checkpoint(self) -> Checkpoint | None:
         """Checkpoint that the run started from, dequantized to floats.
 
         None if the run starts from scratch or the base model is not available on this machine.
@@ -111,14 +111,14 @@ class PublishedNames:
             return None
 
     @cached_property
-    def rules(self) -> NameRules:
+    def name_rules(self) -> NameRules:
         """Rules for the names in the base model's files, or the default rules of the model type."""
-        if self.base is not None:
-            shapes = {name: tensor.shape for name, tensor in self.base.tensors.items()}
-            return select_used_rules(self._default, shapes, shapes)
-        return self._default if self._resumed is None else self._resumed.rules
+        if self.base_checkpoint is not None:
+            shapes = {name: tensor.shape for name, tensor in self.base_checkpoint.tensors.items()}
+            return select_used_rules(self._default_rules, shapes, shapes)
+        return self._default_rules if self._recorded_rules is None else self._recorded_rules.rules
 
-    def resume(self, checkpoint: Checkpoint) -> None:
+    def adopt_recorded_rules(self, checkpoint: Checkpoint) -> None:
         """Adopt the recorded name rules of the checkpoint that the run resumes from.
 
         They are used if the base model is not available on this machine.
@@ -127,68 +127,74 @@ class PublishedNames:
             checkpoint: The checkpoint that the run resumes from.
         """
         if not self._settings.from_scratch:
-            self._resumed = read_recorded_rules(checkpoint)
+            self._recorded_rules = read_recorded_rules(checkpoint)
 
     @cached_property
-    def not_loaded(self) -> list[str]:
+    def unloaded_base_names(self) -> list[str]:
         """Names of base tensors that transformers does not load, such as multi-token prediction layers."""
-        if self.base is None or not self._has_base_class:
+        if self.base_checkpoint is None or not self._has_base_class:
             return []
-        return find_unclaimed_names(self.base.tensors, self.rules, self._live)
+        return find_unclaimed_names(self.base_checkpoint.tensors, self.name_rules, self._model_shapes)
 
     @cached_property
-    def dropped(self) -> list[str]:
+    def dropped_base_names(self) -> list[str]:
         """Names of base tensors that the export lacks, because the run's model is of another class.
 
         Examples are multi-token prediction layers, and a vision tower next to the trained language model.
         """
-        if self.base is None or self._has_base_class:
+        if self.base_checkpoint is None or self._has_base_class:
             return []
-        return find_unclaimed_names(self.base.tensors, self.rules, self._live)
+        return find_unclaimed_names(self.base_checkpoint.tensors, self.name_rules, self._model_shapes)
 
     @property
     def _has_base_class(self) -> bool:
         """Whether the base is a model of the same class, so the export includes its remaining tensors."""
-        assert self.base is not None
-        architectures = read_small_table(self.base.companions.get("config.json")).get("architectures")
+        assert self.base_checkpoint is not None
+        architectures = read_json_object_or_empty(self.base_checkpoint.companions.get("config.json")).get(
+            "architectures"
+        )
         return isinstance(architectures, list) and architectures[:1] == [self._architecture]
 
-    def build_notes(self, reported: Collection[str] = ()) -> list[str]:
+    def build_base_tensor_notes(self, reported: Collection[str] = ()) -> list[str]:
         """Build the notes that are shown to the user at the start of a run.
 
         Args:
             reported: Names of base tensors that another note already lists as unused.
         """
         notes = []
-        if names := ", ".join(collapse_numbers(self.not_loaded)):
+        if names := ", ".join(collapse_layer_numbers(self.unloaded_base_names)):
             notes.append(
                 "note: transformers does not load these tensors of the base model, so the run does not train "
                 f"them and copies them into the export: {names}"
             )
-        if names := ", ".join(collapse_numbers(name for name in self.dropped if name not in reported)):
+        if names := ", ".join(
+            collapse_layer_numbers(name for name in self.dropped_base_names if name not in reported)
+        ):
             notes.append(
                 f"note: {self._architecture} does not have these tensors of the base model, so the export "
                 f"lacks them: {names}"
             )
         return notes
 
-    def check_like_base(self) -> None:
+    def check_export_like_base(self) -> None:
         """Check that the base model has every tensor that is exported in its layout.
 
         Raises:
             UserError: If the base model lacks one of the model's tensors.
         """
-        if self.base is None:
+        if self.base_checkpoint is None:
             return
-        shapes = {name: self._live[name] for name in self._parameters}
-        lacking = sorted(arrange_for_files(shapes, self.rules).keys() - self.base.tensors.keys())
+        shapes = {name: self._model_shapes[name] for name in self._state_names}
+        lacking = sorted(
+            arrange_for_files(shapes, self.name_rules).keys() - self.base_checkpoint.tensors.keys()
+        )
         if lacking:
             raise UserError(
-                f"checkpoint.export: like_base: {self.base.root} has no {lacking[0]}, which the model has; "
-                "set checkpoint.export: true"
+                f"checkpoint.export: like_base: {self.base_checkpoint.root} has no {lacking[0]}, which the "
+                "model has; set checkpoint.export: true"
             )
 
-    def write_record(self, folder: Path) -> None:
+    def write_name_record(self, folder: Path) -> None:
         """Write the name rules into a checkpoint, so it can be exported without the base model.
 
         Writes nothing if neither the base model nor a record of its names is available.
@@ -196,14 +202,16 @@ class PublishedNames:
         Args:
             folder: The checkpoint.
         """
-        if not self._settings.from_scratch and self.base is None and self._resumed is None:
+        if not self._settings.from_scratch and self.base_checkpoint is None and self._recorded_rules is None:
             return
-        record = build_record(self.rules)
+        record = build_rules_record(self.name_rules)
         if not self._settings.from_scratch:
-            record["not_loaded"] = self.missing or collapse_numbers(self.not_loaded)
-        (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+            record["not_loaded"] = self.unavailable_base_names or collapse_layer_numbers(
+                self.unloaded_base_names
+            )
+        (folder / NAME_RULES_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
-    def write_small_files(self, folder: Path, *, tokenizer: bool) -> None:
+    def copy_base_files(self, folder: Path, *, tokenizer: bool) -> None:
         """Copy the base model's small files, such as a processor config, into a checkpoint.
 
         Existing files are not overwritten.
@@ -213,47 +221,47 @@ class PublishedNames:
             tokenizer: Whether to copy tokenizer files, which are valid only if the run uses the base model's
                 tokenizer unchanged.
         """
-        for name, path in self._small_files.items():
+        for name, path in self._copyable_base_files.items():
             target = folder / name
-            if (TOKENIZER.fullmatch(name) and not tokenizer) or target.exists():
+            if (TOKENIZER_NAMES.fullmatch(name) and not tokenizer) or target.exists():
                 continue
             target.parent.mkdir(exist_ok=True)
             copy_file(path, target)
 
     @cached_property
-    def _small_files(self) -> dict[str, Place]:
-        folder = self._folder
+    def _copyable_base_files(self) -> dict[str, AnyPath]:
+        folder = self._base_folder
         if folder is None:
             return {}
-        files = find_small_files(folder)
+        files = find_companions_in_folder(folder)
         if self._settings.trust_remote_code:
             files |= find_custom_code(folder)
-        return {name: path for name, path in files.items() if name not in _OWN_FILES}
+        return {name: path for name, path in files.items() if name not in _FILES_NOT_COPIED}
 
     @cached_property
-    def skipped_files(self) -> dict[str, str]:
+    def skipped_base_files(self) -> dict[str, str]:
         """Files of the base model that are not exported, each with the reason.
 
         Weights, training state, logs, and hidden files are not listed.
         """
-        reasons = {} if self._folder is None else find_excluded_files(self._folder)
+        reasons = {} if self._base_folder is None else find_excluded_files(self._base_folder)
         expected = ("weights", "training state", "a log", "hidden")
         return {
             name: reason
             for name, reason in reasons.items()
-            if reason not in expected and name not in self._small_files
+            if reason not in expected and name not in self._copyable_base_files
         }
 
     @cached_property
-    def _folder(self) -> Path | None:
+    def _base_folder(self) -> Path | None:
         if self._settings.from_scratch:
             return None
         try:
-            return fetch_snapshot(str(self._settings.name_or_path))
+            return fetch_model_folder(str(self._settings.name_or_path))
         except UserError:
             return None
 
-    def publish(self, checkpoint: Checkpoint) -> PublishedModel:
+    def convert_to_published(self, checkpoint: Checkpoint) -> PublishedModel:
         """Convert a checkpoint of this run to the published names and shapes.
 
         Frozen tensors, and tensors that transformers does not load, are read from the base model.
@@ -264,29 +272,29 @@ class PublishedNames:
         Returns:
             The model to export, and the names of the tensors that are identical to the base model's.
         """
-        written = self._rename_tied(rename_to_published(checkpoint, self.rules))
-        written = self._remove_computed(written)
-        if self.base is None:
-            return PublishedModel(written, set())
-        base = self.base.tensors
-        frozen = [name for name in written.tensors if name in self._frozen_files and name in base]
-        untouched = {name for name in frozen if _have_same_values(written.tensors[name], base[name])}
-        untouched |= set(self.not_loaded) - written.tensors.keys()
-        tensors = {**written.tensors, **{name: base[name] for name in base if name in untouched}}
-        published = written.with_tensors(tensors, {}, written.companions).with_shards(self._shards)
-        return PublishedModel(published, untouched)
+        renamed = self._rename_tied_tensors(rename_to_published(checkpoint, self.name_rules))
+        renamed = self._remove_unsaved_tensors(renamed)
+        if self.base_checkpoint is None:
+            return PublishedModel(renamed, set())
+        base = self.base_checkpoint.tensors
+        frozen = [name for name in renamed.tensors if name in self._frozen_published_names and name in base]
+        unchanged_names = {name for name in frozen if _have_same_values(renamed.tensors[name], base[name])}
+        unchanged_names |= set(self.unloaded_base_names) - renamed.tensors.keys()
+        tensors = {**renamed.tensors, **{name: base[name] for name in base if name in unchanged_names}}
+        published = renamed.with_tensors(tensors, {}, renamed.companions).with_shards(self._base_shard_files)
+        return PublishedModel(published, unchanged_names)
 
-    def _remove_computed(self, written: Checkpoint) -> Checkpoint:
+    def _remove_unsaved_tensors(self, written: Checkpoint) -> Checkpoint:
         """Remove tensors that ``save_pretrained`` does not write, unless the base model's files have them."""
-        base = {} if self.base is None else self.base.tensors
+        base = {} if self.base_checkpoint is None else self.base_checkpoint.tensors
         tensors = {
             name: tensor
             for name, tensor in written.tensors.items()
-            if name in base or not any(re.search(key, name) for key in self._computed)
+            if name in base or not any(re.search(key, name) for key in self._unsaved_patterns)
         }
         return written.with_tensors(tensors, {}, written.companions)
 
-    def _rename_tied(self, written: Checkpoint) -> Checkpoint:
+    def _rename_tied_tensors(self, written: Checkpoint) -> Checkpoint:
         """Give a tied tensor the one of its names that the base model's files have.
 
         Without a base model, this is the name that ``save_pretrained`` writes. The checkpoint has the name of
@@ -294,41 +302,55 @@ class PublishedNames:
         """
         published = {
             values.list_sources()[0]: name
-            for name, values in arrange_for_files(self._live, self.rules).items()
+            for name, values in arrange_for_files(self._model_shapes, self.name_rules).items()
             if len(values.list_sources()) == 1
         }
         names: dict[str, str] = {}
         for first, others in self._ties.items():
             owner, *aliases = (published.get(name, name) for name in (first, *others))
-            alias = next((alias for alias in aliases if self._is_written(alias)), None)
-            if alias is not None and owner in written.tensors and not self._is_written(owner):
+            alias = next((alias for alias in aliases if self._is_exported_name(alias)), None)
+            if alias is not None and owner in written.tensors and not self._is_exported_name(owner):
                 names[owner] = alias
         tensors = {names.get(name, name): tensor for name, tensor in written.tensors.items()}
         return written.with_tensors(tensors, {}, written.companions) if names else written
 
-    def _is_written(self, name: str) -> bool:
-        return name not in self._aliases if self.base is None else name in self.base.tensors
+    def _is_exported_name(self, name: str) -> bool:
+        return (
+            name not in self._aliases
+            if self.base_checkpoint is None
+            else name in self.base_checkpoint.tensors
+        )
 
     @property
-    def _shards(self) -> dict[str, str]:
+    def _base_shard_files(self) -> dict[str, str]:
         """Shard file of each base tensor, as listed in the base model's index."""
-        table = {} if self._folder is None else read_small_table(self._folder / INDEX).get("weight_map")
+        table = (
+            {}
+            if self._base_folder is None
+            else read_json_object_or_empty(self._base_folder / INDEX_FILE_NAME).get("weight_map")
+        )
         files = table.items() if isinstance(table, dict) else ()
         return {name: file for name, file in files if isinstance(file, str) and _SHARD.fullmatch(file)}
 
     @property
-    def missing(self) -> list[str]:
+    def unavailable_base_names(self) -> list[str]:
         """Names of base tensors that the export lacks because the base model is not available."""
-        return self._resumed.not_loaded if self.base is None and self._resumed is not None else []
+        return (
+            self._recorded_rules.not_loaded
+            if self.base_checkpoint is None and self._recorded_rules is not None
+            else []
+        )
 
     @cached_property
-    def _frozen_files(self) -> set[str]:
+    def _frozen_published_names(self) -> set[str]:
         """Published names of the tensors that consist only of frozen parameters and buffers."""
-        files = arrange_for_files(self._live, self.rules)
-        return {name for name, values in files.items() if self._untrained.issuperset(values.list_sources())}
+        files = arrange_for_files(self._model_shapes, self.name_rules)
+        return {
+            name for name, values in files.items() if self._untrained_names.issuperset(values.list_sources())
+        }
 
 
-def collapse_numbers(names: Iterable[str]) -> list[str]:
+def collapse_layer_numbers(names: Iterable[str]) -> list[str]:
     """Replace the numbers in tensor names with ``*`` and list each resulting name once.
 
     Args:
@@ -346,7 +368,7 @@ def _have_same_values(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape:
         return False
     try:
-        step = max(1, _BLOCK // max(1, prod(ours.shape[1:])))
+        step = max(1, _ELEMENTS_PER_COMPARISON // max(1, prod(ours.shape[1:])))
         for low in range(0, ours.shape[0] if ours.shape else 1, step):
             index = (slice(low, low + step),) if ours.shape else None
             our_rows, their_rows = (tensor.read(index).astype(np.float64) for tensor in (ours, theirs))

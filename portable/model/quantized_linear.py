@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from portable.model.weight_sources import ReadableTensor
 
-KINDS = ("nf4", "int8")
-BLOCK, OUTER = 64, 256
+QUANTIZATION_KINDS = ("nf4", "int8")
+BLOCK_ELEMENTS, OUTER_BLOCK_SCALES = 64, 256
 """Elements with one scale, and scales with one scale of their own: those of the QLoRA paper."""
-_CHUNK = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK
-_ALIGNED = 16
+_ELEMENTS_QUANTIZED_AT_ONCE = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK
+_ALIGNMENT_BYTES = 16
 
 
 class QuantizedLinear(nn.Module):
@@ -45,27 +45,27 @@ class QuantizedLinear(nn.Module):
         sizes = [4 * n if i == 0 else n for i, n in enumerate(self._compute_part_sizes())]
         starts = [0]
         for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
-        self._places = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+            starts.append(starts[-1] + -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        self._byte_ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         words = torch.empty(starts[-1] // dtype.itemsize, dtype=dtype, device=linear.weight.device)
         self.bits = nn.Parameter(words, requires_grad=False)
         self.bias = linear.bias
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         """Elements of the weight."""
         return self.in_features * self.out_features
 
     def _compute_part_sizes(self) -> list[int]:
         """The number of fp32 scales, then the bytes of what else there is."""
         if self.kind == "int8":
-            return [self.out_features, self.elements]
-        blocks = -(-self.elements // BLOCK)
-        return [1 + -(-blocks // OUTER), blocks, -(-self.elements // 2)]
+            return [self.out_features, self.num_elements]
+        blocks = -(-self.num_elements // BLOCK_ELEMENTS)
+        return [1 + -(-blocks // OUTER_BLOCK_SCALES), blocks, -(-self.num_elements // 2)]
 
     def _split_bits(self) -> tuple[Tensor, ...]:
         raw = self.bits.view(torch.uint8)
-        first, *others = (raw[start:stop] for start, stop in self._places)
+        first, *others = (raw[start:stop] for start, stop in self._byte_ranges)
         return first.view(torch.float32), *others
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class QuantizedLinear(nn.Module):
         if inputs.is_meta:  # a trial pass, which may have another compute type
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
-        if torch_internals.is_fake(inputs):
-            planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call, unused-ignore]
+        if torch_internals.is_fake_tensor(inputs):
+            planned: Tensor = _PlannedMatmul.apply(inputs, self)  # type: ignore[no-untyped-call, unused-ignore]
             return planned
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         package = import_bitsandbytes()
@@ -97,11 +97,14 @@ class QuantizedLinear(nn.Module):
             absmax=scales,
             shape=torch.Size((self.out_features, self.in_features)),
             dtype=self.bits.dtype,
-            blocksize=BLOCK,
+            blocksize=BLOCK_ELEMENTS,
             quant_type="nf4",
             offset=outer[0],
             state2=state(
-                absmax=outer[1:], blocksize=OUTER, code=_build_levels(codes.device), dtype=torch.float32
+                absmax=outer[1:],
+                blocksize=OUTER_BLOCK_SCALES,
+                code=_build_scale_levels(codes.device),
+                dtype=torch.float32,
             ),
         )
 
@@ -113,24 +116,24 @@ class QuantizedLinear(nn.Module):
             parts = [scales.float(), codes]
         else:
             chunks = [
-                torch.ops.bitsandbytes.quantize_4bit.default(chunk, BLOCK, "nf4", torch.uint8)
-                for chunk in weight.flatten().split(_CHUNK)
+                torch.ops.bitsandbytes.quantize_4bit.default(chunk, BLOCK_ELEMENTS, "nf4", torch.uint8)
+                for chunk in weight.flatten().split(_ELEMENTS_QUANTIZED_AT_ONCE)
             ]
             largest = torch.cat([scales for _, scales in chunks])
             offset = largest.mean()
-            scales, outer = kernels.quantize_blockwise(largest - offset, blocksize=OUTER)
+            scales, outer = kernels.quantize_blockwise(largest - offset, blocksize=OUTER_BLOCK_SCALES)
             parts = [
                 torch.cat([offset[None], outer.absmax]),
                 scales,
                 torch.cat([codes for codes, _ in chunks]),
             ]
         raw = weight.new_zeros(self.bits.numel() * self.bits.itemsize, dtype=torch.uint8)
-        for part, (start, stop) in zip(parts, self._places, strict=True):
+        for part, (start, stop) in zip(parts, self._byte_ranges, strict=True):
             raw[start:stop] = part.contiguous().flatten().view(torch.uint8)
         return raw.view(self.bits.dtype)
 
 
-class _Planned(torch.autograd.Function):
+class _PlannedMatmul(torch.autograd.Function):
     """What the product allocates, for a plan: the weight in the compute type, in each pass for itself."""
 
     @staticmethod
@@ -146,13 +149,13 @@ class _Planned(torch.autograd.Function):
 
 
 @cache  # a copy from the host in every layer would be a host sync
-def _build_levels(device: torch.device) -> Tensor:
+def _build_scale_levels(device: torch.device) -> Tensor:
     """The 256 levels of the scales, fp32."""
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)
     return levels
 
 
-def build_quantized_tensor(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
+def build_lazy_quantized_weight(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
     """The bits of the weight ``source`` of ``layer`` as a tensor to read; each read quantizes all of it."""
 
     def compute_bits() -> Tensor:
@@ -164,7 +167,7 @@ def build_quantized_tensor(source: ReadableTensor, layer: QuantizedLinear) -> Re
     return ComputedTensor(layer.bits.shape, compute_bits)
 
 
-def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
+def quantize_linear_layers(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:
     """Quantize the frozen linear layers of ``model``, on the meta device, except the output head.
 
     Layers whose weights are tied, trained, or not of ``dtype`` (which transformers keeps in fp32) stay.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.data.samples.base import count_text_tokens
+from portable.data.samples.base import compute_document_lengths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from portable.model.forward import Model
 
 
-def add_noise(model: Model, alpha: float, *, beyond: int = 0) -> Model:
+def install_embedding_noise(model: Model, alpha: float, *, extra_tokens: int = 0) -> Model:
     """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
     The noise is uniform in ±alpha / sqrt(tokens * hidden size), with the number of tokens of each document,
@@ -24,31 +24,31 @@ def add_noise(model: Model, alpha: float, *, beyond: int = 0) -> Model:
     Args:
         model: A transformers model, not wrapped.
         alpha: Scale of the noise.
-        beyond: Tokens that a document has after its inputs: one if the last token is only a label.
+        extra_tokens: Tokens that a document has after its inputs: one if the last token is only a label.
 
     Returns:
         The same model.
     """
-    lengths: list[Tensor] = []
+    document_lengths: list[Tensor] = []
 
     def count_tokens(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        lengths[:] = [count_text_tokens(inputs)] if "input_ids" in inputs else []
+        document_lengths[:] = [compute_document_lengths(inputs)] if "input_ids" in inputs else []
 
-    def add(module: Any, _: Any, embedded: Tensor) -> Tensor:
+    def add_noise_to_embeddings(module: Any, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
             return embedded
         # A decoder's inputs come second and have no mask.
-        tokens = lengths.pop().unsqueeze(-1) if lengths else embedded.shape[1]
-        bound = alpha * ((tokens + beyond) * embedded.shape[2]) ** -0.5
+        tokens = document_lengths.pop().unsqueeze(-1) if document_lengths else embedded.shape[1]
+        bound = alpha * ((tokens + extra_tokens) * embedded.shape[2]) ** -0.5
         return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
 
     changed: Any = model
     changed.register_forward_pre_hook(count_tokens, with_kwargs=True)
-    changed.get_input_embeddings().register_forward_hook(add)
+    changed.get_input_embeddings().register_forward_hook(add_noise_to_embeddings)
     return model
 
 
-_DROPOUTS = (
+_DROPOUT_CLASSES = (
     torch.nn.Dropout,
     torch.nn.Dropout1d,
     torch.nn.Dropout2d,
@@ -65,7 +65,7 @@ def remove_dropout(model: Model) -> Model:
         The same model.
     """
     for module in model.modules():
-        if isinstance(module, _DROPOUTS):
+        if isinstance(module, _DROPOUT_CLASSES):
             module.p = 0.0
         for owner in (module, getattr(module, "config", None)):  # models read some from their config
             for name, value in list(getattr(owner, "__dict__", {}).items()):

@@ -12,7 +12,7 @@ from torch import nn
 
 from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
-from portable.hub_requests import ask_hub
+from portable.hub_requests import read_hub_once_per_node
 from portable.private.transformers_internals import get_model_class, read_generation_config
 from portable.untrusted_settings import convert_library_errors
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from portable.config.sections import ModelConfig
     from portable.data.tokens.special_tokens import Frame
 
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GENERATION_TOKEN_KEYS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 
 
 @dataclass
-class SpecialTokens:
+class ModelSpecialTokens:
     """The special token ids that a model is built with and those that it is saved with.
 
     As in transformers, the model is built from its own config: the padding id becomes the embedding's
@@ -36,27 +36,27 @@ class SpecialTokens:
     take the tokenizer's ids, as in the Trainer.
 
     Attributes:
-        config: the config that is saved with the weights.
-        generation: the pretrained model's generation config, or None.
+        saved_config: the config that is saved with the weights.
+        generation_config: the pretrained model's generation config, or None.
     """
 
-    config: PretrainedConfig
+    saved_config: PretrainedConfig
     settings: ModelConfig
-    generation: Any = field(init=False)
+    generation_config: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generation = _load_generation_config(self.settings)
+        self.generation_config = _load_generation_config(self.settings)
 
-    def prepare(self, tokenizer: Any) -> None:
+    def replace_default_ids(self, tokenizer: Any) -> None:
         """Replace the default ids of a config built from scratch. Call before the model is built.
 
         The defaults are ids of another tokenizer: generation would start and stop at arbitrary tokens. A
         pretrained model keeps its ids.
         """
         if self.settings.name_or_path is None:
-            _replace_defaults(self.config, self.settings.config or {}, tokenizer)
+            _replace_default_ids(self.saved_config, self.settings.config or {}, tokenizer)
 
-    def find_decoder_start(self, tokenizer: Any) -> int:
+    def compute_decoder_start(self, tokenizer: Any) -> int:
         """Return the decoder's first token id, or ``LAST_LABEL`` for the row's last label, as in mBART.
 
         The model's own label shift decides, with the start id of the config or the generation config.
@@ -69,25 +69,25 @@ class SpecialTokens:
 
     def build_label_shift(self, tokenizer: Any) -> LabelShift | None:
         """Return a function that derives a masked LM's decoder inputs from labels; None without a decoder."""
-        if self.settings.task != "masked-lm" or not getattr(self.config, "is_encoder_decoder", False):
+        if self.settings.task != "masked-lm" or not getattr(self.saved_config, "is_encoder_decoder", False):
             return None
         config = self._copy_config_with_start(tokenizer)
         if tokenizer.pad_token_id is not None:
-            config.pad_token_id = tokenizer.pad_token_id  # as `align` sets it later
+            config.pad_token_id = tokenizer.pad_token_id  # as `align_token_ids` sets it later
         return LabelShift(config)
 
     def _copy_config_with_start(self, tokenizer: Any) -> Any:
         """A copy of the config with the ids that the label shift uses."""
-        config = copy.deepcopy(self.config)
+        config = copy.deepcopy(self.saved_config)
         if self.settings.name_or_path is None:
-            _replace_defaults(config, self.settings.config or {}, tokenizer)
+            _replace_default_ids(config, self.settings.config or {}, tokenizer)
         if getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = getattr(self.generation, "decoder_start_token_id", None)
+            config.decoder_start_token_id = getattr(self.generation_config, "decoder_start_token_id", None)
         if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = Vocabulary.from_tokenizer(tokenizer).pad
+            config.pad_token_id = Vocabulary.from_tokenizer(tokenizer).pad_token
         return config
 
-    def align(
+    def align_token_ids(
         self,
         model: PreTrainedModel,
         tokenizer: Any,
@@ -105,50 +105,54 @@ class SpecialTokens:
         Returns:
             the changes, for the user.
         """
-        if self.generation is not None and getattr(model, "generation_config", None) is not None:
-            model.generation_config = self.generation
+        if self.generation_config is not None and getattr(model, "generation_config", None) is not None:
+            model.generation_config = self.generation_config
         generation = getattr(model, "generation_config", None)
         text = model.config.get_text_config()
         notes = []
-        for name in _IDS:
-            if (change := _align_id(name, getattr(tokenizer, name), text, generation)) is not None:
+        for name in _TOKEN_ID_KEYS:
+            if (change := _align_token_id(name, getattr(tokenizer, name), text, generation)) is not None:
                 notes.append(change)
         if end_of_turn is not None and generation is not None:
-            notes += _stop_at(end_of_turn, generation)
+            notes += _add_stop_token(end_of_turn, generation)
         if self.settings.task == "sequence-classification":
-            self._align_padding(text, tokenizer, notes)
+            self._align_padding_id(text, tokenizer, notes)
         if getattr(model.config, "is_encoder_decoder", False):
-            self._align_start(model.config, generation, tokenizer, target)
-        saved = self.config.get_text_config()
-        for name in _IDS:
+            self._align_decoder_start(model.config, generation, tokenizer, target)
+        saved_text_config = self.saved_config.get_text_config()
+        for name in _TOKEN_ID_KEYS:
             if hasattr(text, name):
-                setattr(saved, name, getattr(text, name))
+                setattr(saved_text_config, name, getattr(text, name))
         if getattr(model.config, "is_encoder_decoder", False):
-            self.config.decoder_start_token_id = model.config.decoder_start_token_id
+            self.saved_config.decoder_start_token_id = model.config.decoder_start_token_id
         return notes
 
-    def _align_padding(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
+    def _align_padding_id(self, text: Any, tokenizer: Any, notes: list[str]) -> None:
         """Set the padding id. A decoder classifies at the last token that is not padding."""
-        fill = Vocabulary.from_tokenizer(tokenizer).pad
+        fill = Vocabulary.from_tokenizer(tokenizer).pad_token
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id == fill:
             tokenizer.pad_token = tokenizer.eos_token
         if getattr(text, "pad_token_id", None) != fill:
             notes.append(f"pad_token_id {getattr(text, 'pad_token_id', None)} -> {fill}")
             text.pad_token_id = fill
 
-    def _align_start(self, config: Any, generation: Any, tokenizer: Any, target: Frame | None) -> None:
+    def _align_decoder_start(
+        self, config: Any, generation: Any, tokenizer: Any, target: Frame | None
+    ) -> None:
         """Start generation with the token that training started with."""
         prefix, suffix = ((), ()) if target is None else (target.prefix, target.suffix)
-        several = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
-        start: int | None = self.find_decoder_start(tokenizer)
+        is_multilingual = getattr(tokenizer, "tgt_lang", None) is not None  # a multilingual tokenizer
+        start: int | None = self.compute_decoder_start(tokenizer)
         if start == LAST_LABEL:
             start = suffix[-1] if suffix else None
-        if getattr(config, "decoder_start_token_id", None) is None or (several and suffix and not prefix):
+        if getattr(config, "decoder_start_token_id", None) is None or (
+            is_multilingual and suffix and not prefix
+        ):
             config.decoder_start_token_id = start
         if generation is None:
             return
         generation.decoder_start_token_id = config.decoder_start_token_id
-        if several and prefix:
+        if is_multilingual and prefix:
             generation.forced_bos_token_id = prefix[0]
 
 
@@ -165,15 +169,15 @@ class LabelShift:
     def __call__(self, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         from transformers import AutoModelForSeq2SeqLM
 
-        model = _build_without_layers(AutoModelForSeq2SeqLM, self._config)
+        model = _build_model_without_layers(AutoModelForSeq2SeqLM, self._config)
         shifted = model.prepare_decoder_input_ids_from_labels(labels=torch.from_numpy(labels))
         return np.asarray(shifted.numpy())
 
 
-def _build_without_layers(auto_class: Any, config: Any) -> Any:
+def _build_model_without_layers(auto_class: Any, config: Any) -> Any:
     """A model with only its config, which is all that the label shift reads."""
-    kind = get_model_class(auto_class, config)
-    model = object.__new__(kind)
+    model_class = get_model_class(auto_class, config)
+    model = object.__new__(model_class)
     nn.Module.__init__(model)
     model.config = config
     return model
@@ -193,23 +197,25 @@ def _load_generation_config(settings: ModelConfig) -> Any:
             return read_generation_config(name)
 
     with convert_library_errors("model.name_or_path"):
-        return ask_hub(name, "generation config", load)
+        return read_hub_once_per_node(name, "generation config", load)
 
 
-def _replace_defaults(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
-    for name, part in parts:
-        if part is config or hasattr(part, "vocab_size"):  # text parts only
-            inner = values.get(name, {}) if name else values
-            _replace_text_defaults(part, inner if isinstance(inner, dict) else {}, tokenizer)
+    for name, part_config in parts:
+        if part_config is config or hasattr(part_config, "vocab_size"):  # text parts only
+            part_values = values.get(name, {}) if name else values
+            _replace_text_default_ids(
+                part_config, part_values if isinstance(part_values, dict) else {}, tokenizer
+            )
 
 
-def _replace_text_defaults(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
-    defaults = {name: getattr(config, name, None) for name in _IDS}
-    size = getattr(config.get_text_config(), "vocab_size", None)
+def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+    defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
 
     def is_outside(token: Any) -> bool:
-        return isinstance(size, int) and isinstance(token, int) and token >= size
+        return isinstance(vocab_size, int) and isinstance(token, int) and token >= vocab_size
 
     padding = tokenizer.pad_token_id
     padding = None if padding in (tokenizer.bos_token_id, tokenizer.eos_token_id) else padding
@@ -220,7 +226,7 @@ def _replace_text_defaults(config: Any, values: dict[str, Any], tokenizer: Any) 
     for name, value in replaced.items():
         if name not in values and hasattr(config, name):
             setattr(config, name, value)
-    for name in _STARTS:
+    for name in _GENERATION_TOKEN_KEYS:
         default = getattr(config, name, None)
         if name in values or default is None:
             continue
@@ -236,7 +242,7 @@ def _find_shifted_start(config: Any) -> int | None:
     from transformers import AutoModelForSeq2SeqLM
 
     try:
-        model = _build_without_layers(AutoModelForSeq2SeqLM, config)
+        model = _build_model_without_layers(AutoModelForSeq2SeqLM, config)
         free = [n for n in range(8) if n not in (config.pad_token_id, config.decoder_start_token_id)][:4]
         first, second = ([*free[:2], last] for last in free[2:])
         shift = model.prepare_decoder_input_ids_from_labels
@@ -249,7 +255,7 @@ def _find_shifted_start(config: Any) -> int | None:
     return int(starts[0]) if starts[0] == starts[1] else None
 
 
-def _stop_at(token: int, generation: Any) -> list[str]:
+def _add_stop_token(token: int, generation: Any) -> list[str]:
     """Make generation stop at a token, besides those at which it does already; return a note if it is new."""
     before = generation.eos_token_id
     stops = before if isinstance(before, list) else [] if before is None else [before]
@@ -259,28 +265,33 @@ def _stop_at(token: int, generation: Any) -> list[str]:
     return [f"eos_token_id of generation {before} -> {generation.eos_token_id}, the end of a turn"]
 
 
-def _align_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
+def _align_token_id(name: str, token: int | None, config: Any, generation: Any) -> str | None:
     """Set one id as the Trainer's ``align_special_tokens`` does; return a note if it changed.
 
     Ids that the tokenizer does not define stay. Several end tokens all stay, after the tokenizer's own.
     """
     if token is None:
         return None
-    several = name == "eos_token_id"
-    ours = getattr(config, name, None)
-    theirs = getattr(generation, name, None)
-    before = ours if isinstance(ours, list) else [ours]
-    stops = theirs if isinstance(theirs, list) else [theirs]
-    if token in before and (generation is None or token in stops):
+    allows_several = name == "eos_token_id"
+    config_value = getattr(config, name, None)
+    generation_value = getattr(generation, name, None)
+    config_ids = config_value if isinstance(config_value, list) else [config_value]
+    generation_ids = generation_value if isinstance(generation_value, list) else [generation_value]
+    if token in config_ids and (generation is None or token in generation_ids):
         return None
-    if several and isinstance(ours, list):
-        setattr(config, name, [token, *(other for other in ours if other != token)])
+    if allows_several and isinstance(config_value, list):
+        setattr(config, name, [token, *(other_id for other_id in config_value if other_id != token)])
     else:
         setattr(config, name, token)
-    note = f"{name} {ours} -> {getattr(config, name)}" if getattr(config, name) != ours else None
+    note = (
+        f"{name} {config_value} -> {getattr(config, name)}" if getattr(config, name) != config_value else None
+    )
     if generation is not None:
-        end_tokens = [token, *(other for other in stops if other is not None and other != token)]
-        setattr(generation, name, end_tokens if several and len(end_tokens) > 1 else token)
-        if note is None and theirs is not None:
-            note = f"{name} of generation {theirs} -> {getattr(generation, name)}"
+        end_tokens = [
+            token,
+            *(other_id for other_id in generation_ids if other_id is not None and other_id != token),
+        ]
+        setattr(generation, name, end_tokens if allows_several and len(end_tokens) > 1 else token)
+        if note is None and generation_value is not None:
+            note = f"{name} of generation {generation_value} -> {getattr(generation, name)}"
     return note

@@ -13,7 +13,7 @@ from torch import nn
 
 from portable.errors import UserError, require, to_one_line
 from portable.model.parameters import has_peft_adapter, replace_tensors
-from portable.private.transformers_internals import build_parallel_plan
+from portable.private.transformers_internals import build_tensor_parallel_plan
 
 KEY = "tensor_parallel_size"
 
@@ -28,27 +28,27 @@ phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smoll
 vaultgemma youtu
 """
 
-COMPARED = frozenset(_COMPARED.split())
+TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
 """Model types whose layers, shared by ranks, have the loss and gradients of one rank, as a test compares."""
 
-USED_IN_PART = "replicated_with_grad_allreduce"
+PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
 """The style of a whole parameter of which each rank uses a part, such as the norms of its heads."""
-_COLUMNS = ("colwise", "colwise_gather_output")
-_ROWS = ("rowwise", "rowwise_split_input")
-_EXPERTS = "grouped_gemm"
-_OF_A_MODULE = (USED_IN_PART, "local_params", "mla_kv_a_proj", "ep_dispatch_experts")
+_COLUMN_STYLES = ("colwise", "colwise_gather_output")
+_ROW_STYLES = ("rowwise", "rowwise_split_input")
+_EXPERT_STYLE = "grouped_gemm"
+_UNSHARDED_STYLES = (PARTLY_USED_STYLE, "local_params", "mla_kv_a_proj", "ep_dispatch_experts")
 """Styles that cut no parameter."""
-_KEYS = ("k_proj", "qkv_proj", "query_key_value")
-_NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 """Beside a matrix that is cut into heads. Some plans leave out those that a setting of the model adds."""
 
 
-def check_layers(model: Any, size: int) -> None:
-    """Raise UserError if ``size`` ranks cannot share the layers of ``model``, on the meta device."""
+def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
+    """Raise UserError if ``num_ranks`` ranks cannot share the layers of ``model``, on the meta device."""
     config, name = model.config, type(model).__name__
     text = config.get_text_config()
     require(
-        text is config and config.model_type in COMPARED,
+        text is config and config.model_type in TENSOR_PARALLEL_TYPES,
         f"{KEY}: {name} is not among the models whose results on shared layers equal one rank's; set it to 1",
     )
     for parameter, value in model.named_parameters() if has_peft_adapter(model) else ():
@@ -56,71 +56,73 @@ def check_layers(model: Any, size: int) -> None:
             not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
             f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
         )
-    cut = cut_dims(model, size)
-    require(bool(cut), f"{KEY}: {name} has no layers that ranks can share; set it to 1")
-    heads = {"heads": text.num_attention_heads}
-    if any(part in _KEYS for parameter in cut for part in parameter.split(".")):
-        for kind in ("num_key_value_heads", "num_global_key_value_heads"):
-            heads[f"heads of keys ({kind})"] = getattr(text, kind, None) or size
-    shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in cut}
-    sizes = heads | {
-        f"rows or columns of {parameter}": shapes[parameter][dim] for parameter, dim in cut.items()
+    sharded_dims = map_sharded_dims(model, num_ranks)
+    require(bool(sharded_dims), f"{KEY}: {name} has no layers that ranks can share; set it to 1")
+    head_counts = {"heads": text.num_attention_heads}
+    if any(part in _KEY_PROJECTIONS for parameter in sharded_dims for part in parameter.split(".")):
+        for config_key in ("num_key_value_heads", "num_global_key_value_heads"):
+            head_counts[f"heads of keys ({config_key})"] = getattr(text, config_key, None) or num_ranks
+    shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in sharded_dims}
+    sizes = head_counts | {
+        f"rows or columns of {parameter}": shapes[parameter][dim] for parameter, dim in sharded_dims.items()
     }
     for description, number in sizes.items():
         require(
-            number % size == 0,
-            f"{KEY}: the {number} {description} of {name} cannot be divided among {size} ranks; use a "
+            number % num_ranks == 0,
+            f"{KEY}: the {number} {description} of {name} cannot be divided among {num_ranks} ranks; use a "
             "divisor",
         )
 
 
-def cut_dims(model: Any, size: int) -> dict[str, int]:
+def map_sharded_dims(model: Any, num_ranks: int) -> dict[str, int]:
     """The dim along which each parameter is cut that is cut, by its name.
 
     Raises:
         UserError: if ``model`` has no plan for it.
     """
-    plan, dims = find_parallel_styles(model, size), {}
+    plan, dims = map_parallel_styles(model, num_ranks), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = plan.get(name)
-        if style in _COLUMNS:
+        if style in _COLUMN_STYLES:
             dims[name] = max(0, parameter.dim() - 2)
-        elif style in _ROWS and not name.endswith(".bias"):
+        elif style in _ROW_STYLES and not name.endswith(".bias"):
             dims[name] = parameter.dim() - 1
-        elif style == _EXPERTS:
+        elif style == _EXPERT_STYLE:
             dims[name] = 0
     return dims
 
 
-def keep_part(model: Any, size: int) -> None:
-    """Leave in ``model``, on the meta device, what one of ``size`` ranks has, to measure a pass of it alone.
+def shrink_to_one_rank(model: Any, num_ranks: int) -> None:
+    """Leave in ``model``, on the meta device, what one of ``num_ranks`` ranks has, to measure a pass of it alone.
 
     Where ranks gather what they compute, it is computed whole.
     """
-    plan, cut = find_parallel_styles(model, size), cut_dims(model, size)
+    plan, sharded_dims = map_parallel_styles(model, num_ranks), map_sharded_dims(model, num_ranks)
 
-    def cut_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if name not in cut or plan[name] in (_COLUMNS[1], _ROWS[1]):
+    def shard_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if name not in sharded_dims or plan[name] in (_COLUMN_STYLES[1], _ROW_STYLES[1]):
             return parameter
-        shard = parameter.detach().narrow(cut[name], 0, parameter.shape[cut[name]] // size)
+        shard = parameter.detach().narrow(
+            sharded_dims[name], 0, parameter.shape[sharded_dims[name]] // num_ranks
+        )
         return nn.Parameter(shard, parameter.requires_grad)
 
-    replace_tensors(model, cut_parameter, lambda _, buffer: buffer)
+    replace_tensors(model, shard_parameter, lambda _, buffer: buffer)
     for name, style in plan.items():
         if style == "ep_dispatch_experts":
-            model.get_submodule(name).num_experts //= size
+            model.get_submodule(name).num_experts //= num_ranks
 
 
-def find_parallel_styles(model: Any, size: int) -> dict[str, str]:
-    """How transformers divides ``model`` among ``size`` ranks: a style by the name of a module or parameter.
+def map_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
+    """How transformers divides ``model`` among ``num_ranks`` ranks: a style by the name of a module or parameter.
 
     Raises:
         UserError: if it has no plan, or one that cannot be carried out here.
     """
-    if size == 1:
+    if num_ranks == 1:
         return {}
     try:
-        plan = build_parallel_plan(model, size)
+        plan = build_tensor_parallel_plan(model, num_ranks)
     except ValueError as error:
         raise UserError(f"{KEY}: {type(model).__name__}: {to_one_line(error)}; set it to 1") from error
     modules = dict(model.named_modules())
@@ -129,29 +131,29 @@ def find_parallel_styles(model: Any, size: int) -> dict[str, str]:
     plan = {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & end_names}
     for name, style in plan.items():
         require(
-            style in (*_COLUMNS, *_ROWS, _EXPERTS, *_OF_A_MODULE),
+            style in (*_COLUMN_STYLES, *_ROW_STYLES, _EXPERT_STYLE, *_UNSHARDED_STYLES),
             f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which cannot be carried out; "
             "set it to 1",
         )
     for name, module in modules.items():
         layer, _, child = name.rpartition(".")
-        if child in _NORMS_OF_HEADS and plan.get(f"{layer}.q_proj") == "colwise":
+        if child in _HEAD_NORMS and plan.get(f"{layer}.q_proj") == "colwise":
             require(
                 all(parameter.dim() == 1 for parameter in module.parameters()),
                 f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which is not cut; "
                 "set it to 1",
             )
-            plan.setdefault(name, USED_IN_PART)
+            plan.setdefault(name, PARTLY_USED_STYLE)
         if child == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
             plan.setdefault(name, "colwise")
     for name in [name for name in plan if hasattr(modules.get(name), "base_layer")]:
         # Of LoRA's two matrices one is cut, so that results are cut as those of the module alone.
-        if (style := plan[name]) in (*_COLUMNS, *_ROWS):
-            cut = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
-            adapters = getattr(modules[name], cut) if cut else ()
+        if (style := plan[name]) in (*_COLUMN_STYLES, *_ROW_STYLES):
+            sharded_matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+            adapters = getattr(modules[name], sharded_matrix) if sharded_matrix else ()
             del plan[name]
             plan |= dict.fromkeys(
-                (f"{name}.base_layer", *(f"{name}.{cut}.{adapter}" for adapter in adapters)), style
+                (f"{name}.base_layer", *(f"{name}.{sharded_matrix}.{adapter}" for adapter in adapters)), style
             )
     for name in [name for name in plan if name in modules]:
         for parameter, _ in modules[name].named_parameters(recurse=False):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 
 from portable import plugins
-from portable.batch import IGNORED
-from portable.config.sources import list_training_names
+from portable.batch import IGNORED_LABEL
+from portable.config.sources import list_training_source_names
 from portable.errors import UserError, to_one_line
 from portable.model.loss_by_source import LossBySource
 from portable.private import torch_internals
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
 
-_MOST_LOGITS = 2**26
+_MAX_CHECKED_LOGITS = 2**26
 Statistic = Literal["log_probs", "log_z", "mean_logits"]
 STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
 LOGITS = "logits"
@@ -184,36 +184,45 @@ class TrainingLoss:
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
         """Call the loss and check the result. In training, this syncs the host with the device."""
-        from portable.model.sharded_parameter_guard import WholeValues
+        from portable.model.sharded_parameter_guard import ShardReadGuard
 
-        before = [(name, tensor, torch_internals.get_version(tensor)) for name, tensor in batch.items()]
-        with WholeValues(self.key, differentiated=True):
+        versions_before = [
+            (name, tensor, torch_internals.get_tensor_version(tensor)) for name, tensor in batch.items()
+        ]
+        with ShardReadGuard(self.key, in_loss=True):
             value = self._loss(outputs, batch)
         changed = next(
-            (name for name, tensor, version in before if torch_internals.get_version(tensor) != version), None
+            (
+                name
+                for name, tensor, version in versions_before
+                if torch_internals.get_tensor_version(tensor) != version
+            ),
+            None,
         )
-        wrong = _find_mistake(value, batch["labels"].device)
+        problem = _find_result_problem(value, batch["labels"].device)
         if changed is not None:
-            wrong = f"changes batch[{changed!r}] in place; change a copy of it"
-        if wrong is not None:
-            raise UserError(f"{self.key}: {wrong}")
+            problem = f"changes batch[{changed!r}] in place; change a copy of it"
+        if problem is not None:
+            raise UserError(f"{self.key}: {problem}")
         if torch.is_grad_enabled():
             self._check_backward(outputs, batch, value[0])
-            self._check_sum(outputs, batch, value[0])
+            self._check_sum_over_rows(outputs, batch, value[0])
             self._is_checked = True
         return value
 
-    def name_metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def compute_logged_values(self, means: dict[str, float]) -> dict[str, float]:
         """Return the values that a step logs, from the means over the step."""
-        return self._by_source.name_metrics(means)
+        return self._by_source.compute_logged_values(means)
 
-    def explain_unequal_weights(self, share: float) -> str:
-        """Describe the error that the returned weights are ``share`` times the declared weights."""
-        said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
+    def explain_unequal_weights(self, weight_ratio: float) -> str:
+        """Describe the error that the returned weights are ``weight_ratio`` times the declared weights."""
+        declared = (
+            "the number of labels that are not -100" if self._weight is None else "what its weight() says"
+        )
         remedy = (
             "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
         )
-        return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
+        return f"{self.key}: the weights that it returns are {weight_ratio:.6g} times {declared}; {remedy}"
 
     def _check_backward(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the backward pass of the loss fails, for example after an in-place change."""
@@ -248,10 +257,10 @@ class TrainingLoss:
         line = next((number for path, number in reversed(lines) if path == file), None)
         return "" if line is None else f"; {Path(str(file)).name}, line {line}"
 
-    def _check_sum(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
+    def _check_sum_over_rows(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
 
-        Not on XLA: see :meth:`check_on_host`.
+        Not on XLA: see :meth:`check_sum_on_host`.
         """
         rows = batch["labels"].shape[0]
         if rows < 2 or total.device.type in ("meta", "xla"):
@@ -259,13 +268,13 @@ class TrainingLoss:
         with torch.no_grad():
             halves = [
                 self._loss(
-                    _select_rows(outputs, part, rows), {name: tensor[part] for name, tensor in batch.items()}
+                    _select_rows(outputs, half, rows), {name: tensor[half] for name, tensor in batch.items()}
                 )[0]
-                for part in (slice(0, rows // 2), slice(rows // 2, rows))
+                for half in (slice(0, rows // 2), slice(rows // 2, rows))
             ]
-        self._compare(float(total.detach()), float(sum(halves)))
+        self._check_totals_match(float(total.detach()), float(sum(halves)))
 
-    def check_on_host(self, batch: Batch, classes: int) -> None:
+    def check_sum_on_host(self, batch: Batch, num_classes: int) -> None:
         """Check on the host, with random outputs, that the loss is a sum over rows.
 
         On XLA, the check of the real outputs would compile another graph. This method is called once, with
@@ -273,16 +282,16 @@ class TrainingLoss:
         too many logits.
         """
         labels = batch["labels"]
-        many = LOGITS in self.needs and labels.numel() * classes > _MOST_LOGITS
+        many = LOGITS in self.needs and labels.numel() * num_classes > _MAX_CHECKED_LOGITS
         if self.before is not None or labels.is_floating_point() or many:
             return
         draws = torch.Generator().manual_seed(0)
-        valid = labels != IGNORED
+        valid = labels != IGNORED_LABEL
         statistics: dict[str, Tensor] = {
             name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS
         }
         if LOGITS in self.needs:
-            statistics[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
+            statistics[LOGITS] = torch.randn((*labels.shape, num_classes), generator=draws)
         outputs = Outputs(**{name: value for name, value in statistics.items() if name in self.needs})
         try:
             with torch.no_grad():
@@ -292,25 +301,25 @@ class TrainingLoss:
                 )
         except Exception:  # it gets what it takes in the first step, and is looked at there
             return
-        self._compare(twice, 2 * once)
+        self._check_totals_match(twice, 2 * once)
 
-    def _compare(self, total: float, parts: float) -> None:
-        if abs(total - parts) > 1e-2 * max(abs(total), abs(parts), 1e-6):
+    def _check_totals_match(self, total: float, sum_of_parts: float) -> None:
+        if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
-                f"{self.key}: is {total:.6g} for a micro-batch and {parts:.6g} for its two halves together; "
-                "the loss must be a sum over rows, not a mean"
+                f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
+                "together; the loss must be a sum over rows, not a mean"
             )
 
 
-def _find_mistake(value: Any, device: torch.device) -> str | None:
+def _find_result_problem(value: Any, device: torch.device) -> str | None:
     """What is wrong with what a loss has returned for a batch on ``device``; None if nothing is."""
     if not isinstance(value, tuple) or len(value) not in (2, 3):
-        kind = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        return f"returns {kind}; return the sum and the weight, as in return losses.sum(), counted.sum()"
-    total, weight, more = value if len(value) == 3 else (*value, {})
-    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
-        return f"the third value is no mapping of names to sums: {more!r:.60}"
-    for name, number in {"the sum": total, "weight": weight, **more}.items():
+        type_description = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        return f"returns {type_description}; return the sum and the weight, as in return losses.sum(), counted.sum()"
+    total, weight, metrics = value if len(value) == 3 else (*value, {})
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        return f"the third value is no mapping of names to sums: {metrics!r:.60}"
+    for name, number in {"the sum": total, "weight": weight, **metrics}.items():
         if (shape := tuple(getattr(number, "shape", ()))) != ():
             return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
         if not isinstance(number, torch.Tensor | float | int):
@@ -339,16 +348,18 @@ def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, device=device).float()
 
 
-def _select_rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
-    def cut(value: Any) -> Any:
-        return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
+def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
+    def select_tensor_rows(value: Any) -> Any:
+        return (
+            value[row_slice] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value
+        )
 
     model_output = outputs.model
     if isinstance(model_output, dict):  # a ModelOutput, to which a custom model may have added entries
         model_output = copy.copy(model_output)
         for name, value in outputs.model.items():
-            model_output[name] = cut(value)
-    tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
+            model_output[name] = select_tensor_rows(value)
+    tensors = {name: select_tensor_rows(value) for name, value in vars(outputs).items() if name != "model"}
     return Outputs(**tensors, model=model_output)
 
 
@@ -368,7 +379,7 @@ class CrossEntropy:
             self.needs = ("log_probs",)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
-        valid = batch["labels"] != IGNORED
+        valid = batch["labels"] != IGNORED_LABEL
         assert outputs.log_probs is not None
         plain = losses = -outputs.log_probs
         if self._smoothing:
@@ -384,7 +395,7 @@ class CrossEntropy:
         return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
 
 
-BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
+BUILT_IN_LOSSES = {name: f"portable.losses:{kind}" for name, kind in (
     ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
 )}  # fmt: skip
 """The losses that ``train.loss`` knows by name, and where they are."""
@@ -398,20 +409,26 @@ def build_training_loss(config: RunConfig) -> TrainingLoss | None:
     """
     train, key, loss = config.train, "train.label_smoothing", None
     # The labels of a classifier need not be classes.
-    sources = () if config.model.task == "sequence-classification" else list_training_names(config.data)
+    sources = (
+        () if config.model.task == "sequence-classification" else list_training_source_names(config.data)
+    )
     if train.loss is not None:
         key = f"train.loss: {train.loss}"
-        loss = plugins.load("train.loss", train.loss, BUILT_IN, "the loss of the task")
+        loss = plugins.load_plugin("train.loss", train.loss, BUILT_IN_LOSSES, "the loss of the task")
     elif train.label_smoothing or train.z_loss or sources:
         loss = CrossEntropy(train.label_smoothing, train.z_loss)
     if loss is None:
         return None
-    kind = config.data.format
-    if getattr(loss, "sequences", 1) > config.data.sequences and kind not in ("auto", "samples"):
+    data_format = config.data.format
+    if getattr(loss, "sequences", 1) > config.data.sequences_per_sample and data_format not in (
+        "auto",
+        "samples",
+    ):
         raise UserError(
-            f'{key}: needs pairs, and data.format is {kind}; write records like {{"prompt": ..., "chosen": '
-            '..., "rejected": ...}, or map the fields by data.columns, such as {chosen: NAME, rejected: NAME}'
+            f'{key}: needs pairs, and data.format is {data_format}; write records like {{"prompt": ..., '
+            '"chosen": ..., "rejected": ...}, or map the fields by data.columns, such as {chosen: NAME, '
+            "rejected: NAME}"
         )
-    if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
+    if getattr(loss, "whole", False) and config.data.packing and data_format != "auto":
         raise UserError(f"{key}: needs whole sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)

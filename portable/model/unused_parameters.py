@@ -24,7 +24,7 @@ from portable.model.auxiliary_losses import AuxiliaryLosses
 from portable.model.layers import copy_one_layer_per_kind, find_transformer_layers, group_layers_by_kind
 from portable.model.regularization import remove_dropout
 from portable.private import transformers_internals
-from portable.private.transformers_internals import disable_value_checks
+from portable.private.transformers_internals import skip_mask_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-_SHORT, _LONG, _LONGEST = 2, 512, 8192
+_SHORT_TRIAL_TOKENS, _LONG_TRIAL_TOKENS, _MAX_TRIAL_TOKENS = 2, 512, 8192
 """Tokens of the first trial, and the limits for the second trial, which uses the run's sequence length."""
-_VALUES, _MAX_PARAMETERS = 128, 1 << 29
+_VALUE_TRIAL_TOKENS, _MAX_VALUE_TRIAL_PARAMETERS = 128, 1 << 29
 """Tokens and largest number of parameters of a trial with values, which takes 2 GiB."""
-_UNREACHED = "unreached_parameters"
+_UNREACHED_ATTRIBUTE = "unreached_parameters"
 
 
 def get_unreached_names(model: nn.Module) -> frozenset[str]:
-    """Return the parameter names that :func:`mark_unreached` recorded on a model.
+    """Return the parameter names that :func:`record_unreached_names` recorded on a model.
 
     Args:
         model: The model.
@@ -48,22 +48,22 @@ def get_unreached_names(model: nn.Module) -> frozenset[str]:
     Returns:
         The names. Empty if none were recorded.
     """
-    names: frozenset[str] = vars(model).get(_UNREACHED, frozenset())
+    names: frozenset[str] = vars(model).get(_UNREACHED_ATTRIBUTE, frozenset())
     return names
 
 
-def mark_unreached(model: nn.Module, names: frozenset[str]) -> None:
+def record_unreached_names(model: nn.Module, names: frozenset[str]) -> None:
     """Record on ``model`` which of its parameters never receive a gradient.
 
     Args:
         model: The model.
         names: First names of the parameters.
     """
-    setattr(model, _UNREACHED, names)
+    setattr(model, _UNREACHED_ATTRIBUTE, names)
 
 
-def find_unreached(
-    model: PreTrainedModel, *, seq_len: int = _LONG, whole_output: bool = False
+def find_unreached_names(
+    model: PreTrainedModel, *, seq_len: int = _LONG_TRIAL_TOKENS, whole_output: bool = False
 ) -> frozenset[str]:
     """Find the parameters that the loss does not depend on.
 
@@ -81,21 +81,25 @@ def find_unreached(
         Empty if the model is too large for this trial.
     """
     try:
-        full = _trace_reached(copy.deepcopy(model), _SHORT, whole_output=whole_output)
-        unreached = {name for name, _ in model.named_parameters()} - full
+        reached_in_full_model = _trace_reached_names(
+            copy.deepcopy(model), _SHORT_TRIAL_TOKENS, whole_output=whole_output
+        )
+        unreached = {name for name, _ in model.named_parameters()} - reached_in_full_model
         if not unreached:
             return frozenset()
-        length = max(_LONG, min(seq_len, _LONGEST))
+        length = max(_LONG_TRIAL_TOKENS, min(seq_len, _MAX_TRIAL_TOKENS))
         bound = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(bound, int) and bound > 0:
             length = min(length, max(bound // 2, min(seq_len, bound)))
-        reached = _trace_reached(copy_one_layer_per_kind(model), length, whole_output=whole_output)
+        reached = _trace_reached_names(copy_one_layer_per_kind(model), length, whole_output=whole_output)
     except Exception:  # a model that reads tensor values on the meta device may raise any exception
-        return _find_unreached_by_values(model, seq_len=seq_len, whole_output=whole_output)
+        return _find_unreached_names_by_values(model, seq_len=seq_len, whole_output=whole_output)
     return frozenset(unreached - _map_to_full_model(model, reached))
 
 
-def _find_unreached_by_values(model: PreTrainedModel, *, seq_len: int, whole_output: bool) -> frozenset[str]:
+def _find_unreached_names_by_values(
+    model: PreTrainedModel, *, seq_len: int, whole_output: bool
+) -> frozenset[str]:
     """Find the parameters that the loss does not depend on, with random values on the CPU.
 
     The complete model is used if it is small, otherwise one layer of each kind.
@@ -104,16 +108,18 @@ def _find_unreached_by_values(model: PreTrainedModel, *, seq_len: int, whole_out
         First names of the parameters. Empty if both models are too large, or the trial fails.
     """
     trial: Any = copy.deepcopy(model)
-    if (is_reduced := _count_parameters(trial) > _MAX_PARAMETERS) and _count_parameters(
+    if (is_reduced := _count_parameters(trial) > _MAX_VALUE_TRIAL_PARAMETERS) and _count_parameters(
         trial := copy_one_layer_per_kind(model)
-    ) > _MAX_PARAMETERS:
+    ) > _MAX_VALUE_TRIAL_PARAMETERS:
         return frozenset()
-    length = seq_len if seq_len <= _LONG else _VALUES  # Reformer accepts no other length
+    length = (
+        seq_len if seq_len <= _LONG_TRIAL_TOKENS else _VALUE_TRIAL_TOKENS
+    )  # Reformer accepts no other length
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            _draw_values(trial)
-            reached = _trace_reached(trial, length, whole_output=whole_output, device="cpu")
+            _allocate_random_parameters(trial)
+            reached = _trace_reached_names(trial, length, whole_output=whole_output, device="cpu")
     except Exception:  # the model may need inputs of another kind or length
         return frozenset()
     reached = _map_to_full_model(model, reached) if is_reduced else reached
@@ -127,7 +133,7 @@ def _count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _draw_values(model: nn.Module) -> None:
+def _allocate_random_parameters(model: nn.Module) -> None:
     """Allocate the parameters of a model on the CPU with random values. Tied parameters stay tied."""
     drawn: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -137,12 +143,14 @@ def _draw_values(model: nn.Module) -> None:
             setattr(module, name, drawn[id(parameter)])
 
 
-def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str = "meta") -> set[str]:
+def _trace_reached_names(
+    trial: Any, num_tokens: int, *, whole_output: bool, device: str = "meta"
+) -> set[str]:
     """Return the names of the parameters in the autograd graph of a trial's loss.
 
     Args:
         trial: The model, which is modified.
-        length: Number of tokens.
+        num_tokens: Number of tokens.
         whole_output: Whether the loss may depend on every model output.
         device: ``meta``, or ``cpu`` if the parameters have values.
     """
@@ -152,15 +160,15 @@ def _trace_reached(trial: Any, length: int, *, whole_output: bool, device: str =
     trial.requires_grad_(True).train()
     remove_dropout(trial)  # layer dropout would skip layers at random
     _use_traceable_kernels(trial)
-    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     if device != "meta":
         tokens.random_(3, max(4, trial.config.get_text_config().vocab_size))
     inputs = {"input_ids": tokens}
     if trial.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with torch.enable_grad(), disable_value_checks():
-        output, auxiliary_loss = AuxiliaryLosses(trial).compute(trial, inputs, tokens)
-        tensors = [output.logits, *(_iterate_tensors(output) if whole_output else ())]
+    with torch.enable_grad(), skip_mask_value_checks():
+        output, auxiliary_loss = AuxiliaryLosses(trial).run_forward(trial, inputs, tokens)
+        tensors = [output.logits, *(_iter_tensors(output) if whole_output else ())]
         total = torch.zeros((), device=device)
         for tensor in tensors:
             if tensor.requires_grad:
@@ -203,16 +211,16 @@ def _use_traceable_kernels(trial: Any) -> None:
             trial.set_experts_implementation("grouped_mm")
 
 
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
     """Iterate over the tensors in a nested model output."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from _iterate_tensors(entry)
+            yield from _iter_tensors(entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _iterate_tensors(entry)
+            yield from _iter_tensors(entry)
 
 
 def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
@@ -235,23 +243,29 @@ def _map_to_full_model(model: nn.Module, names: set[str]) -> set[str]:
     return full_names
 
 
-def summarize_parameters(model: PreTrainedModel, names: Collection[str], *, full: bool = False) -> list[str]:
+def summarize_parameter_names(
+    model: PreTrainedModel, names: Collection[str], *, keep_base_prefix: bool = False
+) -> list[str]:
     """Summarize parameters by the outermost modules that contain only these parameters.
 
     Args:
         model: The model.
         names: First names of the parameters.
-        full: Whether to keep the prefix of the base model.
+        keep_base_prefix: Whether to keep the prefix of the base model.
 
     Returns:
         Names of the modules or parameters. Repeated layers appear once, with ``*`` as the layer number.
     """
     others = {name for name, _ in model.named_parameters()} - set(names)
-    parts: dict[str, None] = {}
+    summary: dict[str, None] = {}
     for name in names:
         pieces = name.split(".")
-        heads = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
-        head = next(h for h in heads if h == name or not any(o.startswith(f"{h}.") for o in others))
-        head = head if full else head.removeprefix(f"{model.base_model_prefix}.")
-        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", head)] = None
-    return list(parts)
+        ancestors = (".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1))
+        module_name = next(
+            h for h in ancestors if h == name or not any(o.startswith(f"{h}.") for o in others)
+        )
+        module_name = (
+            module_name if keep_base_prefix else module_name.removeprefix(f"{model.base_model_prefix}.")
+        )
+        summary[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module_name)] = None
+    return list(summary)

@@ -78,7 +78,7 @@ class SlicedTensor:
 
 
 @torch.no_grad()
-def fill(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
+def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
     """Copy ``source[index]``, or all of ``source``, into ``target``, which has the same shape.
 
     Tensors from files with the target's dtype are read directly into ``target``.

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from portable.optim.local_shards import create_sharded_zeros, shard_group, to_local
+from portable.optim.local_shards import create_sharded_zeros, get_shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-BETA2_DECAY, EPS2, CLIP = -0.8, 1e-3, 1.0
+BETA2_DECAY, MIN_PARAMETER_RMS, MAX_UPDATE_RMS = -0.8, 1e-3, 1.0
 """Decay of the second moment's rate, lower bound of a parameter's RMS, and upper bound of an update's RMS:
 the defaults of torch and transformers."""
 
@@ -28,31 +28,31 @@ the defaults of torch and transformers."""
 class AdafactorRule:
     """The formulas of Adafactor, in the version of one of the libraries."""
 
-    scaled: bool
+    scales_learning_rate: bool
     """Whether the rate is relative to the parameter's RMS and decays with the square root of the steps."""
-    added: float
+    gradient_epsilon: float
     """Added to each squared gradient."""
-    least_mean: float
-    least_variance: float
+    min_row_mean: float
+    min_variance: float
     """Lower bounds of the divisors."""
 
-    def compute_new_share(self, steps: Tensor) -> Tensor:
+    def compute_new_gradient_share(self, steps: Tensor) -> Tensor:
         """Return the share of the squared gradient in the second moments after ``steps`` steps."""
         return steps**BETA2_DECAY
 
     def square_gradient(self, gradient: Tensor) -> Tensor:
         """Return what a gradient adds to the second moments."""
-        return gradient.square().add_(self.added)
+        return gradient.square().add_(self.gradient_epsilon)
 
-    def limit_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
+    def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
         """Return the learning rate, which is at most ``steps ** -0.5`` if the rule is scaled."""
-        return torch.minimum(rate, steps**-0.5) if self.scaled else rate
+        return torch.minimum(rate, steps**-0.5) if self.scales_learning_rate else rate
 
-    def scale_rate(self, rate: Tensor, size: Tensor) -> Tensor:
-        """Return the learning rate, times the RMS ``size`` of the parameter if the rule is scaled."""
-        return rate * size.clamp(min=EPS2) if self.scaled else rate
+    def scale_learning_rate(self, rate: Tensor, parameter_rms: Tensor) -> Tensor:
+        """Return the learning rate, times the RMS ``parameter_rms`` of the parameter if the rule is scaled."""
+        return rate * parameter_rms.clamp(min=MIN_PARAMETER_RMS) if self.scales_learning_rate else rate
 
-    def estimate(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:
+    def estimate_second_moments(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:
         """Return the second moments of a matrix, a new tensor, from the moments of its rows and columns.
 
         Args:
@@ -60,35 +60,39 @@ class AdafactorRule:
             columns: Second moments ``[..., 1, columns]``.
             mean: Mean of ``rows``.
         """
-        return rows / mean.clamp(min=self.least_mean) * columns
+        return rows / mean.clamp(min=self.min_row_mean) * columns
 
-    def compute_inverse_root(self, variance: Tensor) -> Tensor:
+    def replace_by_inverse_root(self, variance: Tensor) -> Tensor:
         """Return the reciprocal root of second moments, in place: the factor of the gradient."""
-        return variance.clamp_(min=self.least_variance).rsqrt_()
+        return variance.clamp_(min=self.min_variance).rsqrt_()
 
 
-def compute_update_divisor(length: Tensor) -> Tensor:
-    """Return the divisor of an update with RMS ``length``, which limits the RMS to ``CLIP``."""
-    return (length / CLIP).clamp(min=1.0)
+def compute_update_divisor(update_rms: Tensor) -> Tensor:
+    """Return the divisor of an update with RMS ``update_rms``, which limits the RMS to ``MAX_UPDATE_RMS``."""
+    return (update_rms / MAX_UPDATE_RMS).clamp(min=1.0)
 
 
-def get_moment_shapes(shape: Sequence[int], leading: int = 0) -> dict[str, tuple[int, ...]]:
+def get_moment_shapes(shape: Sequence[int], num_stack_dims: int = 0) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a parameter's second moments by name.
 
     Args:
         shape: Shape of the parameter, or of a stack of parameters.
-        leading: Number of dimensions of the stack.
+        num_stack_dims: Number of dimensions of the stack.
     """
-    if len(shape) - leading < 2:
+    if len(shape) - num_stack_dims < 2:
         return {"variance": tuple(shape)}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
 _EPS = torch.finfo(torch.float32).eps
-RULES = {
-    "torch": AdafactorRule(scaled=True, added=0.0, least_mean=_EPS, least_variance=_EPS**2),
+ADAFACTOR_RULES = {
+    "torch": AdafactorRule(
+        scales_learning_rate=True, gradient_epsilon=0.0, min_row_mean=_EPS, min_variance=_EPS**2
+    ),
     # With scale_parameter and relative_step false, as in the Trainer.
-    "transformers": AdafactorRule(scaled=False, added=1e-30, least_mean=1e-30, least_variance=1e-30),
+    "transformers": AdafactorRule(
+        scales_learning_rate=False, gradient_epsilon=1e-30, min_row_mean=1e-30, min_variance=1e-30
+    ),
 }
 
 
@@ -118,7 +122,7 @@ class Adafactor(torch.optim.Optimizer):
     """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, rule: AdafactorRule = RULES["torch"]
+        self, groups: list[dict[str, Any]], *, lr: float, rule: AdafactorRule = ADAFACTOR_RULES["torch"]
     ) -> None:
         self._rule = rule
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
@@ -148,35 +152,35 @@ class Adafactor(torch.optim.Optimizer):
         parameters = [parameter for parameter, _ in trained]
         states = [self.state[parameter] for parameter in parameters]
         gradients = [to_local(parameter.grad) for parameter in parameters]
-        allowed = torch.ones((), device=parameters[0].device)
+        applied = torch.ones((), device=parameters[0].device)
         if self.found_inf is not None:
-            allowed = 1 - self.found_inf
+            applied = 1 - self.found_inf
             # The rate is zero then, but zero times a non-finite gradient is NaN.
             for gradient in gradients:
                 gradient.masked_fill_(self.found_inf > 0, 0.0)
         # One value per parameter, computed for all at once.
-        steps = torch.stack([state["step"] for state in states]) + allowed
+        steps = torch.stack([state["step"] for state in states]) + applied
         for state, count in zip(states, steps.unbind(), strict=True):
             state["step"].copy_(count)
-        counted = steps.clamp(min=1)
-        fresh = (self._rule.compute_new_share(counted) * allowed).unbind()
-        rates = torch.stack([torch.full_like(allowed, group["lr"]) for _, group in trained])
-        rates = self._rule.limit_rate(rates, counted)
-        statistics = self._measure(parameters, gradients, states, fresh)
-        lengths = self._scale_gradients(parameters, gradients, states, statistics)
-        rates = self._rule.scale_rate(rates, torch.stack([each.rms for each in statistics]))
-        rates = rates / compute_update_divisor(torch.stack(lengths)) * allowed
+        positive_steps = steps.clamp(min=1)
+        new_shares = (self._rule.compute_new_gradient_share(positive_steps) * applied).unbind()
+        rates = torch.stack([torch.full_like(applied, group["lr"]) for _, group in trained])
+        rates = self._rule.limit_learning_rate(rates, positive_steps)
+        statistics = self._update_moments(parameters, gradients, states, new_shares)
+        update_rms = self._replace_gradients_by_updates(parameters, gradients, states, statistics)
+        rates = self._rule.scale_learning_rate(rates, torch.stack([each.rms for each in statistics]))
+        rates = rates / compute_update_divisor(torch.stack(update_rms)) * applied
         for (parameter, group), gradient, rate in zip(trained, gradients, rates.unbind(), strict=True):
-            part = to_local(parameter)
-            part.mul_(1 - allowed * (group["lr"] * group["weight_decay"]))
-            part.sub_(gradient.mul_(rate))
+            local_parameter = to_local(parameter)
+            local_parameter.mul_(1 - applied * (group["lr"] * group["weight_decay"]))
+            local_parameter.sub_(gradient.mul_(rate))
 
-    def _measure(
+    def _update_moments(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
         states: list[dict[str, Tensor]],
-        fresh: tuple[Tensor, ...],
+        new_shares: tuple[Tensor, ...],
     ) -> list[_ParameterStatistics]:
         """Update the moments with the gradients.
 
@@ -184,7 +188,7 @@ class Adafactor(torch.optim.Optimizer):
             the RMS of each parameter; for a matrix also the mean of ``row_var``.
         """
         sums = []
-        for parameter, gradient, state, weight in zip(parameters, gradients, states, fresh, strict=True):
+        for parameter, gradient, state, weight in zip(parameters, gradients, states, new_shares, strict=True):
             sums.append(to_local(parameter).square().sum())
             squares = self._rule.square_gradient(gradient)
             if parameter.dim() < 2:
@@ -198,7 +202,7 @@ class Adafactor(torch.optim.Optimizer):
                 to_local(state["col_var"]).lerp_(squares.mean(dim=-2, keepdim=True), weight)
         totals = iter(_sum_over_shards(sums, parameters[0]))
         statistics = []
-        for parameter, state, weight in zip(parameters, states, fresh, strict=True):
+        for parameter, state, weight in zip(parameters, states, new_shares, strict=True):
             rms = (next(totals) / parameter.numel()).sqrt()
             if parameter.dim() == 2:
                 mean = next(totals) / parameter.shape[0]
@@ -208,7 +212,7 @@ class Adafactor(torch.optim.Optimizer):
                 statistics.append(_ParameterStatistics(rms))
         return statistics
 
-    def _scale_gradients(
+    def _replace_gradients_by_updates(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
@@ -223,8 +227,8 @@ class Adafactor(torch.optim.Optimizer):
             else:
                 rows, columns = to_local(state["row_var"]), to_local(state["col_var"])
                 mean = rows.mean(dim=-2, keepdim=True) if each.row_mean is None else each.row_mean
-                variance = self._rule.estimate(rows, columns, mean)
-            gradient.mul_(self._rule.compute_inverse_root(variance))
+                variance = self._rule.estimate_second_moments(rows, columns, mean)
+            gradient.mul_(self._rule.replace_by_inverse_root(variance))
             sums.append(gradient.square().sum())
         return [
             (total / parameter.numel()).sqrt()
@@ -234,7 +238,7 @@ class Adafactor(torch.optim.Optimizer):
 
 def _sum_over_shards(parts: list[Tensor], parameter: Tensor) -> list[Tensor]:
     """Sum each of ``parts`` over the ranks that shard the parameters, in one all-reduce."""
-    group = shard_group(parameter)
+    group = get_shard_group(parameter)
     if group is None:
         return parts
     flat = torch.cat([part.reshape(-1) for part in parts])

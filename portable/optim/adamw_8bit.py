@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @cache  # a copy from the host in every step would be a host sync
-def build_levels(signed: bool, device: torch.device) -> Tensor:
+def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of the codes, fp32 in ascending order on ``device``.
 
     They cover [-1, 1] if ``signed``, else [0, 1], in seven decades with twice as many levels in each next
@@ -42,7 +42,7 @@ class BlockQuantized(NamedTuple):
     """Values in 8 bits.
 
     Attributes:
-        codes: Indices into :func:`build_levels`, uint8 of the shape of the values.
+        codes: Indices into :func:`build_quantization_levels`, uint8 of the shape of the values.
         scales: Largest magnitude of each block, fp32 ``[rows, blocks]``.
     """
 
@@ -50,27 +50,27 @@ class BlockQuantized(NamedTuple):
     scales: Tensor
 
 
-def encode(values: Tensor, block: int, *, signed: bool) -> BlockQuantized:
-    """Quantize ``values``, fp32 ``[rows, ...]``, in blocks of ``block`` elements of a row.
+def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> BlockQuantized:
+    """Quantize ``values``, fp32 ``[rows, ...]``, in blocks of ``block_size`` elements of a row.
 
     Returns:
         codes, uint8 of the same shape, and scales, fp32 ``[rows, blocks]``.
     """
-    blocks = values.reshape(values.shape[0], -1, block)
+    blocks = values.reshape(values.shape[0], -1, block_size)
     scales = blocks.abs().amax(dim=-1)
-    table = build_levels(signed, values.device)
-    between = (table[1:] + table[:-1]) / 2
-    shares = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    codes = torch.bucketize(shares, between, out_int32=True).to(torch.uint8)
+    table = build_quantization_levels(signed, values.device)
+    midpoints = (table[1:] + table[:-1]) / 2
+    scaled = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    codes = torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
     if not signed:
         # A second moment rounded to zero would make the next update explode.
         codes.clamp_(min=1)
     return BlockQuantized(codes.view(values.shape), scales)
 
 
-def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Invert :func:`encode`, to within half a level."""
-    values = build_levels(signed, codes.device)[codes.int()]
+def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """Invert :func:`quantize_in_blocks`, to within half a level."""
+    values = build_quantization_levels(signed, codes.device)[codes.int()]
     if values.numel():  # a rank's shard may be empty
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
     return values
@@ -85,7 +85,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Args:
         groups, lr, betas, eps: as for ``torch.optim.AdamW``.
-        exact: parameters with 32-bit moments: embeddings, whose rows get gradients of very different sizes.
+        full_precision_parameters: parameters with 32-bit moments: embeddings, whose rows get gradients of
+        very different sizes.
     """
 
     found_inf: Tensor | None = None
@@ -98,15 +99,17 @@ class AdamW8bit(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        exact: Collection[nn.Parameter],
+        full_precision_parameters: Collection[nn.Parameter],
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._exact = {id(parameter) for parameter in exact}
+        self._full_precision_ids = {id(parameter) for parameter in full_precision_parameters}
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step."""
         state = {"step": torch.zeros((), device=parameter.device)}
-        block = None if id(parameter) in self._exact else choose_block_size(tuple(parameter.shape))
+        block = (
+            None if id(parameter) in self._full_precision_ids else choose_block_size(tuple(parameter.shape))
+        )
         for name in ("exp_avg", "exp_avg_sq"):
             if block is None:
                 state[name] = torch.zeros_like(parameter)
@@ -126,42 +129,42 @@ class AdamW8bit(torch.optim.Optimizer):
                     if not self.state[parameter]:
                         self.state[parameter] = self.build_initial_state(parameter)
                     state = {key: to_local(value) for key, value in self.state[parameter].items()}
-                    self._update(to_local(parameter), to_local(parameter.grad), state, group)
+                    self._update_parameter(to_local(parameter), to_local(parameter.grad), state, group)
 
-    def _update(
+    def _update_parameter(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
         beta1, beta2 = group["betas"]
-        allowed: Tensor | float = 1.0
+        applied: Tensor | float = 1.0
         if self.found_inf is not None:
-            allowed = 1 - self.found_inf
+            applied = 1 - self.found_inf
             gradient.masked_fill_(self.found_inf > 0, 0.0)
-        state["step"] += allowed
+        state["step"] += applied
         step = state["step"].clamp(min=1)
-        first, second = _decode_moment(state, "exp_avg"), _decode_moment(state, "exp_avg_sq")
-        first.lerp_(gradient, (1 - beta1) * allowed)
-        second.lerp_(gradient.square(), (1 - beta2) * allowed)
-        root = (second / _compute_bias_correction(beta2, step)).sqrt_().add_(group["eps"])
-        rate = group["lr"] / _compute_bias_correction(beta1, step) * allowed
-        parameter.mul_(1 - group["lr"] * group["weight_decay"] * allowed)
-        parameter.sub_((first / root).mul_(rate))
-        self._keep(state, "exp_avg", first)
-        self._keep(state, "exp_avg_sq", second)
+        first_moment, second_moment = _read_moment(state, "exp_avg"), _read_moment(state, "exp_avg_sq")
+        first_moment.lerp_(gradient, (1 - beta1) * applied)
+        second_moment.lerp_(gradient.square(), (1 - beta2) * applied)
+        denominator = (second_moment / _compute_bias_correction(beta2, step)).sqrt_().add_(group["eps"])
+        rate = group["lr"] / _compute_bias_correction(beta1, step) * applied
+        parameter.mul_(1 - group["lr"] * group["weight_decay"] * applied)
+        parameter.sub_((first_moment / denominator).mul_(rate))
+        self._store_quantized_moment(state, "exp_avg", first_moment)
+        self._store_quantized_moment(state, "exp_avg_sq", second_moment)
 
-    def _keep(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
+    def _store_quantized_moment(self, state: dict[str, Tensor], name: str, value: Tensor) -> None:
         if name in state or not value.numel():
             return
         codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
-        fresh = encode(value, value[0].numel() // scales.shape[1], signed=name == "exp_avg")
-        for target, new in zip((codes, scales), fresh, strict=True):
+        quantized = quantize_in_blocks(value, value[0].numel() // scales.shape[1], signed=name == "exp_avg")
+        for target, new in zip((codes, scales), quantized, strict=True):
             target.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, target, new))
 
 
-def _decode_moment(state: dict[str, Tensor], name: str) -> Tensor:
+def _read_moment(state: dict[str, Tensor], name: str) -> Tensor:
     """A moment in fp32, decoded if it is stored in 8 bits."""
     if name in state:
         return state[name]
-    return decode(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
+    return dequantize_blocks(state[f"{name}_codes"], state[f"{name}_scales"], signed=name == "exp_avg")
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.config.derived_defaults import compute_warmup_steps, has_warmup
-from portable.config.rules import SettingProblem, format_setting, is_zero
-from portable.converters.similar_names import suggest_name
+from portable.config.rules import SettingProblem, format_setting_with_value, uses_zero_strategy
+from portable.converters.similar_names import format_name_suggestion
 from portable.optim.schedule import (
-    ZERO_ONLY,
+    ZERO_ONLY_SCHEDULES,
     ScheduleParamsError,
     build_schedule,
     explain_long_warmup,
-    schedule_params,
+    list_schedule_params,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the settings that ``train.schedule`` does not support."""
     schedule = config.train.schedule
-    if schedule in ZERO_ONLY and not is_zero(config):
+    if schedule in ZERO_ONLY_SCHEDULES and not uses_zero_strategy(config):
         yield SettingProblem(
             ("train.schedule",),
             f"train.schedule {schedule} needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or "
@@ -34,8 +34,8 @@ def check_schedule(config: RunConfig) -> Iterator[SettingProblem]:
         if config.get(key) and not has_warmup(schedule):
             yield SettingProblem(
                 (key, "train.schedule"),
-                f"{format_setting(config, key)} has no effect with train.schedule {schedule}, which has no "
-                "warmup; set it to 0",
+                f"{format_setting_with_value(config, key)} has no effect with train.schedule {schedule}, "
+                "which has no warmup; set it to 0",
             )
 
 
@@ -51,10 +51,13 @@ def check_schedule_params(config: RunConfig) -> Iterator[SettingProblem]:
         )
     if train.steps is not None and (reason := explain_long_warmup(train, train.steps)) is not None:
         yield SettingProblem(("train.warmup_steps", "train.steps"), reason)
-    params = schedule_params(train.schedule)
+    params = list_schedule_params(train.schedule)
     for name in train.schedule_params:
         if name not in params:
-            hint = suggest_name(name, params) or f"; {train.schedule} takes {', '.join(params) or 'none'}"
+            hint = (
+                format_name_suggestion(name, params)
+                or f"; {train.schedule} takes {', '.join(params) or 'none'}"
+            )
             key = f"train.schedule_params.{name}"
             yield SettingProblem((key,), f"unknown key {key}{hint}")
     try:

@@ -1,8 +1,8 @@
 """Optimizers of the user's: any ``torch.optim.Optimizer`` by import path, in place of the built-in ones.
 
 torch's optimizers make their state in the first step. Checkpoints are restored into it, and XLA compiles it,
-before. So :meth:`UserOptimizer.build_initial_state` takes a step of one parameter, notes what every state is
-first set to, and undoes the step.
+before. So :meth:`CustomOptimizer.build_initial_state` takes a step of one parameter, notes what every state
+is first set to, and undoes the step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from portable import plugins
 from portable.errors import UserError, require
-from portable.optim.local_shards import shard_group, to_local
-from portable.optim.stored_state import Number, restore_groups
+from portable.optim.local_shards import get_shard_group, to_local
+from portable.optim.stored_state import Number, restore_custom_group_values
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEY = "train.optimizer"
 
 
-class MakesOptimizer(Protocol):
+class OptimizerFactory(Protocol):
     """What ``train.optimizer`` names: a class such as ``torch.optim.NAdam``, or a function that makes one.
 
     ``step()`` updates in place every parameter with a gradient, at the rate ``group["lr"]``, which is set
@@ -62,14 +62,14 @@ class MakesOptimizer(Protocol):
         """
 
 
-class UserOptimizer:
+class CustomOptimizer:
     """Implements :class:`portable.optim.optimizers.EngineOptimizer` with an optimizer of the user's.
 
     Args:
         settings: the train section.
         parameters: by name.
         groups: the parameter groups, see :func:`portable.optim.optimizers.build_parameter_groups`.
-        more: arguments to give the optimizer if it takes them.
+        extra_arguments: arguments to give the optimizer if it takes them.
 
     Raises:
         UserError: if it cannot be made.
@@ -80,52 +80,52 @@ class UserOptimizer:
 
     def __init__(
         self,
-        settings: TrainConfig | _Settings,
+        settings: TrainConfig | _OptimizerSettings,
         parameters: Mapping[str, nn.Parameter],
         groups: list[dict[str, Any]],
-        **more: Any,
+        **extra_arguments: Any,
     ) -> None:
         self.key = f"{KEY}: {settings.optimizer}"
-        make = plugins.load_factory(KEY, settings.optimizer)
-        takes = _find_parameter_names(make)
+        make = plugins.load_plugin_factory(KEY, settings.optimizer)
+        accepted = _list_accepted_arguments(make)
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         for group in groups:
             group["param_names"] = [names[p] for p in group["params"]]
-            if "weight_decay" not in takes:
+            if "weight_decay" not in accepted:
                 del group["weight_decay"]
-        arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
+        arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **extra_arguments}
         with plugins.convert_user_errors(self.key):
             self.inner: Any = make(
-                groups, **{name: value for name, value in arguments.items() if name in takes}
+                groups, **{name: value for name, value in arguments.items() if name in accepted}
             )
         require(
             isinstance(self.inner, torch.optim.Optimizer),
             f"{self.key}: is a {type(self.inner).__name__}; give a torch.optim.Optimizer, or a function that "
             "returns one",
         )
-        supports = torch_internals.masks_its_steps(self.inner)
+        supports = torch_internals.skips_non_finite_steps(self.inner)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         self.state: Any = self.inner.state
-        self._masks = supports or hasattr(type(self.inner), "found_inf")
+        self._masks_steps = supports or hasattr(type(self.inner), "found_inf")
         self._names = names
         self._constructs_state = bool(self.inner.state)
         sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
-        self._mode: Any = nullcontext() if sharded is None else _Completed()
-        if sharded is not None and not isinstance(settings, _Settings):
-            self._check_shards(_extract_settings(settings), sharded)
+        self._reduction_mode: Any = nullcontext() if sharded is None else _PartialReductionMode()
+        if sharded is not None and not isinstance(settings, _OptimizerSettings):
+            self._check_sharded_steps(_extract_settings(settings), sharded)
 
-    def _check_shards(self, settings: _Settings, parameter: DTensor) -> None:
+    def _check_sharded_steps(self, settings: _OptimizerSettings, parameter: DTensor) -> None:
         """Raise UserError if small shards are updated otherwise than whole tensors. A collective."""
 
         def shard(value: Tensor) -> Tensor:
             return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
         on_shards = [
-            result.full_tensor().cpu() for result in _run_trial(settings, _build_small_values(), shard)
+            result.full_tensor().cpu() for result in _run_trial_steps(settings, _build_trial_values(), shard)
         ]
-        pairs = zip(on_shards, _run_trial(settings, _build_small_values()), strict=True)
+        pairs = zip(on_shards, _run_trial_steps(settings, _build_trial_values()), strict=True)
         require(
-            all(torch.allclose(result, other, rtol=1e-4, atol=1e-6) for result, other in pairs),
+            all(torch.allclose(result, expected, rtol=1e-4, atol=1e-6) for result, expected in pairs),
             f"{self.key}: gives other results on shards (DTensors) than on whole tensors; use "
             "strategy no_shard",
         )
@@ -136,24 +136,24 @@ class UserOptimizer:
     def step(self) -> None:
         """Update every parameter that has a gradient. Waits for the device if the optimizer has no mask."""
         with plugins.convert_user_errors(self.key):
-            if self._masks:
+            if self._masks_steps:
                 self.inner.found_inf = self.found_inf
             elif self.found_inf is not None and bool(self.found_inf):
                 return
-            with self._mode:
+            with self._reduction_mode:
                 self.inner.step()
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` before the first step: tensors, on shards DTensors, and numbers."""
         before = parameter.detach().clone()
         try:
-            state = self.run_trial_step(parameter)
+            state = self.record_initial_state(parameter)
         finally:
             with torch.no_grad():
                 to_local(parameter.detach()).copy_(to_local(before))
         return state
 
-    def run_trial_step(self, parameter: Tensor) -> dict[str, Any]:
+    def record_initial_state(self, parameter: Tensor) -> dict[str, Any]:
         """Take a step of ``parameter`` alone, whose values are lost; returns what its state began with."""
         inner, old_state = self.inner, self.inner.state
         gradients = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
@@ -162,7 +162,7 @@ class UserOptimizer:
             for g in inner.param_groups
         ]
         numbers = {key: value for key, value in vars(inner).items() if isinstance(value, Number)}
-        states = _States()
+        states = _RecordedStates()
         try:
             for member, _ in gradients:
                 member.grad = None
@@ -172,7 +172,7 @@ class UserOptimizer:
             inner.state, inner.found_inf = states, None
             if old_state.get(parameter):  # made by the constructor
                 states[parameter] = {key: _copy_value(value) for key, value in old_state[parameter].items()}
-            with plugins.convert_user_errors(self.key), self._mode:
+            with plugins.convert_user_errors(self.key), self._reduction_mode:
                 inner.step()
         finally:
             inner.state = old_state
@@ -216,23 +216,23 @@ class UserOptimizer:
                 f"{self.key}: has state for {parameter!r}, which is no parameter; keep it with a parameter",
             )
         states = {p: self.to_plain_state(p, values) for p, values in self.state.items() if values}
-        self._check_alike(states)
+        self._check_state_equal_across_ranks(states)
         return {self._names[p]: values for p, values in states.items()}
 
-    def _check_alike(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    def _check_state_equal_across_ranks(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Raise UserError for state of sharded parameters that is no shard, and differs between ranks."""
         names, groups, numbers = [], set(), []
         for parameter, entries in state.items():
-            group = shard_group(parameter)
+            group = get_shard_group(parameter)
             for key, value in entries.items():
                 if group is not None and not isinstance(value, DTensor):
                     groups.add(group)
                     names.append(f"{key!r} of {self._names[parameter]}")
                     numbers.append(_summarize_value(value))
         for group in groups:
-            every: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(every, numbers, group=group)
-            for name, *values in zip(names, *every, strict=False):
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, numbers, group=group)
+            for name, *values in zip(names, *gathered, strict=False):
                 require(
                     all(value == values[0] for value in values),
                     f"{self.key}: the state {name} differs between the ranks that share the parameter; "
@@ -240,14 +240,14 @@ class UserOptimizer:
                     "no_shard",
                 )
 
-    def begin_again(self, stored: OptimizerState | None) -> None:
+    def reset_state(self, stored: OptimizerState | None) -> None:
         """Drop all state, and take over what the groups of a checkpoint have of the optimizer's own.
 
         What the constructor made stays, to be filled.
         """
         if not self._constructs_state:
             self.state.clear()
-        restore_groups(self.param_groups, stored)
+        restore_custom_group_values(self.param_groups, stored)
 
     def allocate_state(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """State to fill with the ``values`` of a checkpoint: the initial one, and what came later.
@@ -279,17 +279,17 @@ def _copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-class _First(dict[Any, Any]):
-    """The state of a parameter, with a copy of what each entry is first set to in ``first``."""
+class _FirstValueRecorder(dict[Any, Any]):
+    """The state of a parameter, with a copy of what each entry is first set to in ``first_values``."""
 
     def __init__(self, values: Mapping[Any, Any]) -> None:
         super().__init__()
-        self.first: dict[Any, Any] = {}
+        self.first_values: dict[Any, Any] = {}
         self.update(values)
 
     def __setitem__(self, name: Any, value: Any) -> None:
-        if name not in self.first:
-            self.first[name] = _copy_value(value)
+        if name not in self.first_values:
+            self.first_values[name] = _copy_value(value)
         super().__setitem__(name, value)
 
     def setdefault(self, name: Any, default: Any = None) -> Any:
@@ -306,30 +306,34 @@ class _First(dict[Any, Any]):
         return self
 
 
-class _States(defaultdict[Any, Any]):
-    """The state of an optimizer that is tried, of :class:`_First`."""
+class _RecordedStates(defaultdict[Any, Any]):
+    """The state of an optimizer that is tried, of :class:`_FirstValueRecorder`."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: _First({}))
+        super().__init__(lambda: _FirstValueRecorder({}))
 
     def __setitem__(self, parameter: Any, values: Any) -> None:
-        super().__setitem__(parameter, values if isinstance(values, _First) else _First(values))
+        super().__setitem__(
+            parameter, values if isinstance(values, _FirstValueRecorder) else _FirstValueRecorder(values)
+        )
 
 
-def _find_parameter_names(make: Any) -> frozenset[str]:
+def _list_accepted_arguments(make: Any) -> frozenset[str]:
     """The names of the parameters that a callable takes; with ``**kwargs``, also those of its groups."""
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # compiled
         return frozenset(("lr", "weight_decay"))
-    more = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return frozenset((*parameters, *(("lr", "weight_decay") if more else ())))
+    has_var_keywords = any(
+        parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    return frozenset((*parameters, *(("lr", "weight_decay") if has_var_keywords else ())))
 
 
 # -- before a run ------------------------------------------------------------------------------------------
 
 
-class _Settings(NamedTuple):
+class _OptimizerSettings(NamedTuple):
     """What of the train section an optimizer is made with."""
 
     optimizer: str
@@ -337,7 +341,7 @@ class _Settings(NamedTuple):
     weight_decay: float
 
 
-class _Completed(TorchFunctionMode):
+class _PartialReductionMode(TorchFunctionMode):
     """Completes what is reduced over a sharded dim at once.
 
     DTensor puts that off, and then takes one rank's part for the whole in ``item()`` and operations in place.
@@ -361,20 +365,20 @@ def _reduce_partial(value: DTensor) -> DTensor:
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
-def _extract_settings(train: TrainConfig) -> _Settings:
-    return _Settings(train.optimizer, train.learning_rate, train.weight_decay)
+def _extract_settings(train: TrainConfig) -> _OptimizerSettings:
+    return _OptimizerSettings(train.optimizer, train.learning_rate, train.weight_decay)
 
 
-def check(config: RunConfig) -> None:
+def check_custom_optimizer(config: RunConfig) -> None:
     """Try ``train.optimizer`` on two small parameters.
 
     Raises:
         UserError: if it cannot be made or fails, or a setting has no effect on it.
     """
     train = config.train
-    key, name = f"{KEY}: {train.optimizer}", plugins.parse(train.optimizer).name
-    make = plugins.load_factory(KEY, train.optimizer)
-    takes = _find_parameter_names(make)
+    key, name = f"{KEY}: {train.optimizer}", plugins.parse_plugin_spec(train.optimizer).name
+    make = plugins.load_plugin_factory(KEY, train.optimizer)
+    accepted = _list_accepted_arguments(make)
     for argument, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         require(
             argument not in getattr(make, "keywords", {}),
@@ -386,28 +390,28 @@ def check(config: RunConfig) -> None:
             f"train.{setting}: has no effect with {key}; give it as an argument, as in {name}({setting}=...)",
         )
     require(
-        "weight_decay" in takes or not (config.is_set("train.weight_decay") and train.weight_decay),
+        "weight_decay" in accepted or not (config.is_set("train.weight_decay") and train.weight_decay),
         f"train.weight_decay: {key} takes no weight_decay; set it to 0",
     )
-    _run_trial(_extract_settings(train), _build_small_values())
+    _run_trial_steps(_extract_settings(train), _build_trial_values())
 
 
-def _build_small_values() -> list[Tensor]:
+def _build_trial_values() -> list[Tensor]:
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
 
-def _run_trial(
-    settings: _Settings,
+def _run_trial_steps(
+    settings: _OptimizerSettings,
     values: Sequence[Tensor],
-    place_value: Callable[[Tensor], Any] = torch.clone,
+    convert_value: Callable[[Tensor], Any] = torch.clone,
     *,
     from_initial_state: bool = False,
 ) -> list[Any]:
     """The ``values`` after a few steps; ``from_initial_state``: from the initial state instead of none."""
-    parameters = {f"{place}": nn.Parameter(place_value(value)) for place, value in enumerate(values)}
+    parameters = {f"{name}": nn.Parameter(convert_value(value)) for name, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
-    optimizer = UserOptimizer(settings, parameters, [group])
+    optimizer = CustomOptimizer(settings, parameters, [group])
     if from_initial_state:
         states = {p: optimizer.build_initial_state(p) for p in parameters.values()}
         optimizer.state.update(states)
@@ -416,7 +420,7 @@ def _run_trial(
         drawn = torch.randn(sum(value.numel() for value in values), generator=draws)
         gradients = drawn.split([value.numel() for value in values])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = place_value(gradient.view(parameter.shape))
+            parameter.grad = convert_value(gradient.view(parameter.shape))
         optimizer.step()
     optimizer.collect_state()
     return [p.detach() for p in parameters.values()]
@@ -424,24 +428,24 @@ def _run_trial(
 
 def is_elementwise(train: TrainConfig) -> bool:
     """Whether each element is updated by itself, whatever parameter it is a part of: tried on small ones."""
-    return _test_elementwise(_extract_settings(train))
+    return _is_elementwise_in_trial(_extract_settings(train))
 
 
 @lru_cache(maxsize=4)
-def _test_elementwise(settings: _Settings) -> bool:
-    values = _build_small_values()
-    expected = torch.cat([value.flatten() for value in _run_trial(settings, values)])
+def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
+    values = _build_trial_values()
+    expected = torch.cat([value.flatten() for value in _run_trial_steps(settings, values)])
     flat = torch.cat([value.flatten() for value in values])
     try:
-        parts = torch.cat(_run_trial(settings, flat.split([11, 18])))
+        results = torch.cat(_run_trial_steps(settings, flat.split([11, 18])))
     except UserError:
         return False
-    return torch.allclose(expected, parts, rtol=1e-5, atol=1e-7)
+    return torch.allclose(expected, results, rtol=1e-5, atol=1e-7)
 
 
-def _build_for_parameter(settings: _Settings, parameter: nn.Parameter) -> UserOptimizer:
+def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
-    return UserOptimizer(settings, {"0": parameter}, [group])
+    return CustomOptimizer(settings, {"0": parameter}, [group])
 
 
 def build_sample_state(train: TrainConfig) -> dict[str, Any]:
@@ -450,7 +454,7 @@ def build_sample_state(train: TrainConfig) -> dict[str, Any]:
     return _build_for_parameter(_extract_settings(train), parameter).build_initial_state(parameter)
 
 
-def constructs_state(train: TrainConfig) -> bool:
+def has_state_before_first_step(train: TrainConfig) -> bool:
     """Whether the optimizer has state from the beginning, as Adagrad has."""
     return bool(_build_for_parameter(_extract_settings(train), nn.Parameter(torch.zeros(2))).state)
 
@@ -459,11 +463,11 @@ def has_neutral_initial_state(train: TrainConfig) -> bool:
     """Whether a first step from the initial state is that from none: tried on small parameters."""
     settings = _extract_settings(train)
     pairs = zip(
-        _run_trial(settings, _build_small_values()),
-        _run_trial(settings, _build_small_values(), from_initial_state=True),
+        _run_trial_steps(settings, _build_trial_values()),
+        _run_trial_steps(settings, _build_trial_values(), from_initial_state=True),
         strict=True,
     )
-    return all(torch.allclose(value, other, rtol=1e-6, atol=1e-7) for value, other in pairs)
+    return all(torch.allclose(value, other_value, rtol=1e-6, atol=1e-7) for value, other_value in pairs)
 
 
 class StateTensorLayout(NamedTuple):
@@ -473,13 +477,15 @@ class StateTensorLayout(NamedTuple):
     itemsize: int
 
 
-def get_state_layout(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
+def list_state_tensor_layouts(train: TrainConfig, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
     """Shape and bytes of an element of each tensor that the state of a parameter has."""
-    return _compute_state_layout(_extract_settings(train), shape)
+    return _compute_state_tensor_layouts(_extract_settings(train), shape)
 
 
 @lru_cache(maxsize=4096)
-def _compute_state_layout(settings: _Settings, shape: tuple[int, ...]) -> tuple[StateTensorLayout, ...]:
+def _compute_state_tensor_layouts(
+    settings: _OptimizerSettings, shape: tuple[int, ...]
+) -> tuple[StateTensorLayout, ...]:
     states: dict[str, Any] = {}
     for device in ("meta", "cpu"):  # one that reads values fails on the first
         parameter = nn.Parameter(torch.zeros(shape, device=device))

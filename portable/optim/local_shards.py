@@ -34,13 +34,15 @@ def create_sharded_zeros(
         dtype: of the zeros.
     """
     assert shape[0] == parameter.shape[0]
-    part = torch.zeros((to_local(parameter).shape[0], *shape[1:]), dtype=dtype, device=parameter.device)
+    local_zeros = torch.zeros(
+        (to_local(parameter).shape[0], *shape[1:]), dtype=dtype, device=parameter.device
+    )
     if not isinstance(parameter, DTensor):
-        return part
-    return torch_internals.shard_like(parameter, part, shape)
+        return local_zeros
+    return torch_internals.build_dtensor_like(parameter, local_zeros, shape)
 
 
-def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
+def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """The process group that shards ``parameter``, or None if it is unsharded."""
     if not isinstance(parameter, DTensor):
         return None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from portable.optim.local_shards import shard_group, to_local
+from portable.optim.local_shards import get_shard_group, to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RateRule = Literal["match_rms_adamw", "original"]
-COEFFICIENTS, ROUNDS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+NEWTON_SCHULZ_COEFFICIENTS, NEWTON_SCHULZ_ROUNDS, MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 """Newton and Schulz's quintic, how often it is applied, and the least norm: those of torch's Muon."""
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize_matrices(matrices: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """The nearest matrix with equal singular values, roughly: they come to lie between 0.7 and 1.2.
 
     Args:
         matrices: ``[..., rows, columns]``, each by itself. On XLA at least three dims: torch_xla computes
             ``addmm`` on the host.
-        dtype: of the products.
+        compute_dtype: of the products.
 
     Returns:
-        a tensor of the same shape and of type ``dtype``.
+        a tensor of the same shape and of type ``compute_dtype``.
     """
-    shape, (a, b, c) = matrices.shape, COEFFICIENTS
-    x = matrices.to(dtype)
+    shape, (a, b, c) = matrices.shape, NEWTON_SCHULZ_COEFFICIENTS
+    x = matrices.to(compute_dtype)
     if x.dim() > 3:
         x = x.reshape(-1, *shape[-2:])
     tall = shape[-2] > shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=MIN_NORM)
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for _ in range(ROUNDS):
+    for _ in range(NEWTON_SCHULZ_ROUNDS):
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(shape)
 
 
-def blend_momentum(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
+def compute_nesterov_update(gradient: Tensor, buffer: Tensor, momentum: float, dtype: torch.dtype) -> Tensor:
     """Return the update before it is orthogonalized, with Nesterov's momentum.
 
     Args:
@@ -64,7 +64,7 @@ def blend_momentum(gradient: Tensor, buffer: Tensor, momentum: float, dtype: tor
     return gradient.lerp(buffer, momentum).to(dtype)
 
 
-def compute_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
+def compute_learning_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
     """What the learning rate of a matrix of this shape is multiplied by, as torch's ``adjust_lr_fn``."""
     rows, columns = shape[-2:]
     if rule == "original":
@@ -73,59 +73,68 @@ def compute_rate_factor(rule: RateRule, shape: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ShardedMatrix:
     """A matrix whose elements, in row-major order, are spread over ranks.
 
     Attributes:
         shape: rows and columns.
-        sizes: elements that each rank holds, one rank after another; all of them on each if it is replicated.
-        offset: of this rank's first in its flat tensor.
+        elements_per_rank: elements that each rank holds, one rank after another; all of them on each if it is
+        replicated. local_offset: of this rank's first in its flat tensor.
     """
 
     shape: tuple[int, int]
-    sizes: tuple[int, ...]
-    offset: int
+    elements_per_rank: tuple[int, ...]
+    local_offset: int
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         return self.shape[0] * self.shape[1]
 
     @property
-    def owner(self) -> int | None:
+    def owner_rank(self) -> int | None:
         """The one rank that holds all of it."""
-        holding = [rank for rank, size in enumerate(self.sizes) if size]
+        holding = [rank for rank, size in enumerate(self.elements_per_rank) if size]
         return holding[0] if len(holding) == 1 else None
 
 
-def split_matrices(
-    shape: Sequence[int], *, first: int, length: int, ranks: int, rank: int, offset: int = 0
-) -> list[Matrix]:
+def list_sharded_matrices(
+    shape: Sequence[int],
+    *,
+    first_element: int,
+    elements_per_part: int,
+    num_ranks: int,
+    rank: int,
+    local_offset: int = 0,
+) -> list[ShardedMatrix]:
     """The matrices of a parameter that is cut into flat parts of equal length.
 
     Args:
         shape: of the parameter, ``[..., rows, columns]``.
-        first: the element that rank 0's part begins with; negative if it begins with something else.
-        length: of each part; elements past the parameter's end are padding.
-        ranks: how many there are.
+        first_element: the element that rank 0's part begins with; negative if it begins with something else.
+        elements_per_part: of each part; elements past the parameter's end are padding.
+        num_ranks: how many there are.
         rank: this one.
-        offset: of this rank's part in its flat tensor.
+        local_offset: of this rank's part in its flat tensor.
     """
     rows, columns = shape[-2:]
-    size = rows * columns
-    starts = [first + r * length for r in range(ranks)]
+    matrix_elements = rows * columns
+    starts = [first_element + r * elements_per_part for r in range(num_ranks)]
     matrices = []
-    for begin in range(0, math.prod(shape), size):
-        sizes = [max(0, min(begin + size, start + length) - max(begin, start)) for start in starts]
-        within = max(begin, starts[rank]) - starts[rank]
-        matrices.append(Matrix((rows, columns), tuple(sizes), offset + within))
+    for matrix_start in range(0, math.prod(shape), matrix_elements):
+        sizes = [
+            max(0, min(matrix_start + matrix_elements, start + elements_per_part) - max(matrix_start, start))
+            for start in starts
+        ]
+        start = max(matrix_start, starts[rank]) - starts[rank]
+        matrices.append(ShardedMatrix((rows, columns), tuple(sizes), local_offset + start))
     return matrices
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MatrixShard:
     """This rank's elements of a matrix, flat; they share memory with parameter, gradient and momentum."""
 
-    matrix: Matrix
+    matrix: ShardedMatrix
     parameter: Tensor
     gradient: Tensor
     momentum: Tensor
@@ -143,14 +152,14 @@ class Muon(torch.optim.Optimizer):
         lr, betas, eps: as for ``torch.optim.AdamW``.
         momentum: as for ``torch.optim.Muon``, with ``nesterov``.
         rate_rule: its ``adjust_lr_fn``.
-        compute: the type of products and of what ranks exchange.
+        compute_dtype: the type of products and of what ranks exchange.
     """
 
     found_inf: Tensor | None = None
     """An fp32 scalar on the parameters' device. If it is 1, the step is a no-op."""
     device: torch.device | None = None
     """Where to orthogonalize, if the parameters are elsewhere."""
-    flat: Mapping[Tensor, Sequence[Matrix]] | None = None
+    flat_matrices: Mapping[Tensor, Sequence[ShardedMatrix]] | None = None
     """The matrices in each flat parameter, for an engine that concatenates parts of several."""
 
     def __init__(
@@ -162,12 +171,12 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         momentum: float,
         rate_rule: RateRule,
-        compute: torch.dtype = torch.bfloat16,
+        compute_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._rate_rule: RateRule = rate_rule
-        self._compute = compute
+        self._compute_dtype = compute_dtype
         defaults = {"lr": lr, "weight_decay": 0.0, "matrices": False}
-        super().__init__([{**get_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
+        super().__init__([{**build_group_settings(g, betas, eps, momentum), **g} for g in groups], defaults)
 
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of ``parameter`` before the first step, sharded."""
@@ -218,54 +227,69 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
-        ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat is not None)
+        ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat_matrices is not None)
         parts = [
-            _Part(
+            _MatrixShard(
                 matrix,
                 *(
-                    to_local(tensor).view(-1)[matrix.offset :][: matrix.sizes[ranks.rank]]
+                    to_local(tensor).view(-1)[matrix.local_offset :][: matrix.elements_per_rank[ranks.rank]]
                     for tensor in (parameter, parameter.grad, self.state[parameter]["momentum_buffer"])
                 ),
             )
             for parameter in trained
-            for matrix in self._get_matrices(parameter, ranks)
+            for matrix in self._list_matrices(parameter, ranks)
         ]
         for part in parts:
-            if part.matrix.owner == ranks.rank:
-                update = orthogonalize(self._update(part, group).view(part.matrix.shape), self._compute)
-                self._move(part, update, group)
+            if part.matrix.owner_rank == ranks.rank:
+                update = orthogonalize_matrices(
+                    self._advance_momentum(part, group).view(part.matrix.shape), self._compute_dtype
+                )
+                self._apply_update(part, update, group)
         # Of one size in a round, so that no rank waits for another.
-        shared = sorted((p for p in parts if p.matrix.owner is None), key=lambda p: -p.matrix.elements)
-        for start in range(0, len(shared), ranks.count):
-            turn = shared[start : start + ranks.count]
-            sent = [self._update(part, group) for part in turn]
-            for part, update in zip(turn, ranks.orthogonalize_shared(sent, turn, self._compute), strict=True):
-                self._move(part, update, group)
+        shared = sorted(
+            (p for p in parts if p.matrix.owner_rank is None), key=lambda p: -p.matrix.num_elements
+        )
+        for start in range(0, len(shared), ranks.num_ranks):
+            round_shards = shared[start : start + ranks.num_ranks]
+            sent = [self._advance_momentum(part, group) for part in round_shards]
+            for part, update in zip(
+                round_shards, ranks.orthogonalize_shared(sent, round_shards, self._compute_dtype), strict=True
+            ):
+                self._apply_update(part, update, group)
 
-    def _get_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[Matrix]:
-        if self.flat is not None:
-            return self.flat[parameter]
+    def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
+        if self.flat_matrices is not None:
+            return self.flat_matrices[parameter]
         shape, elements = parameter.shape, parameter.numel()
         if ranks.replicated:
-            alone = split_matrices(shape, first=0, length=elements, ranks=1, rank=0)
-            return [Matrix(m.shape, m.sizes * ranks.count, m.offset) for m in alone]
+            matrices = list_sharded_matrices(
+                shape, first_element=0, elements_per_part=elements, num_ranks=1, rank=0
+            )
+            return [
+                ShardedMatrix(m.shape, m.elements_per_rank * ranks.num_ranks, m.local_offset)
+                for m in matrices
+            ]
         row = elements // max(1, shape[0])
-        length = -(-shape[0] // ranks.count) * row  # FSDP2 gives each rank as many rows, the last ones fewer
-        return split_matrices(shape, first=0, length=length, ranks=ranks.count, rank=ranks.rank)
+        length = (
+            -(-shape[0] // ranks.num_ranks) * row
+        )  # FSDP2 gives each rank as many rows, the last ones fewer
+        return list_sharded_matrices(
+            shape, first_element=0, elements_per_part=length, num_ranks=ranks.num_ranks, rank=ranks.rank
+        )
 
-    def _update(self, part: _Part, group: dict[str, Any]) -> Tensor:
+    def _advance_momentum(self, part: _MatrixShard, group: dict[str, Any]) -> Tensor:
         """Advance the momentum; returns the update before it is orthogonalized, where and as it is sent."""
         momentum = group["momentum"]
-        fresh: Tensor | float = 1 - momentum
+        new_gradient_share: Tensor | float = 1 - momentum
         if self.found_inf is not None:
             part.gradient.masked_fill_(self.found_inf > 0, 0.0)
-            fresh = (1 - self.found_inf) * fresh
-        part.momentum.lerp_(part.gradient, fresh)
-        update = blend_momentum(part.gradient, part.momentum, momentum, self._compute)
+            new_gradient_share = (1 - self.found_inf) * new_gradient_share
+        part.momentum.lerp_(part.gradient, new_gradient_share)
+        update = compute_nesterov_update(part.gradient, part.momentum, momentum, self._compute_dtype)
         return update.to(device=self.device or part.parameter.device)
 
-    def _move(self, part: _Part, update: Tensor, group: dict[str, Any]) -> None:
-        rate = group["lr"] * compute_rate_factor(self._rate_rule, part.matrix.shape)
+    def _apply_update(self, part: _MatrixShard, update: Tensor, group: dict[str, Any]) -> None:
+        rate = group["lr"] * compute_learning_rate_factor(self._rate_rule, part.matrix.shape)
         decay = group["lr"] * group["weight_decay"]
         step = update.reshape(-1).to(part.parameter.device)
         if self.found_inf is None:
@@ -275,7 +299,7 @@ class Muon(torch.optim.Optimizer):
             part.parameter.mul_(1 - allowed * decay).sub_(step * (allowed * rate))
 
 
-def get_group_settings(
+def build_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
     """The settings of a group, by torch's names: Muon's or AdamW's."""
@@ -289,40 +313,46 @@ class _ShardRanks:
     """The ranks that a parameter is spread over, or replicated on."""
 
     group: dist.ProcessGroup | None
-    count: int
+    num_ranks: int
     rank: int
     replicated: bool
 
     @classmethod
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
         if isinstance(parameter, DTensor):
-            group = shard_group(parameter)
+            group = get_shard_group(parameter)
             return cls(group, dist.get_world_size(group), dist.get_rank(group), replicated=False)
         if dist.is_initialized() and dist.get_world_size() > 1:
             return cls(None, dist.get_world_size(), dist.get_rank(), replicated=not flat)
         return cls(None, 1, 0, replicated=False)
 
     def orthogonalize_shared(
-        self, updates: list[Tensor], parts: list[_Part], compute: torch.dtype
+        self, updates: list[Tensor], shards: list[_MatrixShard], compute_dtype: torch.dtype
     ) -> Iterator[Tensor]:
         """This rank's elements of each result; the matrix at place ``r`` is orthogonalized by rank ``r``."""
-        matrix = parts[self.rank].matrix if self.rank < len(parts) else None
+        matrix = shards[self.rank].matrix if self.rank < len(shards) else None
         if self.replicated:
             if matrix is not None:
-                updates[self.rank] = orthogonalize(updates[self.rank].view(matrix.shape), compute).reshape(-1)
-            waiting = [dist.broadcast(u, src=place, async_op=True) for place, u in enumerate(updates)]
+                updates[self.rank] = orthogonalize_matrices(
+                    updates[self.rank].view(matrix.shape), compute_dtype
+                ).reshape(-1)
+            waiting = [
+                dist.broadcast(u, src=source_rank, async_op=True) for source_rank, u in enumerate(updates)
+            ]
             for work in waiting:
                 if work is not None:
                     work.wait()
             yield from updates
             return
-        out = [part.matrix.sizes[self.rank] for part in parts] + [0] * (self.count - len(parts))
-        come = [0] * self.count if matrix is None else list(matrix.sizes)
+        send_sizes = [part.matrix.elements_per_rank[self.rank] for part in shards] + [0] * (
+            self.num_ranks - len(shards)
+        )
+        receive_sizes = [0] * self.num_ranks if matrix is None else list(matrix.elements_per_rank)
         sent = torch.cat(updates)
-        gathered = sent.new_empty(sum(come))
-        dist.all_to_all_single(gathered, sent, come, out, group=self.group)
+        gathered = sent.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(gathered, sent, receive_sizes, send_sizes, group=self.group)
         if matrix is not None:
-            gathered = orthogonalize(gathered.view(matrix.shape), compute).reshape(-1)
-        back = torch.empty_like(sent)
-        dist.all_to_all_single(back, gathered, out, come, group=self.group)
-        yield from back.split(out[: len(parts)])
+            gathered = orthogonalize_matrices(gathered.view(matrix.shape), compute_dtype).reshape(-1)
+        returned = torch.empty_like(sent)
+        dist.all_to_all_single(returned, gathered, send_sizes, receive_sizes, group=self.group)
+        yield from returned.split(send_sizes[: len(shards)])

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 MAX_STREAK = 10
 """Streak at which ``train.on_non_finite: skip`` ends the run: the cause is then not a single bad sample."""
 
-NEW_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
+INITIAL_COUNTERS = (0.0, 0.0, 0.0, -1.0, 0.0)
 """Updates; skipped updates; length of the current streak; first update of the latest streak (from 0), or -1;
 whether its loss (1) or only its gradients (0) were not finite."""
 
 
 @dataclass(frozen=True)
-class Health:
+class UpdateHealth:
     """The counters since the start of this launch.
 
     Attributes:
@@ -43,20 +43,20 @@ class Health:
     halted: int = 0
 
     @classmethod
-    def from_counters(cls, counters: Sequence[float], limit: int) -> Health:
+    def from_counters(cls, counters: Sequence[float], limit: int) -> UpdateHealth:
         """Convert counters that were copied to the host."""
         _, skipped, streak, start, loss = counters
         first = int(start) if start >= 0 else None
         return cls(int(skipped), first, bad_loss=loss > 0, halted=limit if streak >= limit else 0)
 
 
-def get_allowed_streak(on_non_finite: str) -> int:
+def get_max_streak(on_non_finite: str) -> int:
     """The streak at which ``train.on_non_finite`` ends the run."""
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
 
 class CountedUpdate(NamedTuple):
-    """Result of :func:`count_update`.
+    """Result of :func:`count_update_and_decide_skip`.
 
     Attributes:
         counters: Counters after the update, fp32 ``[5]``.
@@ -67,29 +67,31 @@ class CountedUpdate(NamedTuple):
     skip: Tensor
 
 
-def count_update(counters: Tensor, *, bad: Tensor, loss: Tensor, limit: int) -> CountedUpdate:
+def count_update_and_decide_skip(
+    counters: Tensor, *, is_non_finite: Tensor, loss: Tensor, max_streak: int
+) -> CountedUpdate:
     """Count an update.
 
     Args:
         counters: before the update.
-        bad: whether the update is not finite, a boolean scalar on the device, equal on all ranks.
+        is_non_finite: whether the update is not finite, a boolean scalar on the device, equal on all ranks.
         loss: of the step.
-        limit: from :func:`get_allowed_streak`.
+        max_streak: from :func:`get_max_streak`.
 
     Returns:
         the new counters, and whether to skip the update, a boolean scalar.
     """
-    updates, skipped, streak, start, kind = counters.unbind()
-    skip = bad | (streak >= limit)
+    updates, skipped, streak, start, loss_is_bad = counters.unbind()
+    skip = is_non_finite | (streak >= max_streak)
     begins = skip & (streak == 0)
     start = torch.where(begins, updates, start)
-    kind = torch.where(begins, (~torch.isfinite(loss)).float(), kind)
+    loss_is_bad = torch.where(begins, (~torch.isfinite(loss)).float(), loss_is_bad)
     streak = torch.where(skip, streak + 1, 0.0)
-    return CountedUpdate(torch.stack([updates + 1, skipped + skip.float(), streak, start, kind]), skip)
+    return CountedUpdate(torch.stack([updates + 1, skipped + skip.float(), streak, start, loss_is_bad]), skip)
 
 
 @torch.no_grad()
-def find_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+def find_nonfinite_names(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the tensors with a value that is not finite, each once.
 
     Triggers one host-device sync for each device.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from portable.optim.local_shards import to_local
-from portable.plugins import names_code
+from portable.plugins import is_plugin_name
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
     from portable.optim.adafactor import Adafactor
     from portable.optim.adamw_8bit import AdamW8bit
-    from portable.optim.custom_optimizer import UserOptimizer
+    from portable.optim.custom_optimizer import CustomOptimizer
     from portable.optim.muon import Muon
     from portable.optim.schedule import OneCycle
 
@@ -40,41 +40,41 @@ class EngineOptimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class Group(NamedTuple):
+class OptimizerGroup(NamedTuple):
     """A parameter group; groups are sorted by their fields.
 
     Attributes:
-        number: 0, or the number of its pattern in ``train.parameter_groups``, from 1.
-        spared: whether weight decay leaves it out.
+        pattern_number: 0, or the number of its pattern in ``train.parameter_groups``, from 1.
+        is_undecayed: whether weight decay leaves it out.
         learning_rate: its highest; the schedule scales all rates alike.
         weight_decay: of its parameters.
-        matrices: whether Muon updates them as matrices.
+        uses_muon: whether Muon updates them as matrices.
     """
 
-    number: int
-    spared: bool
+    pattern_number: int
+    is_undecayed: bool
     learning_rate: float
     weight_decay: float
-    matrices: bool = False
+    uses_muon: bool = False
 
 
 def build_parameter_groups(
-    parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group], learning_rate: float
+    parameters: Mapping[str, nn.Parameter], groups: Mapping[str, OptimizerGroup], learning_rate: float
 ) -> list[dict[str, Any]]:
     """The groups of an optimizer: by default two, with and without weight decay.
 
     Args:
         parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`portable.model.parameter_groups.assign_groups`.
+        groups: see :func:`portable.model.parameter_groups.assign_parameter_groups`.
         learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
             value that a schedule scales.
     """
-    optimizer_groups: dict[Group, dict[str, Any]] = {}
-    muon = any(group.matrices for group in groups.values())
+    optimizer_groups: dict[OptimizerGroup, dict[str, Any]] = {}
+    muon = any(group.uses_muon for group in groups.values())
     for group in sorted({groups[name] for name in parameters if name in groups}):
         optimizer_groups[group] = {"params": [], "weight_decay": group.weight_decay}
         if muon:
-            optimizer_groups[group]["matrices"] = group.matrices
+            optimizer_groups[group]["matrices"] = group.uses_muon
         if group.learning_rate != learning_rate:
             optimizer_groups[group] |= {"lr": group.learning_rate, "initial_lr": group.learning_rate}
     for name, parameter in parameters.items():
@@ -86,10 +86,10 @@ def build_parameter_groups(
 def build_optimizer(
     settings: TrainConfig,
     parameters: Mapping[str, nn.Parameter],
-    groups: Mapping[str, Group],
+    groups: Mapping[str, OptimizerGroup],
     embeddings: Collection[nn.Parameter] = (),
-    compute: torch.dtype = torch.float32,
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
+    compute_dtype: torch.dtype = torch.float32,
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
     """Build ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
     A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
@@ -98,16 +98,16 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        groups: by the same names; see :func:`portable.model.parameter_groups.assign_groups`.
+        groups: by the same names; see :func:`portable.model.parameter_groups.assign_parameter_groups`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
-        compute: the run's compute type; Muon's products are in fp32 or bf16.
+        compute_dtype: the run's compute type; Muon's products are in fp32 or bf16.
     """
     optimizer_groups = build_parameter_groups(parameters, groups, settings.learning_rate)
-    optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute)
+    optimizer = _create_optimizer(settings, parameters, optimizer_groups, embeddings, compute_dtype)
     if settings.ema is not None:
-        from portable.optim.weight_average import keep_average
+        from portable.optim.weight_average import install_weight_average
 
-        keep_average(optimizer, settings.ema)
+        install_weight_average(optimizer, settings.ema)
     return optimizer
 
 
@@ -116,13 +116,13 @@ def _create_optimizer(
     parameters: Mapping[str, nn.Parameter],
     optimizer_groups: list[dict[str, Any]],
     embeddings: Collection[nn.Parameter],
-    compute: torch.dtype,
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
+    compute_dtype: torch.dtype,
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
     beta1, beta2 = settings.betas
-    if names_code(settings.optimizer):
-        from portable.optim.custom_optimizer import UserOptimizer
+    if is_plugin_name(settings.optimizer):
+        from portable.optim.custom_optimizer import CustomOptimizer
 
-        return UserOptimizer(settings, parameters, optimizer_groups)
+        return CustomOptimizer(settings, parameters, optimizer_groups)
     if settings.optimizer == "adamw":
         return FusedAdamW(optimizer_groups, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":
@@ -133,19 +133,21 @@ def _create_optimizer(
             lr=settings.learning_rate,
             betas=(beta1, beta2),
             eps=settings.eps,
-            exact=embeddings,
+            full_precision_parameters=embeddings,
         )
     if settings.optimizer == "adafactor":
-        from portable.optim.adafactor import RULES, Adafactor
+        from portable.optim.adafactor import ADAFACTOR_RULES, Adafactor
 
-        return Adafactor(optimizer_groups, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
+        return Adafactor(
+            optimizer_groups, lr=settings.learning_rate, rule=ADAFACTOR_RULES[settings.adafactor_rule]
+        )
     if settings.optimizer == "muon":
-        return build_muon(settings, optimizer_groups, compute)
+        return build_muon(settings, optimizer_groups, compute_dtype)
     assert settings.optimizer == "sgd", settings.optimizer
     return FusedSGD(optimizer_groups, lr=settings.learning_rate, momentum=beta1)
 
 
-def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
+def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute_dtype: torch.dtype) -> Muon:
     """Build Muon; the arguments are those of :func:`build_optimizer`."""
     from portable.optim.muon import Muon
 
@@ -156,14 +158,14 @@ def build_muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: tor
         eps=settings.eps,
         momentum=settings.muon_momentum,
         rate_rule=settings.muon_rate,
-        compute=torch.float32 if compute == torch.float32 else torch.bfloat16,
+        compute_dtype=torch.float32 if compute_dtype == torch.float32 else torch.bfloat16,
     )
 
 
-def set_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
+def set_learning_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
     """Set this step's learning rate in all parameter groups."""
     for group in optimizer.param_groups:
-        group["lr"] = compute_group_rate(group, learning_rate, settings)
+        group["lr"] = compute_group_learning_rate(group, learning_rate, settings)
 
 
 def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
@@ -174,10 +176,10 @@ def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
             group["betas"] = betas
 
 
-def compute_group_rate(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:
-    """The learning rate of a parameter group where the run's is ``rate``, a number or a tensor."""
+def compute_group_learning_rate(group: Mapping[str, Any], learning_rate: Any, settings: TrainConfig) -> Any:
+    """The learning rate of a parameter group where the run's is ``learning_rate``, a number or a tensor."""
     highest = settings.learning_rate
-    return rate * (group.get("initial_lr", highest) / highest)
+    return learning_rate * (group.get("initial_lr", highest) / highest)
 
 
 class FusedAdamW(torch.optim.AdamW):

@@ -2,7 +2,7 @@
 
 Those with small letters equal transformers' in every step. The others have DeepSpeed's names and arithmetic
 (``deepspeed/runtime/lr_schedules.py``) on every backend, so that a run that started with a DeepSpeed JSON can
-resume on another one, and vice versa; but for :data:`ZERO_ONLY`.
+resume on another one, and vice versa; but for :data:`ZERO_ONLY_SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from portable import plugins
 from portable.config.derived_defaults import compute_warmup_steps
-from portable.config.number_types import MAX_RATE, MAX_STEPS
+from portable.config.number_types import MAX_LEARNING_RATE, MAX_STEPS
 from portable.config.rules import SettingProblem
 from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require
@@ -24,10 +24,10 @@ from portable.errors import require
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
-Rate = Annotated[float, Field(ge=0, le=MAX_RATE)]
+Rate = Annotated[float, Field(ge=0, le=MAX_LEARNING_RATE)]
 PartOfSteps = Annotated[float, Field(ge=0, le=MAX_STEPS)]
 Stairs = Annotated[int, Field(ge=0, le=MAX_STEPS)]
-Growth = Annotated[float, Field(ge=-MAX_RATE, le=MAX_RATE)]
+Growth = Annotated[float, Field(ge=-MAX_LEARNING_RATE, le=MAX_LEARNING_RATE)]
 Momentum = Annotated[float, Field(ge=0, le=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -109,20 +109,20 @@ class WarmupStableDecay(Schedule):
         decay = min(decay, self.total_steps - self.warmup_steps)
         steps_left = min(self.total_steps - step, decay)
         if step < self.warmup_steps:
-            share = _compute_rise(step / self.warmup_steps, self.warmup_type)
+            share = _compute_rising_share(step / self.warmup_steps, self.warmup_type)
         else:
-            share = _compute_fall(1 - steps_left / decay, self.decay_type) if decay > 0 else 1.0
+            share = _compute_falling_share(1 - steps_left / decay, self.decay_type) if decay > 0 else 1.0
         return self.minimum + (self.peak - self.minimum) * share
 
 
-def _compute_rise(progress: float, shape: str) -> float:
+def _compute_rising_share(progress: float, shape: str) -> float:
     """A rise from 0 to 1 as ``progress`` goes from 0 to 1."""
     if shape == "cosine":
         return 0.5 * (1 - math.cos(math.pi * progress))
     return 1 - math.sqrt(1 - progress) if shape == "1-sqrt" else progress
 
 
-def _compute_fall(progress: float, shape: str) -> float:
+def _compute_falling_share(progress: float, shape: str) -> float:
     """A fall from 1 to 0."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
@@ -159,15 +159,17 @@ class WarmupLR(Schedule):
     warmup_type: Literal["log", "linear"] = "log"
 
     def __call__(self, step: int) -> float:
-        return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._share(max(0, step - 1))
+        return self.warmup_min_lr + (self.peak - self.warmup_min_lr) * self._compute_peak_share(
+            max(0, step - 1)
+        )
 
-    def _share(self, counted: int) -> float:
+    def _compute_peak_share(self, counted_steps: int) -> float:
         """The share of the peak, from 0 to 1, by DeepSpeed's count of steps."""
         warmup = max(2, self.warmup_steps)
         return (
-            _compute_warmup(counted, warmup, self.warmup_type)
-            if counted < warmup
-            else self._compute_after_warmup(counted, warmup)
+            _compute_warmup_share(counted_steps, warmup, self.warmup_type)
+            if counted_steps < warmup
+            else self._compute_after_warmup(counted_steps, warmup)
         )
 
     def _compute_after_warmup(self, counted: int, warmup: int) -> float:
@@ -194,14 +196,14 @@ class WarmupCosineLR(Schedule):
         if counted < 0:
             return 0.0
         if counted < warmup:
-            risen = _compute_warmup(counted, warmup, self.warmup_type)
+            risen = _compute_warmup_share(counted, warmup, self.warmup_type)
             return self.peak * (self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio))
         progress = min(1.0, (counted - warmup + 1) / max(1, self.total_steps - warmup))
         end = self.minimum / self.peak
         return self.peak * max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _compute_warmup(counted: int, warmup: int, shape: str) -> float:
+def _compute_warmup_share(counted: int, warmup: int, shape: str) -> float:
     return 1.0 / math.log(warmup) * math.log(counted + 1) if shape == "log" else counted / warmup
 
 
@@ -228,7 +230,7 @@ class OneCycle(Schedule):
 
     def __call__(self, step: int) -> float:
         if step - 1 < self._cycle_length:
-            return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_height(step)
+            return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._compute_cycle_height(step)
         if self.decay_step_size == 0 or self.decay_lr_rate == 0:
             return self.cycle_min_lr
         return self.cycle_min_lr / (
@@ -243,7 +245,7 @@ class OneCycle(Schedule):
         if step == 0:  # DeepSpeed has not counted a step yet
             return low, 0.99
         if step - 1 < self._cycle_length:
-            return high - (high - low) * self._compute_height(step), 0.99
+            return high - (high - low) * self._compute_cycle_height(step), 0.99
         if self.decay_step_size == 0 or self.decay_mom_rate == 0:
             return high, 0.99
         return high * (1 + self.decay_mom_rate * (step - self._cycle_length) / self.decay_step_size), 0.99
@@ -257,19 +259,27 @@ class OneCycle(Schedule):
     def _cycle_length(self) -> float:
         return self.cycle_first_step_size + self._second_step_size
 
-    def _compute_height(self, step: int) -> float:
+    def _compute_cycle_height(self, step: int) -> float:
         """The position in the cycle, from 0 to 1 and back."""
-        first, length = self.cycle_first_step_size, self._cycle_length
-        along = 1.0 + step / length - math.floor(1 + step / length)
-        rising = along <= first / length
+        first_step_size, length = self.cycle_first_step_size, self._cycle_length
+        cycle_position = 1.0 + step / length - math.floor(1 + step / length)
+        rising = cycle_position <= first_step_size / length
         stairs = self.cycle_first_stair_count
         if not rising and self.cycle_second_stair_count is not None:
             stairs = self.cycle_second_stair_count
         if stairs > 0:
-            within = step % length
-            climbed = within / first if within <= first else (length - within) / self._second_step_size
+            cycle_step = step % length
+            climbed = (
+                cycle_step / first_step_size
+                if cycle_step <= first_step_size
+                else (length - cycle_step) / self._second_step_size
+            )
             return math.floor(climbed * stairs) / stairs
-        return along / (first / length) if rising else (along - 1) / (first / length - 1)
+        return (
+            cycle_position / (first_step_size / length)
+            if rising
+            else (cycle_position - 1) / (first_step_size / length - 1)
+        )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -288,7 +298,7 @@ class LRRangeTest(Schedule):
 
 
 @dataclass(frozen=True, config=_STRICT)
-class UserSchedule(Schedule):
+class CustomSchedule(Schedule):
     """A function or class of the user's, ``(step, total_steps) -> factor`` of ``train.learning_rate``.
 
     Attributes:
@@ -300,7 +310,7 @@ class UserSchedule(Schedule):
     def __call__(self, step: int) -> float:
         context = f"train.schedule: {self.code}"
         with plugins.convert_user_errors(context):
-            factor = self._function(step, self.total_steps)
+            factor = self._loaded_function(step, self.total_steps)
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
             fits,
@@ -310,8 +320,8 @@ class UserSchedule(Schedule):
         return self.peak * float(factor)
 
     @cached_property
-    def _function(self) -> Any:
-        return plugins.load("train.schedule", self.code)
+    def _loaded_function(self) -> Any:
+        return plugins.load_plugin("train.schedule", self.code)
 
 
 SCHEDULES: dict[str, type[Schedule]] = dict(
@@ -334,12 +344,12 @@ SCHEDULES: dict[str, type[Schedule]] = dict(
 )
 
 
-ZERO_ONLY = ("OneCycle", "LRRangeTest")
+ZERO_ONLY_SCHEDULES = ("OneCycle", "LRRangeTest")
 
 
-def schedule_class(name: str) -> type[Schedule]:
+def get_schedule_class(name: str) -> type[Schedule]:
     """The class of the schedule that ``train.schedule`` names."""
-    return UserSchedule if plugins.names_code(name) else SCHEDULES[name]
+    return CustomSchedule if plugins.is_plugin_name(name) else SCHEDULES[name]
 
 
 class ScheduleParamsError(ValueError):
@@ -363,23 +373,23 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         "total_steps": total_steps,
         **settings.schedule_params,
     }
-    kind = schedule_class(settings.schedule)
-    if kind is UserSchedule:
+    schedule_type = get_schedule_class(settings.schedule)
+    if schedule_type is CustomSchedule:
         values["code"] = settings.schedule
     try:
-        return kind(**values)
+        return schedule_type(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = f"train.schedule_params.{first['loc'][0]}"
-        problem = SettingProblem((key,), f"{key}: {first['msg']}")
-        if first["type"] == "missing":
+        first_error = error.errors()[0]
+        key = f"train.schedule_params.{first_error['loc'][0]}"
+        problem = SettingProblem((key,), f"{key}: {first_error['msg']}")
+        if first_error["type"] == "missing":
             problem = SettingProblem(
                 ("train.schedule", key), f"train.schedule {settings.schedule} needs {key}"
             )
         raise ScheduleParamsError(problem) from error
 
 
-def build_one_cycle(settings: TrainConfig) -> OneCycle | None:
+def build_one_cycle_schedule(settings: TrainConfig) -> OneCycle | None:
     """The run's schedule if it moves Adam's betas, too. It does not depend on the length of the run."""
     schedule = build_schedule(settings, 1)
     return schedule if isinstance(schedule, OneCycle) else None
@@ -395,8 +405,8 @@ def explain_long_warmup(settings: TrainConfig, total_steps: int) -> str | None:
     return f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower it or train longer"
 
 
-def schedule_params(kind: str) -> tuple[str, ...]:
+def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
     """The allowed keys of ``train.schedule_params`` for a schedule."""
     common = Schedule.__dataclass_fields__
-    fields = schedule_class(kind).__dataclass_fields__
+    fields = get_schedule_class(schedule_name).__dataclass_fields__
     return tuple(name for name in fields if name not in common and name != "code")

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from portable.converters.checkpoint import OptimizerState
 
 Number = bool | int | float
-OUTSIDE = ("params", "param_names", "lr", "initial_lr", "weight_decay")
+KEYS_FROM_SETTINGS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 """Entries of a parameter group that come from the settings. A checkpoint has the others."""
 
 
-def check_entry(value: Any, shape: Sequence[int], name: str) -> None:
+def check_state_entry(value: Any, shape: Sequence[int], name: str) -> None:
     """Check one entry of the state of a parameter.
 
     Args:
@@ -35,12 +35,12 @@ def check_entry(value: Any, shape: Sequence[int], name: str) -> None:
         raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
 
 
-def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
+def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerState | None) -> None:
     """Restore the entries of parameter groups that belong to a custom optimizer."""
     by_name = {name: group for group in (stored.param_groups if stored else ()) for name in group["params"]}
     for group in groups:
         values = by_name.get(group["param_names"][0], {})
-        for name in (group.keys() & values.keys()) - set(OUTSIDE):
+        for name in (group.keys() & values.keys()) - set(KEYS_FROM_SETTINGS):
             before, value = group[name], values[name]
             if isinstance(before, torch.Tensor):
                 before.fill_(value)
@@ -48,9 +48,9 @@ def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) 
                 group[name] = value
 
 
-def cast_number(sample: Any, number: float) -> Any:
-    """Return ``number`` with the type of ``sample``: a number, or a tensor of its dtype on its device."""
-    return torch.full_like(sample, number) if isinstance(sample, torch.Tensor) else type(sample)(number)
+def cast_number(like: Any, number: float) -> Any:
+    """Return ``number`` with the type of ``like``: a number, or a tensor of its dtype on its device."""
+    return torch.full_like(like, number) if isinstance(like, torch.Tensor) else type(like)(number)
 
 
 def to_plain_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-AVERAGE = "ema"
+AVERAGE_KEY = "ema"
 """The name of this state: fp32, of the parameter's shape."""
 
 
-def keep_average(optimizer: Any, decay: float) -> None:
+def install_weight_average(optimizer: Any, decay: float) -> None:
     """Make ``optimizer`` average its parameters: ``ema = decay * ema + (1 - decay) * parameter``.
 
     After every step, on the device and without a sync; a masked step changes nothing. The average begins at
@@ -30,46 +30,46 @@ def keep_average(optimizer: Any, decay: float) -> None:
         optimizer: of :func:`portable.optim.optimizers.build_optimizer`.
         decay: share of the average that stays in a step.
     """
-    begun: dict[Tensor, Tensor] = {}
+    initial_averages: dict[Tensor, Tensor] = {}
 
     def begin_averages(stepped: Any, *_: Any) -> None:
-        for parameter in _iter_trained(stepped):
-            if AVERAGE not in stepped.state.get(parameter, ()):
-                begun[parameter] = parameter.detach().clone()
+        for parameter in _iter_parameters_with_gradients(stepped):
+            if AVERAGE_KEY not in stepped.state.get(parameter, ()):
+                initial_averages[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
     def update_averages(stepped: Any, *_: Any) -> None:
-        masked: Tensor | None = getattr(stepped, "found_inf", None)
-        for parameter in _iter_trained(stepped):
+        found_inf: Tensor | None = getattr(stepped, "found_inf", None)
+        for parameter in _iter_parameters_with_gradients(stepped):
             state = stepped.state[parameter]
-            if parameter in begun:  # only now: optimizers begin their state where there is none
-                state[AVERAGE] = begun.pop(parameter)
-            average = to_local(state[AVERAGE])
-            fresh = 1 - decay if masked is None else (1 - masked.to(average.device)) * (1 - decay)
-            average.lerp_(to_local(parameter), fresh)
+            if parameter in initial_averages:  # only now: optimizers begin their state where there is none
+                state[AVERAGE_KEY] = initial_averages.pop(parameter)
+            average = to_local(state[AVERAGE_KEY])
+            new_share = 1 - decay if found_inf is None else (1 - found_inf.to(average.device)) * (1 - decay)
+            average.lerp_(to_local(parameter), new_share)
 
-    of_torch = getattr(optimizer, "inner", optimizer)
-    of_torch.register_step_pre_hook(begin_averages)
-    of_torch.register_step_post_hook(update_averages)
-    if hasattr(of_torch, "build_initial_state"):
+    torch_optimizer = getattr(optimizer, "inner", optimizer)
+    torch_optimizer.register_step_pre_hook(begin_averages)
+    torch_optimizer.register_step_post_hook(update_averages)
+    if hasattr(torch_optimizer, "build_initial_state"):
         begin = optimizer.build_initial_state
-        optimizer.build_initial_state = lambda p: {**begin(p), AVERAGE: p.detach().clone()}
+        optimizer.build_initial_state = lambda p: {**begin(p), AVERAGE_KEY: p.detach().clone()}
 
 
 @torch.no_grad()
-def exchange(pairs: Iterable[tuple[Tensor, Any]]) -> None:
+def swap_weights_and_averages(pairs: Iterable[tuple[Tensor, Any]]) -> None:
     """Exchange the values of parameters and their averages, in place.
 
     Args:
         pairs: of a parameter and its state. One that has not been trained yet has no average.
     """
     for parameter, state in pairs:
-        if AVERAGE in state:
-            weights, average = to_local(parameter), to_local(state[AVERAGE])
+        if AVERAGE_KEY in state:
+            weights, average = to_local(parameter), to_local(state[AVERAGE_KEY])
             old_weights = weights.clone()
             weights.copy_(average)
             average.copy_(old_weights)
 
 
-def _iter_trained(optimizer: Any) -> Iterator[Tensor]:
+def _iter_parameters_with_gradients(optimizer: Any) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes, load_config
-from portable.config.changed_settings import LENGTH, is_extension, may_change_in_new_folder
-from portable.config.yaml_text import MAX_BYTES
-from portable.converters.storage.safe_open import LinkError, read_small
+from portable.config.changed_settings import LENGTH_SETTINGS, is_allowed_in_new_folder, is_same_run_extended
+from portable.config.yaml_text import MAX_CONFIG_BYTES
+from portable.converters.storage.safe_open import LinkError, read_small_file
 from portable.errors import UserError, to_one_line
-from portable.paths import CONFIG_FILE, FINAL, convert_storage_errors, path_exists
+from portable.paths import CONFIG_FILE, FINAL_FOLDER, convert_storage_errors, path_exists
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.changed_settings import SettingChange
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-_MOST_SHOWN = 3
+_MAX_SHOWN_CHANGES = 3
 """Most changes that a refusal lists."""
-PREVIEW_FILE = "data_samples.json"
+DATA_SAMPLES_FILE = "data_samples.json"
 """Samples to look at."""
 
 
@@ -32,14 +32,14 @@ class ExistingRun:
 
     Attributes:
         config: its resolved config; None if there is no run.
-        digest: of the config file, for :func:`check_unchanged`.
+        config_digest: of the config file, for :func:`check_config_unchanged`.
     """
 
     config: RunConfig | None
-    digest: str | None
+    config_digest: str | None
 
 
-def read_existing_run(folder: Place) -> ExistingRun:
+def read_existing_run(folder: AnyPath) -> ExistingRun:
     """Read the config of the run in ``folder``.
 
     Raises:
@@ -52,29 +52,29 @@ def read_existing_run(folder: Place) -> ExistingRun:
         raise UserError(f"output_dir: {to_one_line(error)}; choose another folder") from error
     if occupied:
         raise UserError(f"output_dir: {folder} is a file; choose another folder")
-    digest = _digest(folder / CONFIG_FILE)
+    digest = _compute_config_digest(folder / CONFIG_FILE)
     with convert_storage_errors("output_dir"):
         return ExistingRun(None if digest is None else load_config(folder / CONFIG_FILE), digest)
 
 
-def check_unchanged(folder: Place, existing: ExistingRun) -> None:
+def check_config_unchanged(folder: AnyPath, existing: ExistingRun) -> None:
     """Raise UserError if another run started in ``folder`` after ``existing`` was read.
 
     Call it while holding the lock.
     """
-    if _digest(folder / CONFIG_FILE) != existing.digest:
+    if _compute_config_digest(folder / CONFIG_FILE) != existing.config_digest:
         raise UserError(
             f"output_dir: another run changed {folder / CONFIG_FILE} while this one started; run the same "
             "command again"
         )
 
 
-def _digest(path: Place) -> str | None:
+def _compute_config_digest(path: AnyPath) -> str | None:
     with convert_storage_errors("output_dir"):
         if not path_exists(path):  # also for an invalid name
             return None
         try:
-            content = read_small(path, limit=MAX_BYTES + 1, head=True)
+            content = read_small_file(path, max_bytes=MAX_CONFIG_BYTES + 1, truncate=True)
         except LinkError as error:
             raise UserError(f"output_dir: {error}") from error
         except OSError as error:
@@ -83,7 +83,7 @@ def _digest(path: Place) -> str | None:
         return hashlib.blake2b(content).hexdigest()
 
 
-def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:
+def check_may_continue_run(folder: AnyPath, existing: ExistingRun, config: RunConfig) -> None:
     """Check that a launch may continue the run in ``folder``.
 
     A run may become longer. Other settings of the optimizer and the schedule may change with
@@ -101,38 +101,38 @@ def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> N
         return
     changes = find_changes(existing.config, config)
     newest = open_checkpoints(folder).find_latest() if changes else None
-    if not changes or (newest is None and not (folder / FINAL).exists()):
+    if not changes or (newest is None and not (folder / FINAL_FOLDER).exists()):
         return
     if fixed := [change for change in changes if not change.is_adjustable]:
         raise UserError(
-            f"output_dir: {folder} has another run ({_summarize(fixed)}); choose another output_dir"
-            + _explain_branch(fixed, newest)
+            f"output_dir: {folder} has another run ({_format_changes(fixed)}); choose another output_dir"
+            + _format_branch_hint(fixed, newest)
         )
-    if not (config.checkpoint.allow_changes or is_extension(existing.config, config)):
+    if not (config.checkpoint.allow_changes or is_same_run_extended(existing.config, config)):
         raise UserError(
-            f"output_dir: {folder} has a run with other settings ({_summarize(changes)}); add "
+            f"output_dir: {folder} has a run with other settings ({_format_changes(changes)}); add "
             "--allow-changes to continue it with the new settings, or choose another output_dir"
-            + _explain_branch(changes, newest)
+            + _format_branch_hint(changes, newest)
         )
     if newest is not None:
-        _check_position(newest, changes, config)
+        _check_schedule_reaches_step(newest, changes, config)
 
 
-def _summarize(changes: list[SettingChange]) -> str:
+def _format_changes(changes: list[SettingChange]) -> str:
     # A longer run needs no permission, so its length is not the reason of a refusal.
-    ordered = sorted(changes, key=lambda change: change.setting in LENGTH)
-    others = len(changes) - _MOST_SHOWN
+    ordered = sorted(changes, key=lambda change: change.setting in LENGTH_SETTINGS)
+    others = len(changes) - _MAX_SHOWN_CHANGES
     more = [f"{others} more {'settings differ' if others > 1 else 'setting differs'}"] if others > 0 else []
-    return "; ".join([*map(str, ordered[:_MOST_SHOWN]), *more])
+    return "; ".join([*map(str, ordered[:_MAX_SHOWN_CHANGES]), *more])
 
 
-def _explain_branch(changes: list[SettingChange], newest: Place | None) -> str:
-    if newest is None or not all(may_change_in_new_folder(change) for change in changes):
+def _format_branch_hint(changes: list[SettingChange], newest: AnyPath | None) -> str:
+    if newest is None or not all(is_allowed_in_new_folder(change) for change in changes):
         return ""
     return f" and start there from this run with --checkpoint.resume {newest}"
 
 
-def _check_position(newest: Place, changes: list[SettingChange], config: RunConfig) -> None:
+def _check_schedule_reaches_step(newest: AnyPath, changes: list[SettingChange], config: RunConfig) -> None:
     """Raise UserError if the run has passed the end of the new schedule, or its end is not known in steps."""
     with convert_storage_errors("output_dir"):
         state = TrainerState.read(newest)

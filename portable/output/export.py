@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable import converters
 from portable.converters.errors import CheckpointError, to_printable
-from portable.converters.storage.folder_operations import unused_name
-from portable.converters.storage.path_or_url import in_store
-from portable.converters.writers.replace_folder import recover_folder, swap
+from portable.converters.storage.folder_operations import find_unused_path
+from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.writers.replace_folder import move_into_place, recover_replaced_folder
 from portable.errors import UserError, to_one_line
-from portable.optim.weight_average import AVERAGE
+from portable.optim.weight_average import AVERAGE_KEY
 from portable.paths import convert_storage_errors, sync_folder, write_durably
-from portable.terminal import shows_run_bars, tell
+from portable.terminal import print_status, shows_run_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
     from portable.converters import Checkpoint, StoredAdapter
     from portable.converters.storage.object_store import RemotePath
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.writers.writer_group import WriterGroup
 
-MARKER = ".export.json"
-EXPORTED = "exported"
+EXPORT_MARKER_FILE = ".export.json"
+EXPORT_FACT = "exported"
 """The key in a completion marker that identifies an export."""
 
 
-def export(
-    checkpoint: Place,
-    folder: Place,
+def export_model(
+    checkpoint: AnyPath,
+    folder: AnyPath,
     *,
-    adapter: bool = False,
+    is_adapter: bool = False,
     base: Checkpoint | None = None,
-    like: Checkpoint | None = None,
-    beside: Mapping[str, Path] | None = None,
-    average: bool = False,
-    publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None = None,
+    quantized_like: Checkpoint | None = None,
+    extra_files: Mapping[str, Path] | None = None,
+    uses_average: bool = False,
+    rename_to_published: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None = None,
     group: WriterGroup | None = None,
 ) -> None:
     """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
@@ -58,80 +58,91 @@ def export(
     Args:
         checkpoint: of this program.
         folder: what to write.
-        adapter: whether it is an adapter's.
+        is_adapter: whether it is an adapter's.
         base: the model to merge an adapter into; None: write the adapter, in peft's format.
-        like: a quantized model, whose layout is written.
-        beside: further files to write, by name.
-        average: write the average of the weights.
-        publish: Function that converts a checkpoint without an adapter to its published names and returns the
+        quantized_like: a quantized model, whose layout is written.
+        extra_files: further files to write, by name.
+        uses_average: write the average of the weights.
+        rename_to_published: Function that converts a checkpoint without an adapter to its published names and
+        returns the
             model and the names of the tensors that are identical to the base model's.
         group: Processes that call this function together and write some of the files each. None: this process
             writes all files.
     """
-    leads = group is None or group.number == 0
+    is_leader = group is None or group.number == 0
     models: list[Checkpoint | StoredAdapter] = []
 
-    def prepare() -> str:
-        if leads:
+    def open_models() -> str:
+        if is_leader:
             converters.check_manifest(checkpoint)
-            if in_store(folder):
-                _move_other_objects(folder)
+            if is_in_store(folder):
+                _move_foreign_objects(folder)
             else:
                 recover_export(folder)
-        models.append(_open_model(checkpoint, adapter, base, like, beside or {}, average, publish))
+        models.append(
+            _open_exported_model(
+                checkpoint,
+                is_adapter,
+                base,
+                quantized_like,
+                extra_files or {},
+                uses_average,
+                rename_to_published,
+            )
+        )
         return ""
 
     try:
         with convert_storage_errors("checkpoint.export"):
             if group is None:
-                prepare()
+                open_models()
             else:
-                group.call_everywhere(prepare)
-            options: dict[str, Any] = {"progress": leads and shows_run_bars(), "group": group}
-            if in_store(folder):
-                facts = {EXPORTED: checkpoint.name}
-                _write(models[0], folder, overwrite=True, facts=facts, **options)
+                group.call_everywhere(open_models)
+            options: dict[str, Any] = {"progress": is_leader and shows_run_progress_bars(), "group": group}
+            if is_in_store(folder):
+                facts = {EXPORT_FACT: checkpoint.name}
+                _write_safetensors_or_adapter(models[0], folder, overwrite=True, facts=facts, **options)
                 return
             new = _get_new_path(folder)
-            _write(models[0], new, **options)
-            if leads:
-                marker = {"checkpoint": checkpoint.name, "files": _list_files(new)}
-                write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
-                _put(new, folder)
+            _write_safetensors_or_adapter(models[0], new, **options)
+            if is_leader:
+                marker = {"checkpoint": checkpoint.name, "files": _list_file_versions(new)}
+                write_durably(new / EXPORT_MARKER_FILE, json.dumps(marker, indent=1) + "\n")
+                _replace_export(new, folder)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: {error}") from error
     except OSError as error:
         raise UserError(f"checkpoint.export: {folder}: {to_one_line(error)}") from error
 
 
-def _open_model(
-    checkpoint: Place,
-    of_adapter: bool,
+def _open_exported_model(
+    checkpoint: AnyPath,
+    is_adapter: bool,
     base: Checkpoint | None,
-    like: Checkpoint | None,
-    beside: Mapping[str, Path],
-    average: bool,
-    publish: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
+    quantized_like: Checkpoint | None,
+    extra_files: Mapping[str, Path],
+    uses_average: bool,
+    rename_to_published: Callable[[Checkpoint], tuple[Checkpoint, set[str]]] | None,
 ) -> Checkpoint | StoredAdapter:
-    """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export`."""
-    opened = converters.open_checkpoint(checkpoint).with_companions(beside)
-    if average:
-        opened = opened.with_state_as_weights(AVERAGE)
-    adapter = converters.find_adapter(opened) if of_adapter else None
+    """Open a checkpoint as the model or adapter to export. The arguments are those of :func:`export_model`."""
+    opened = converters.open_checkpoint(checkpoint).with_companions(extra_files)
+    if uses_average:
+        opened = opened.with_state_as_weights(AVERAGE_KEY)
+    adapter = converters.find_adapter(opened) if is_adapter else None
     if adapter is not None and base is None:
         return adapter
     model = opened
     untouched: set[str] = set()
     if adapter is not None and base is not None:
-        model = converters.merge(adapter, base.with_companions(beside))
-    elif publish is not None:
-        model, untouched = publish(opened)
-    if like is not None:
-        model = converters.quantize_like_base(model, like, untouched=untouched)
+        model = converters.merge(adapter, base.with_companions(extra_files))
+    elif rename_to_published is not None:
+        model, untouched = rename_to_published(opened)
+    if quantized_like is not None:
+        model = converters.quantize_like_base(model, quantized_like, untouched=untouched)
     return model
 
 
-def _write(model: Checkpoint | StoredAdapter, out: Place, **options: Any) -> None:
+def _write_safetensors_or_adapter(model: Checkpoint | StoredAdapter, out: AnyPath, **options: Any) -> None:
     write: Any = converters.write_safetensors
     if isinstance(model, converters.StoredAdapter):
         write = converters.write_adapter
@@ -143,9 +154,9 @@ def recover_export(folder: Path) -> None:
     new, replaced = _get_new_path(folder), _get_replaced_path(folder)
     if not os.path.lexists(folder) and os.path.lexists(replaced):
         replaced.rename(folder)
-    _retire(replaced, folder)
-    recover_folder(new)  # the converter's partial files
-    _delete(new)
+    _delete_export_or_move(replaced, folder)
+    recover_replaced_folder(new)  # the converter's partial files
+    _delete_path(new)
 
 
 def _get_new_path(folder: Path) -> Path:
@@ -156,64 +167,64 @@ def _get_replaced_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def _put(new: Path, folder: Path) -> None:
+def _replace_export(new: Path, folder: Path) -> None:
     """Replace ``folder`` by ``new``, atomically if the system supports it."""
-    swap(new, folder, _get_replaced_path(folder))
+    move_into_place(new, folder, _get_replaced_path(folder))
     sync_folder(folder.parent)
-    _retire(_get_replaced_path(folder), folder)
+    _delete_export_or_move(_get_replaced_path(folder), folder)
 
 
-def _move_other_objects(folder: RemotePath) -> None:
+def _move_foreign_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from portable.converters.writers.store_output import list_objects, read_written_objects
+    from portable.converters.writers.store_output import list_content_objects, read_written_objects
 
-    folder.refresh()
+    folder.clear_listings()
     # If an export was killed near its end, only the names of its objects are known.
-    written = read_written_objects(folder, EXPORTED)
+    written = read_written_objects(folder, EXPORT_FACT)
     planned = {name for name, version in written.items() if version is None}
-    objects = {name: version for name, version in list_objects(folder).items() if name not in planned}
-    reasons = {name: _describe_difference(name, version, written) for name, version in objects.items()}
+    objects = {name: version for name, version in list_content_objects(folder).items() if name not in planned}
+    reasons = {name: _find_version_difference(name, version, written) for name, version in objects.items()}
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:
         return
-    kept_folder = unused_name(folder.parent / f"{folder.name}.kept")
+    kept_folder = find_unused_path(folder.parent / f"{folder.name}.kept")
     for name in others:
         (folder / name).move_to(kept_folder / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     reason = to_printable(f"{folder}: {next(iter(others.values()))}{more}")
-    tell(f"warning: {reason}; moved to {kept_folder}")
+    print_status(f"warning: {reason}; moved to {kept_folder}")
 
 
-def _retire(old: Path, folder: Path) -> None:
+def _delete_export_or_move(old_folder: Path, folder: Path) -> None:
     """Delete an old export. Move anything else to another name, with a warning."""
-    if not os.path.lexists(old):
+    if not os.path.lexists(old_folder):
         return
-    reason = _explain_not_exported(old)
+    reason = _find_foreign_content(old_folder)
     if reason is None:
-        _delete(old)
+        _delete_path(old_folder)
         return
-    kept_folder = unused_name(folder.with_name(f"{folder.name}.kept"))
-    old.rename(kept_folder)
+    kept_folder = find_unused_path(folder.with_name(f"{folder.name}.kept"))
+    old_folder.rename(kept_folder)
     sync_folder(folder.parent)
-    tell(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept_folder}")
+    print_status(f"warning: {to_printable(f'{folder}: {reason}')}; the old folder is now {kept_folder}")
 
 
-def _explain_not_exported(folder: Path) -> str | None:
+def _find_foreign_content(folder: Path) -> str | None:
     """Why ``folder`` is not entirely an export; None if it is."""
     if folder.is_symlink() or not folder.is_dir():
         return "it was a link or a file, not an export"
     try:
-        listed = json.loads((folder / MARKER).read_text("utf-8"))["files"]
+        listed = json.loads((folder / EXPORT_MARKER_FILE).read_text("utf-8"))["files"]
         written = {str(name): tuple(values) for name, values in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"it had no valid {MARKER}, so it was not an export"
-    for name, values in _list_files(folder).items():
-        if (reason := _describe_difference(name, values, written)) is not None:
+        return f"it had no valid {EXPORT_MARKER_FILE}, so it was not an export"
+    for name, values in _list_file_versions(folder).items():
+        if (reason := _find_version_difference(name, values, written)) is not None:
             return reason
     return None
 
 
-def _describe_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
+def _find_version_difference(name: str, version: object, written: Mapping[str, object]) -> str | None:
     """Why a file is not that of the export; None if it is."""
     if written.get(name) == version:
         return None
@@ -227,18 +238,18 @@ class _FileVersion(NamedTuple):
     mtime_ns: int
 
 
-def _list_files(folder: Path) -> dict[str, _FileVersion]:
+def _list_file_versions(folder: Path) -> dict[str, _FileVersion]:
     """Size and time of every file and link below ``folder``, except the marker."""
     files: dict[str, _FileVersion] = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             status = path.lstat()
             files[path.relative_to(folder).as_posix()] = _FileVersion(status.st_size, status.st_mtime_ns)
-    files.pop(MARKER, None)
+    files.pop(EXPORT_MARKER_FILE, None)
     return files
 
 
-def _delete(path: Any) -> None:
+def _delete_path(path: Any) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError, UserError, to_one_line
-from portable.output.export import MARKER
-from portable.paths import place_of
-from portable.terminal import tell
+from portable.output.export import EXPORT_MARKER_FILE
+from portable.paths import parse_place_setting
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-WAITS = (10.0, 60.0)
+RETRY_WAIT_SECONDS = (10.0, 60.0)
 """Seconds between the attempts of an upload. Within each, huggingface_hub repeats most requests."""
-_NO_ANSWER = 300.0  # seconds after which a request fails; the library's own limit is none
-_NO_ANSWER_AT_START = 30.0
-_LATER = (408, 409, 425, 429)
-_TOKEN = "set HF_TOKEN to a token that may write, or log in with: hf auth login"
+_UPLOAD_TIMEOUT_SECONDS = 300.0  # seconds after which a request fails; the library's own limit is none
+_START_TIMEOUT_SECONDS = 30.0
+_RETRIED_STATUS_CODES = (408, 409, 425, 429)
+_TOKEN_HINT = "set HF_TOKEN to a token that may write, or log in with: hf auth login"
 
 
-class Hub:
+class HubRepository:
     """The repository that a run pushes to.
 
     Args:
@@ -41,17 +41,17 @@ class Hub:
         from huggingface_hub.utils import validate_repo_id
 
         repo = config.hub.repo
-        self.name = repo or place_of("output_dir", config.output_dir).name
+        self.name = repo or parse_place_setting("output_dir", config.output_dir).name
         """With the organization or user as far as it is known."""
         self._private = config.hub.private
         self._created = False
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
-            said = "" if repo else "the last part of output_dir is no name of a repository; set hub.repo: "
-            raise UserError(f"hub.repo: {said}{to_one_line(error)}") from error
+            hint = "" if repo else "the last part of output_dir is no name of a repository; set hub.repo: "
+            raise UserError(f"hub.repo: {hint}{to_one_line(error)}") from error
 
-    def check(self) -> None:
+    def check_access(self) -> None:
         """Check token, name and rights before a run, without changing anything there.
 
         A hub that does not answer is only told: the run can train, and upload later.
@@ -63,41 +63,43 @@ class Hub:
 
         if constants.HF_HUB_OFFLINE:
             raise UserError("hub.push: HF_HUB_OFFLINE is set; unset it, or set hub.push to null")
-        if (error := self._try_action(partial(self._check, HfApi()))) is not None:
-            tell(
+        if (
+            error := self._find_connection_error(partial(self._check_repository_access, HfApi()))
+        ) is not None:
+            print_status(
                 f"warning: hub.push: the hub does not answer ({_format_reason(error)}); the run goes on, and "
                 "tries again when it uploads"
             )
 
-    def create(self) -> None:
+    def create_repository(self) -> None:
         """Create the repository, if there is none.
 
         Raises:
             UserError: if the hub refuses that. A hub that does not answer is asked again at an upload.
         """
-        self._try_action(self._create)
+        self._find_connection_error(self._create_repository_once)
 
-    def push(self, folder: Path, message: str) -> str:
-        """Upload an export as a commit; return the repository's URL. Fails after :data:`WAITS`.
+    def push_export(self, folder: Path, message: str) -> str:
+        """Upload an export as a commit; return the repository's URL. Fails after :data:`RETRY_WAIT_SECONDS`.
 
         Raises:
             RunError: if it failed.
         """
         from huggingface_hub import HfApi
 
-        for wait in (*WAITS, None):
+        for wait in (*RETRY_WAIT_SECONDS, None):
             try:
-                with _set_timeout(_NO_ANSWER), _hide_progress_bars():
-                    self._create()
+                with _limit_request_seconds(_UPLOAD_TIMEOUT_SECONDS), _disable_hub_progress_bars():
+                    self._create_repository_once()
                     HfApi().upload_folder(
                         repo_id=self.name,
                         folder_path=folder,
                         commit_message=message,
-                        ignore_patterns=[MARKER],
+                        ignore_patterns=[EXPORT_MARKER_FILE],
                     )
                 return f"{HfApi().endpoint}/{self.name}"
             except Exception as error:
-                if wait is None or self._to_user_error(error) is not None:
+                if wait is None or self._build_user_error(error) is not None:
                     raise RunError(_format_reason(error)) from error
             time.sleep(wait)
         raise AssertionError
@@ -105,28 +107,28 @@ class Hub:
     def format_upload_command(self, folder: object) -> str:
         """The command that uploads ``folder``, an export."""
         private = " --private" if self._private else ""
-        return f"hf upload {self.name} {folder} . --exclude {MARKER}{private}"
+        return f"hf upload {self.name} {folder} . --exclude {EXPORT_MARKER_FILE}{private}"
 
-    def _try_action(self, action: Callable[[], None]) -> Exception | None:
+    def _find_connection_error(self, action: Callable[[], None]) -> Exception | None:
         """Why the hub did not answer, if so; raises UserError for what it refuses."""
         try:
-            with _set_timeout(_NO_ANSWER_AT_START):
+            with _limit_request_seconds(_START_TIMEOUT_SECONDS):
                 action()
         except Exception as error:
-            if (refused := self._to_user_error(error)) is not None:
+            if (refused := self._build_user_error(error)) is not None:
                 raise refused from error
             return error
         return None
 
-    def _check(self, api: Any) -> None:
+    def _check_repository_access(self, api: Any) -> None:
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
         try:
             user = api.whoami()
         except LocalTokenNotFoundError as error:
-            raise UserError(f"hub.push: there is no token; {_TOKEN}") from error
+            raise UserError(f"hub.push: there is no token; {_TOKEN_HINT}") from error
         if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
-            raise UserError(f"hub.push: the token may only read; {_TOKEN}")
+            raise UserError(f"hub.push: the token may only read; {_TOKEN_HINT}")
         if "/" not in self.name:
             self.name = f"{user['name']}/{self.name}"
         try:
@@ -136,7 +138,7 @@ class Hub:
             if owner not in (user["name"], *(org["name"] for org in user.get("orgs") or [])):
                 raise UserError(
                     f"hub.repo: {self.name} does not exist, and the token's user, {user['name']}, is not in "
-                    f"{owner} and cannot create it; check the name, or {_TOKEN}"
+                    f"{owner} and cannot create it; check the name, or {_TOKEN_HINT}"
                 ) from None
             return
         if self._private and not info.private:
@@ -146,33 +148,35 @@ class Hub:
             )
         api.auth_check(self.name, write=True)
 
-    def _create(self) -> None:
+    def _create_repository_once(self) -> None:
         from huggingface_hub import HfApi
 
         if self._created:
             return
         api = HfApi()
-        self._check(api)
+        self._check_repository_access(api)
         api.create_repo(self.name, private=self._private, exist_ok=True)
         self._created = True
 
-    def _to_user_error(self, error: Exception) -> UserError | None:
+    def _build_user_error(self, error: Exception) -> UserError | None:
         """The mistake of the user's that ``error`` tells of; None if trying again may help."""
         from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
         if isinstance(error, UserError):
             return error
         if isinstance(error, RepositoryNotFoundError):
-            return UserError(f"hub.repo: {self.name}: there is none, or the token may not see it; {_TOKEN}")
+            return UserError(
+                f"hub.repo: {self.name}: there is none, or the token may not see it; {_TOKEN_HINT}"
+            )
         if not isinstance(error, HfHubHTTPError):
             return None
         status = error.response.status_code
-        if status >= 500 or status in _LATER:
+        if status >= 500 or status in _RETRIED_STATUS_CODES:
             return None
         if status == 401:
-            return UserError(f"hub.push: the hub does not know the token; {_TOKEN}")
+            return UserError(f"hub.push: the hub does not know the token; {_TOKEN_HINT}")
         if status == 403:
-            return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN}")
+            return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN_HINT}")
         return UserError(f"hub.push: {self.name}: {_format_reason(error)}")
 
 
@@ -183,7 +187,7 @@ def _format_reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _set_timeout(seconds: float) -> Iterator[None]:
+def _limit_request_seconds(seconds: float) -> Iterator[None]:
     """Let requests fail that have no answer for so long."""
     from huggingface_hub.utils import get_session
 
@@ -196,7 +200,7 @@ def _set_timeout(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _hide_progress_bars() -> Iterator[None]:
+def _disable_hub_progress_bars() -> Iterator[None]:
     """Draw no progress bars: the run has its own."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -1,8 +1,8 @@
 """A lease for an output URL: one run at a time.
 
 A store does not notice when a process dies. So a run keeps an object that identifies it, and changes it every
-:data:`RENEWED` seconds. A new run takes over a lease that does not change while it watches for :data:`STALE`
-seconds; no clock of any host matters.
+:data:`RENEWAL_SECONDS` seconds. A new run takes over a lease that does not change while it watches for
+:data:`STALE_SECONDS` seconds; no clock of any host matters.
 
 Every write is conditional: the lease is created only where there is none, and replaced only where it is
 still the one that was read. So of two runs that start at the same moment one is refused. What is read after
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.errors import to_printable
-from portable.converters.storage.store_errors import ConflictError, UnconditionalError
+from portable.converters.storage.store_errors import ConflictError, NoConditionalWritesError
 from portable.errors import RunError, UserError
 from portable.paths import convert_storage_errors
-from portable.terminal import tell
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from portable.converters.storage.object_store import RemotePath
 
 LEASE_FILE = "lease.json"
-RENEWED = 15.0  # seconds between two renewals
-STALE = 60.0  # seconds without renewal after which the holder counts as dead
-PATIENCE = 10.0  # seconds for which a request is repeated; two in each renewal must end before STALE
+RENEWAL_SECONDS = 15.0  # seconds between two renewals
+STALE_SECONDS = 60.0  # seconds without renewal after which the holder counts as dead
+RETRY_SECONDS = 10.0  # seconds for which a request is repeated; two in each renewal must end before STALE
 
 
 class _StoredLease(NamedTuple):
@@ -59,25 +59,25 @@ class Lease:
     """
 
     def __init__(self, place: RemotePath) -> None:
-        self._object = place.patient(PATIENCE) / LEASE_FILE
+        self._object = place.with_retry_limit(RETRY_SECONDS) / LEASE_FILE
         self._place = place
-        self._id = uuid.uuid4().hex
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._holder_id = uuid.uuid4().hex
+        self._end_event = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_ended, name="lease", daemon=True)
         self._taken_by: str | None = None
-        self._written = time.monotonic()
+        self._last_write_time = time.monotonic()
 
     def __enter__(self) -> Lease:
         with convert_storage_errors("output_dir"):
-            while (lease := self._read()).holder.get("id") != self._id:
+            while (lease := self._read_lease()).holder.get("id") != self._holder_id:
                 holder, tag = lease
-                if holder and not _is_gone(holder):
-                    self._wait_for(holder)
+                if holder and not _is_dead_process(holder):
+                    self._wait_until_gone(holder)
                 with suppress(ConflictError, FileNotFoundError):  # it has changed, or is gone
-                    self._write(tag)
+                    self._write_lease(tag)
             with suppress(ConflictError):
-                self._write("")  # a condition that does not hold
-                tell(
+                self._write_lease("")  # a condition that does not hold
+                print_status(
                     f"note: output_dir: the store of {self._place} has no conditional writes; of two runs "
                     "that start at the same moment, both may begin"
                 )
@@ -87,51 +87,51 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._end_event.set()
         self._thread.join(timeout=5.0)  # the store may be unreachable
         with suppress(Exception):  # the lease will expire
-            if self._read().holder.get("id") == self._id:
+            if self._read_lease().holder.get("id") == self._holder_id:
                 self._object.unlink()
 
-    def check(self) -> None:
+    def check_not_taken(self) -> None:
         """Check that no other run writes here. Call it before completing a write.
 
         Raises:
             RunError: if another run took the lease.
         """
         if self._taken_by is None:
-            self._look()
+            self._detect_takeover()
         if self._taken_by is not None:
             raise RunError(
                 f"output_dir: another run has started to write to {self._place} ({self._taken_by}); this run "
                 "writes nothing more there"
             )
 
-    def _look(self) -> Any:
-        holder, tag = self._read()
-        if holder.get("id") not in (None, self._id):
+    def _detect_takeover(self) -> Any:
+        holder, tag = self._read_lease()
+        if holder.get("id") not in (None, self._holder_id):
             self._taken_by = _format_holder(holder)
-        elif not holder and time.monotonic() - self._written > STALE:
+        elif not holder and time.monotonic() - self._last_write_time > STALE_SECONDS:
             self._taken_by = "which took over the lease and has ended"  # while this process stood still
         return tag
 
-    def _renew(self) -> None:
-        while not self._ended.wait(RENEWED) and self._taken_by is None:
+    def _renew_until_ended(self) -> None:
+        while not self._end_event.wait(RENEWAL_SECONDS) and self._taken_by is None:
             with suppress(Exception):  # unreachable for now: saves raise if that persists
-                tag = self._look()
+                tag = self._detect_takeover()
                 if self._taken_by is None:
-                    self._write(tag)
+                    self._write_lease(tag)
 
-    def _wait_for(self, holder: dict[str, Any]) -> None:
+    def _wait_until_gone(self, holder: dict[str, Any]) -> None:
         """Return when the holder is found to be gone."""
-        tell(
-            f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for {STALE:.0f} s "
-            "whether it still is"
+        print_status(
+            f"output_dir: {self._place} was in use by {_format_holder(holder)}; checking for "
+            f"{STALE_SECONDS:.0f} s whether it still is"
         )
-        deadline = time.monotonic() + STALE
+        deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(min(STALE / 20, 3.0))
-            now, _ = self._read()
+            time.sleep(min(STALE_SECONDS / 20, 3.0))
+            now, _ = self._read_lease()
             if not now:
                 return
             if now != holder:
@@ -139,12 +139,12 @@ class Lease:
                     f"output_dir: {self._place} is in use by another run ({_format_holder(now)}); "
                     "wait for it, stop it or choose another URL"
                 )
-        tell(
+        print_status(
             f"warning: output_dir: {_format_holder(holder)} no longer renews its lease of {self._place}; "
             "taking over the lease"
         )
 
-    def _read(self) -> _StoredLease:
+    def _read_lease(self) -> _StoredLease:
         """The lease, and what identifies it for a write; empty if there is none."""
         try:
             content, tag = self._object.read_versioned()
@@ -156,20 +156,20 @@ class Lease:
                 return _StoredLease(lease, tag)
         return _StoredLease({"damaged": True}, tag)
 
-    def _write(self, tag: Any) -> None:
+    def _write_lease(self, tag: Any) -> None:
         """Write the lease in place of that with this tag; ConflictError if there is another."""
-        self._written = time.monotonic()
+        self._last_write_time = time.monotonic()
         # A new content gives it a new tag.
         lease = {
-            "id": self._id,
+            "id": self._holder_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "machine": _identify_machine(),
+            "machine": _read_machine_identity(),
         }
         content = json.dumps({**lease, "renewal": uuid.uuid4().hex}).encode()
         try:
-            self._object.write_bytes(content, replacing=tag)
-        except UnconditionalError:
+            self._object.write_bytes(content, expected_version=tag)
+        except NoConditionalWritesError:
             self._object.write_bytes(content)
 
 
@@ -177,9 +177,9 @@ def _format_holder(holder: dict[str, Any]) -> str:
     return to_printable(f"process {holder.get('pid')} on {holder.get('host')}")
 
 
-def _is_gone(holder: dict[str, Any]) -> bool:
+def _is_dead_process(holder: dict[str, Any]) -> bool:
     """Whether the holder is known to be dead without watching."""
-    pid, machine = holder.get("pid"), _identify_machine()
+    pid, machine = holder.get("pid"), _read_machine_identity()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False
     if pid == os.getpid():  # an earlier run in this process could not delete its lease
@@ -193,7 +193,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     return False
 
 
-def _identify_machine() -> str | None:
+def _read_machine_identity() -> str | None:
     """Identify the boot of this machine and the container, within which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

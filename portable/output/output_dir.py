@@ -9,12 +9,12 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from portable.checkpoint.store import CHECKPOINTS, Checkpoints
-from portable.converters.storage.path_or_url import in_store
-from portable.converters.storage.safe_open import open_without_links
-from portable.converters.writers.replace_folder import recover_folder
+from portable.checkpoint.store import CHECKPOINTS_FOLDER, CheckpointStore
+from portable.converters.storage.path_or_url import is_in_store
+from portable.converters.storage.safe_open import open_for_writing
+from portable.converters.writers.replace_folder import recover_replaced_folder
 from portable.errors import UserError, to_one_line
-from portable.paths import CONFIG_FILE, FINAL, place_of
+from portable.paths import CONFIG_FILE, FINAL_FOLDER, parse_place_setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.output.publisher import Publisher
 
 
-def open_output(config: RunConfig, rank: int = 0) -> Output:
+def open_output(config: RunConfig, rank: int = 0) -> RunOutput:
     """Return the output that ``output_dir`` names.
 
     Args:
@@ -36,19 +36,19 @@ def open_output(config: RunConfig, rank: int = 0) -> Output:
     Raises:
         UserError: If ``output_dir`` cannot be used.
     """
-    place = place_of("output_dir", config.output_dir)
-    if not in_store(place):
-        return Output(place, rank)
+    place = parse_place_setting("output_dir", config.output_dir)
+    if not is_in_store(place):
+        return RunOutput(place, rank)
     from portable.output.publisher import Publisher  # a run on a disk does not need it
 
     checkpoint = config.checkpoint
     publisher = Publisher(
         place, rank, checkpoint.staging_dir, outage_seconds=60 * checkpoint.max_outage_minutes
     )
-    return Output(place, rank, publisher)
+    return RunOutput(place, rank, publisher)
 
 
-class Output:
+class RunOutput:
     """Output of a run: a local folder, its checkpoints, and the publisher that uploads them, if any.
 
     Without a publisher, all ranks share the folder that ``output_dir`` names. If ``output_dir`` is a URL,
@@ -60,60 +60,69 @@ class Output:
         publisher: Publisher of this rank. Required if ``place`` is a URL.
 
     Attributes:
-        work: Local folder for the files of this process. They appear at ``place`` under the same names.
-        scratch: Local folder for temporary files, which are not published. It may not exist.
-        agreed: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder, because a
+        work_folder: Local folder for the files of this process. They appear at ``place`` under the same
+        names. scratch_folder: Local folder for temporary files, which are not published. It may not exist.
+        agreed_location: Part of ``output_dir`` that must be equal on all ranks. Empty for a local folder,
+        because a
             shared folder may have another path on each rank.
     """
 
-    def __init__(self, place: Place, rank: int, publisher: Publisher | None = None) -> None:
+    def __init__(self, place: AnyPath, rank: int, publisher: Publisher | None = None) -> None:
         self.place = place
         self.rank = rank
         self._publisher = publisher
         if publisher is not None:
-            self.work, self.scratch, self.agreed = publisher.work, publisher.scratch, str(place)
+            self.work_folder, self.scratch_folder, self.agreed_location = (
+                publisher.work_folder,
+                publisher.scratch_folder,
+                str(place),
+            )
         else:
-            assert not in_store(place)
-            self.work, self.scratch, self.agreed = place, place / ".scratch", ""
+            assert not is_in_store(place)
+            self.work_folder, self.scratch_folder, self.agreed_location = place, place / ".scratch", ""
 
     def check_writable(self) -> None:
         """Check early that a URL is writable. A folder is checked when its lock is taken."""
         if self._publisher is not None:
             self._publisher.check_writable()
 
-    def lock(self) -> AbstractContextManager[object]:
+    def lock_against_other_runs(self) -> AbstractContextManager[object]:
         """Lock ``place`` against other runs. Called on rank 0."""
-        return self._lock_folder() if self._publisher is None else self._publisher.build_lease()
+        return self._lock_and_recover_folder() if self._publisher is None else self._publisher.build_lease()
 
     @contextmanager
-    def _lock_folder(self) -> Iterator[None]:
-        is_new = not self.work.exists()
-        with lock_folder(self.work):
-            recover_folder(self.work / FINAL)
+    def _lock_and_recover_folder(self) -> Iterator[None]:
+        is_new = not self.work_folder.exists()
+        with lock_run_folder(self.work_folder):
+            recover_replaced_folder(self.work_folder / FINAL_FOLDER)
             try:
                 yield
             except UserError:
-                if is_new and not (self.work / CONFIG_FILE).exists():
-                    shutil.rmtree(self.work, ignore_errors=True)  # the run was refused: leave no empty folder
+                if is_new and not (self.work_folder / CONFIG_FILE).exists():
+                    shutil.rmtree(
+                        self.work_folder, ignore_errors=True
+                    )  # the run was refused: leave no empty folder
                 raise
 
-    def open(self, shard_bytes: Callable[[], int]) -> None:
-        """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
+    def prepare_work_folder(self, estimate_shard_bytes: Callable[[], int]) -> None:
+        """Prepare ``work_folder`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
 
         Args:
-            shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
         """
         if self._publisher is not None:
-            self._publisher.open(shard_bytes)
+            self._publisher.prepare_local_folders(estimate_shard_bytes)
 
-    def open_checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
+    def open_checkpoints(self, *, keep: int | None) -> CheckpointStore[Any]:
         """Return the checkpoints of the run, which this rank can write.
 
         Args:
             keep: Number of recent checkpoints to keep. None keeps all of them.
         """
         place = self.place if self._publisher is None else self._publisher.store
-        return Checkpoints(place / CHECKPOINTS, keep=keep, rank=self.rank, publisher=self._publisher)
+        return CheckpointStore(
+            place / CHECKPOINTS_FOLDER, keep=keep, rank=self.rank, publisher=self._publisher
+        )
 
     def publish(self) -> None:
         """Upload the new files of this process to ``place``.
@@ -124,14 +133,14 @@ class Output:
         if self._publisher is not None:
             self._publisher.publish()
 
-    def publish_soon(self, *, at_once: bool = False) -> None:
+    def publish_in_background(self, *, starts_now: bool = False) -> None:
         """Publish in the background, without raising errors.
 
         Args:
-            at_once: Whether to start now, and not some time after the last call.
+            starts_now: Whether to start now, and not some time after the last call.
         """
         if self._publisher is not None:
-            self._publisher.publish_soon(at_once=at_once)
+            self._publisher.publish_in_background(starts_now=starts_now)
 
     def close(self) -> None:
         """Publish the last files and clean up. Never raises."""
@@ -143,7 +152,7 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_run_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` within this context. The system releases the lock when the process ends.
 
     Raises:
@@ -153,7 +162,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = open_without_links(folder / LOCK_FILE, os.O_RDWR, 0o644)
+        descriptor = open_for_writing(folder / LOCK_FILE, os.O_RDWR, 0o644)
     except (OSError, ValueError) as error:
         raise _build_unwritable_error(folder, error) from error
     try:

@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.completion_markers import begin, complete
-from portable.converters.storage.folder_operations import copy_file, files_below, is_taken
-from portable.converters.writers.parallel_jobs import run_jobs
+from portable.converters.storage.completion_markers import mark_folder_complete, mark_folder_incomplete
+from portable.converters.storage.folder_operations import copy_file, is_taken, list_files_below
+from portable.converters.writers.parallel_jobs import run_jobs_in_threads
 from portable.errors import RunError, UserError, to_one_line
 from portable.formatting import format_bytes
 from portable.output.lease import Lease
 from portable.paths import convert_storage_errors
 from portable.temporary_folder import get_lasting_folder
-from portable.terminal import tell
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portable.converters.storage.listed_file import Object
+    from portable.converters.storage.listed_file import ListedFile
     from portable.converters.storage.object_store import RemotePath
 
-UPLOADS = 8  # files that a rank uploads in parallel
-PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again
-PAUSE = 30.0  # minimum seconds between uploads of records
-SHARE = 20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
+NUM_PARALLEL_UPLOADS = 8  # files that a rank uploads in parallel
+RETRY_SECONDS = 30.0  # seconds for which a request of a save is repeated: the next save tries again
+MIN_PAUSE_SECONDS = 30.0  # minimum seconds between uploads of records
+PAUSE_TO_UPLOAD_RATIO = (
+    20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
+)
 
 
 class Publisher:
@@ -53,9 +55,9 @@ class Publisher:
 
     Attributes:
         store: URL of the run, for requests that are repeated for a limited time.
-        work: Local folder for the files of the run, which appear under the same names at ``store``.
-        shards: Local folder for checkpoints that are being written.
-        scratch: Local folder for temporary files, which are not uploaded. It may not exist.
+        work_folder: Local folder for the files of the run, which appear under the same names at ``store``.
+        shards_folder: Local folder for checkpoints that are being written.
+        scratch_folder: Local folder for temporary files, which are not uploaded. It may not exist.
     """
 
     def __init__(
@@ -64,21 +66,21 @@ class Publisher:
         self.outage_seconds = outage_seconds
         self._place = place
         self._rank = rank
-        self.store = place.patient(PATIENCE)
-        self._base = Path(staging or get_lasting_folder()).absolute()
-        self._prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
+        self.store = place.with_retry_limit(RETRY_SECONDS)
+        self._staging_base = Path(staging or get_lasting_folder()).absolute()
+        self._folder_prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
         # Nobody else can guess this name and make the folder first, where all may write.
-        self._staging = self._base / f"{self._prefix}{uuid.uuid4().hex}"
+        self._staging_folder = self._staging_base / f"{self._folder_prefix}{uuid.uuid4().hex}"
         # Trackers and plots name the run by the last parts of the URL.
-        self.work = self._staging / "run" / place.parent.name / place.name
-        self.shards = self._staging / "shards"
-        self.scratch = self._staging / "scratch"
+        self.work_folder = self._staging_folder / "run" / place.parent.name / place.name
+        self.shards_folder = self._staging_folder / "shards"
+        self.scratch_folder = self._staging_folder / "scratch"
         self._lease: Lease | None = None
-        self._token = ""
-        self._sent: dict[str, Object] = {}
-        self._sending = threading.Lock()
-        self._next = time.monotonic() + PAUSE
-        self._sender: threading.Thread | None = None
+        self._marker_token = ""
+        self._uploaded_files: dict[str, ListedFile] = {}
+        self._upload_lock = threading.Lock()
+        self._next_upload_time = time.monotonic() + MIN_PAUSE_SECONDS
+        self._upload_thread: threading.Thread | None = None
 
     def check_writable(self) -> None:
         """Write and delete an object."""
@@ -92,63 +94,63 @@ class Publisher:
         self._lease = Lease(self.store)
         return self._lease
 
-    def open(self, shard_bytes: Callable[[], int]) -> None:
+    def prepare_local_folders(self, estimate_shard_bytes: Callable[[], int]) -> None:
         """Create the local folders, and download the log files of earlier launches.
 
         Called on all ranks while rank 0 has the lease.
 
         Args:
-            shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
+            estimate_shard_bytes: Function that estimates the size of this rank's shards of a checkpoint.
 
         Raises:
             UserError: If the local folder cannot be created or has too little space.
         """
         try:
-            for leftover in self._base.glob(f"{self._prefix}*"):  # of a killed launch
+            for leftover in self._staging_base.glob(f"{self._folder_prefix}*"):  # of a killed launch
                 shutil.rmtree(leftover, ignore_errors=True)
-            self._base.mkdir(parents=True, exist_ok=True)
-            self._staging.mkdir(mode=0o700)
-            self.shards.mkdir()
-            self.work.mkdir(parents=True)
-            free = shutil.disk_usage(self.shards).free
+            self._staging_base.mkdir(parents=True, exist_ok=True)
+            self._staging_folder.mkdir(mode=0o700)
+            self.shards_folder.mkdir()
+            self.work_folder.mkdir(parents=True)
+            free = shutil.disk_usage(self.shards_folder).free
         except OSError as error:
             raise UserError(
-                f"checkpoint.staging_dir: {self._staging} cannot be created ({to_one_line(error)}); choose a "
-                "writable local folder"
+                f"checkpoint.staging_dir: {self._staging_folder} cannot be created ({to_one_line(error)}); "
+                "choose a writable local folder"
             ) from error
-        self.store.refresh()  # another launch may have written since
-        needed = shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.store.clear_listings()  # another launch may have written since
+        needed = estimate_shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
-                f"checkpoint.staging_dir: {self.shards} has {format_bytes(free)} free, but this machine's "
-                f"shards of a checkpoint need about {format_bytes(needed)} before the upload to "
+                f"checkpoint.staging_dir: {self.shards_folder} has {format_bytes(free)} free, but this "
+                f"machine's shards of a checkpoint need about {format_bytes(needed)} before the upload to "
                 f"{self._place}; choose a folder with more space"
             )
         if self._rank == 0:
-            self._fetch_records()
+            self._download_logs()
 
-    def _fetch_records(self) -> None:
+    def _download_logs(self) -> None:
         """Download the log files, to which every launch of the run appends."""
         with convert_storage_errors("output_dir"):
             for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.name.endswith((".jsonl", ".txt")) and entry.is_file():
-                    copy_file(entry, self.work / entry.name)
+                    copy_file(entry, self.work_folder / entry.name)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, final: RemotePath) -> None:
         """Mark a checkpoint as being uploaded. Called on rank 0, before any rank uploads."""
-        self._token = begin(final)
+        self._marker_token = mark_folder_incomplete(final)
 
-    def upload_checkpoint(self, written: Path, final: RemotePath) -> None:
+    def upload_checkpoint(self, local_folder: Path, final: RemotePath) -> None:
         """Upload this rank's files of a checkpoint, and the changed files of the run.
 
         Raises:
             RemoteError: If the upload failed. Uploaded files remain, and the checkpoint is marked as
                 incomplete.
         """
-        _upload({written / name: final / name for name in files_below(written)})
-        self._upload_changed()
+        _upload_files({local_folder / name: final / name for name in list_files_below(local_folder)})
+        self._upload_changed_files()
 
     def complete_checkpoint(self, final: RemotePath, step: int | None) -> None:
         """Mark a checkpoint as complete. Called on rank 0, after all ranks have uploaded.
@@ -156,13 +158,13 @@ class Publisher:
         Raises:
             RunError: If another run has taken the lease.
         """
-        self._check_lease()
-        complete(final, self._token, step=step)
+        self._check_lease_not_taken()
+        mark_folder_complete(final, self._marker_token, step=step)
 
-    def _check_lease(self) -> None:
+    def _check_lease_not_taken(self) -> None:
         """Raise RunError if another run has taken the lease."""
         if self._lease is not None:
-            self._lease.check()
+            self._lease.check_not_taken()
 
     # -- files of the run ------------------------------------------------------------------------------------
 
@@ -173,50 +175,54 @@ class Publisher:
             RunError: If the upload failed, or another run has taken the lease.
         """
         try:
-            self._upload_changed()
+            self._upload_changed_files()
         except (CheckpointError, OSError) as error:
             raise RunError(f"output_dir: {to_one_line(error)}") from error
 
-    def _upload_changed(self) -> None:
+    def _upload_changed_files(self) -> None:
         """Upload the changed files of the run. Raises RemoteError if the upload failed."""
-        with self._sending:
+        with self._upload_lock:
             began = time.monotonic()
             try:
-                self._check_lease()
+                self._check_lease_not_taken()
                 # Hidden files are temporary and will be renamed.
-                names = {n: f for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
-                changed = {name: file for name, file in names.items() if self._sent.get(name) != file}
-                _upload({self.work / name: self.store / name for name in changed})
+                names = {n: f for n, f in list_files_below(self.work_folder).items() if "/." not in f"/{n}"}
+                changed = {
+                    name: file for name, file in names.items() if self._uploaded_files.get(name) != file
+                }
+                _upload_files({self.work_folder / name: self.store / name for name in changed})
             finally:
-                self._next = time.monotonic() + max(PAUSE, SHARE * (time.monotonic() - began))
-            self._sent.update(changed)
+                self._next_upload_time = time.monotonic() + max(
+                    MIN_PAUSE_SECONDS, PAUSE_TO_UPLOAD_RATIO * (time.monotonic() - began)
+                )
+            self._uploaded_files.update(changed)
 
-    def publish_soon(self, *, at_once: bool = False) -> None:
+    def publish_in_background(self, *, starts_now: bool = False) -> None:
         """Upload the changed files of the run in the background, without raising errors.
 
         Args:
-            at_once: Whether to start now, and not some time after the last upload.
+            starts_now: Whether to start now, and not some time after the last upload.
         """
-        busy = self._sender is not None and self._sender.is_alive()
-        if not at_once and (busy or time.monotonic() < self._next):
+        busy = self._upload_thread is not None and self._upload_thread.is_alive()
+        if not starts_now and (busy or time.monotonic() < self._next_upload_time):
             return
-        self._sender = threading.Thread(target=self._try_to_publish, name="records", daemon=True)
-        self._sender.start()
+        self._upload_thread = threading.Thread(target=self._try_to_publish, name="records", daemon=True)
+        self._upload_thread.start()
 
     def _try_to_publish(self) -> None:
         try:
             self.publish()
         except RunError as error:
-            tell(f"warning: {to_one_line(error)}; trying again later")
+            print_status(f"warning: {to_one_line(error)}; trying again later")
 
     def close(self) -> None:
         """Upload the last files, and delete the local folder. Never raises."""
-        if is_taken(self._staging):
+        if is_taken(self._staging_folder):
             self._try_to_publish()
-            shutil.rmtree(self._staging, ignore_errors=True)
+            shutil.rmtree(self._staging_folder, ignore_errors=True)
 
 
-def _upload(files: Mapping[Path, RemotePath]) -> None:
+def _upload_files(files: Mapping[Path, RemotePath]) -> None:
     """Upload files in parallel. The first error is raised after the running uploads have ended."""
     jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
-    run_jobs(jobs, lambda _: None, UPLOADS)
+    run_jobs_in_threads(jobs, lambda _: None, NUM_PARALLEL_UPLOADS)

@@ -23,26 +23,31 @@ from torch.utils.checkpoint import checkpoint
 
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
-from portable.model.context_parallel_support import repeat_heads
-from portable.model.layers import LayerKinds, copy_with_layers, find_transformer_layers, group_layers_by_kind
-from portable.model.loss import compute_token_loss
+from portable.model.context_parallel_support import repeat_key_heads
+from portable.model.layers import (
+    LayerKinds,
+    copy_with_only_layers,
+    find_transformer_layers,
+    group_layers_by_kind,
+)
+from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
-from portable.model.tensor_parallel_plan import keep_part
-from portable.planner.fused_memory import Tape
+from portable.model.tensor_parallel_plan import shrink_to_one_rank
+from portable.planner.fused_memory import OperationTape
 from portable.planner.pass_cost import Activations, Peak
 from portable.private import torch_internals
-from portable.private.transformers_internals import disable_value_checks
+from portable.private.transformers_internals import skip_mask_value_checks
 
 if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.model.chunked_loss import ChunkedHead
-    from portable.planner.pass_cost import Request
+    from portable.planner.pass_cost import PassRequest
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL, _GRADIENT, _COPY, _WORK = range(4)
 
 
-def measure_activations(model: nn.Module, request: Request) -> Activations:
+def measure_activations(model: nn.Module, request: PassRequest) -> Activations:
     """Run ``model`` (on the meta device; not changed) at two depths and extrapolate to its own.
 
     Raises:
@@ -73,7 +78,7 @@ def measure_activations(model: nn.Module, request: Request) -> Activations:
             for peak, shallow, deep in zip(peaks, first, deeper, strict=True)
         ]
     forward, head, layers = peaks
-    return Activations(max(forward, head, key=lambda peak: peak.total), layers)
+    return Activations(max(forward, head, key=lambda peak: peak.total_bytes), layers)
 
 
 def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
@@ -83,42 +88,46 @@ def _is_mostly_frozen(model: nn.Module, layer: str) -> bool:
 
 
 def _measure_passes(
-    model: nn.Module, request: Request, kinds: LayerKinds, counts: dict[Any, int]
+    model: nn.Module, request: PassRequest, kinds: LayerKinds, counts: dict[Any, int]
 ) -> list[Peak]:
     """Peaks as (work, copies): forward, backward until a layer has gradients, and backward from there on."""
     layer_names = {name for kind, names in kinds.items() for name in names[: counts[kind]]}
-    small = copy_with_layers(model, layer_names)
-    dtype = DTYPES[request.precision]
+    small = copy_with_only_layers(model, layer_names)
+    dtype = TORCH_DTYPES[request.precision]
     # Before the fake tensors: it tests the model on the meta device.
     chunked = install_chunked_head(small, request.loss_chunk_tokens)
-    keep_part(small, request.sharing)
+    shrink_to_one_rank(small, request.tensor_parallel_size)
     if chunked is not None:
-        chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
-    with torch_internals.fake_tensors(allow_non_fake_inputs=True), ExitStack() as stack:
+        chunked.max_chunks = 2  # further parts have the same peak, and a large vocabulary has hundreds
+    with torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
-        if request.compiler is not None and request.compiler.prepare is not None:
-            request.compiler.prepare(small)
+        if request.compiler is not None and request.compiler.prepare_model is not None:
+            request.compiler.prepare_model(small)
         _replace_by_fake_tensors(small, dtype if request.compute == "cast" else None)
         if request.recompute != "none":
             enable_activation_checkpointing(small, request.recompute)
         small.train()
         batch = build_fake_batch(small, request)
         if request.compiled:
-            _partition(small)
+            _replace_layers_by_graphs(small)
             _compute_loss(small, batch, chunked, request).backward()  # traces the graphs
             small.zero_grad()
-        watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
+        watch = (
+            LiveStorageTracker(small) if request.compiler is None else OperationTape(small, request.compiler)
+        )
         stack.enter_context(torch_internals.intercept_operations(watch.run_operation))
         if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if (rows := request.compiler.attention_rows) is not None:
-                stack.callback(torch_internals.replace_attention(functools.partial(_chunk_attention, rows)))
-            if (parts := request.compiler.parts) > 1:
                 stack.callback(
-                    torch_internals.replace_attention(functools.partial(_gather_sequence_attention, parts))
+                    torch_internals.wrap_attention(functools.partial(_make_chunked_attention, rows))
                 )
-        with disable_value_checks():
+            if (parts := request.compiler.context_parallel_size) > 1:
+                stack.callback(
+                    torch_internals.wrap_attention(functools.partial(_make_context_parallel_attention, parts))
+                )
+        with skip_mask_value_checks():
             loss = _compute_loss(small, batch, chunked, request)
             watch.end_phase()
             inside = [p for _, layer in find_transformer_layers(small) for p in layer.parameters()]
@@ -138,19 +147,21 @@ def _measure_passes(
         return [*peaks[:2], peaks[-1]]
 
 
-def _compute_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None, request: Request) -> torch.Tensor:
+def _compute_loss(
+    model: nn.Module, batch: Batch, head: ChunkedHead | None, request: PassRequest
+) -> torch.Tensor:
     """The loss of a micro-batch, computed as ``request`` says."""
     with ExitStack() as stack:
-        stack.enter_context(disable_value_checks())
+        stack.enter_context(skip_mask_value_checks())
         if request.compute == "autocast":
-            dtype = DTYPES[request.precision]
+            dtype = TORCH_DTYPES[request.precision]
             if request.on_gpu:
                 stack.enter_context(_CudaAutocast(dtype))
             stack.enter_context(torch.autocast("cpu", dtype))
-        return compute_token_loss(model, batch, head)
+        return compute_summed_cross_entropy(model, batch, head)
 
 
-class _Whole(nn.Module):
+class _OriginalLayer(nn.Module):
     """A layer by its forward method, which another is about to replace."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -159,11 +170,11 @@ class _Whole(nn.Module):
         self.forward = layer.forward
 
 
-def _partition(model: nn.Module) -> None:
+def _replace_layers_by_graphs(model: nn.Module) -> None:
     """Let each layer keep for its backward pass what it does where inductor compiles it; a graph a kind."""
     for names in group_layers_by_kind(model).values():
-        layers = [_Whole(model.get_submodule(name)) for name in names]
-        graphs = torch_internals.partition_graphs(functools.partial(functional_call, layers[0]))
+        layers = [_OriginalLayer(model.get_submodule(name)) for name in names]
+        graphs = torch_internals.trace_partitioned_graphs(functools.partial(functional_call, layers[0]))
         for original in layers:
             state = dict(original.named_parameters()) | dict(original.named_buffers())
             original.layer.forward = functools.partial(_call_graphs, graphs, state)
@@ -183,7 +194,7 @@ def _replace_by_fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Non
     replace_tensors(model, make_parameter, lambda _, buffer: torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def build_fake_batch(model: nn.Module, request: Request) -> Batch:
+def build_fake_batch(model: nn.Module, request: PassRequest) -> Batch:
     """A micro-batch with the shapes of the real data; see :data:`portable.backend.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -201,7 +212,7 @@ def build_fake_batch(model: nn.Module, request: Request) -> Batch:
     return batch
 
 
-class Watch:
+class LiveStorageTracker:
     """Counts the bytes of all live storages and records the peak.
 
     Args:
@@ -218,7 +229,7 @@ class Watch:
             self._track_storage(tensor, _MODEL)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._count_gradient)
+                parameter.register_post_accumulate_grad_hook(self._mark_complete_gradient)
 
     def end_phase(self) -> None:
         """A new phase begins, with a peak of its own."""
@@ -236,18 +247,18 @@ class Watch:
         else:
             results = func(*args, **kwargs)
         kind = _WORK
-        if func is _TO_COPY and self._get_kind(args[0]) == _MODEL:
+        if func is _TO_COPY and self._get_storage_kind(args[0]) == _MODEL:
             kind = _COPY
         for result in (
             [results] if isinstance(results, torch.Tensor) else torch_internals.tree_leaves(results)
         ):
             if isinstance(result, torch.Tensor):
                 self._track_storage(result, kind)
-        if self._peak.total < self._live[_WORK] + self._live[_COPY]:
+        if self._peak.total_bytes < self._live[_WORK] + self._live[_COPY]:
             self._peak = Peak(self._live[_WORK], self._live[_COPY])
         return results
 
-    def _get_kind(self, tensor: torch.Tensor) -> int | None:
+    def _get_storage_kind(self, tensor: torch.Tensor) -> int | None:
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
@@ -264,7 +275,7 @@ class Watch:
         self._references[key] = weakref.ref(storage, forget)
         self._live[kind] += size
 
-    def _count_gradient(self, parameter: torch.Tensor) -> None:
+    def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)
@@ -275,8 +286,8 @@ class Watch:
 
 
 _GROUPED, _TO_COPY = (
-    torch_internals.get_aten_operation("grouped_mm"),
-    torch_internals.get_aten_operation("to_copy"),
+    torch_internals.get_private_aten_operation("grouped_mm"),
+    torch_internals.get_private_aten_operation("to_copy"),
 )
 
 
@@ -289,37 +300,37 @@ def _run_grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
     return torch.empty_like(product, dtype=args[0].dtype)
 
 
-def _chunk_attention(rows: int, inner: Any) -> Any:
-    """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
+def _make_chunked_attention(chunk_rows: int, attention: Any) -> Any:
+    """Attention whose scores exist for ``chunk_rows`` tokens at a time, and again in the backward pass."""
 
     def attend_by_rows(
         query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any
     ) -> Any:
         parts: list[Any] = []
-        for chunk in query[:, :, : 2 * rows].split(rows, dim=2):
+        for chunk in query[:, :, : 2 * chunk_rows].split(chunk_rows, dim=2):
             mask = attn_mask
             if mask is not None and mask.shape[2] > 1:
                 mask = mask[:, :, : chunk.shape[2]]
-            attend = functools.partial(inner, **options)
+            attend = functools.partial(attention, **options)
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
         # Of further rows there are the results alone: a loop has the scores in the same place.
-        parts.append(query[:, :, 2 * rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
+        parts.append(query[:, :, 2 * chunk_rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
         return torch.cat(parts, dim=2)
 
     return attend_by_rows
 
 
-def _gather_sequence_attention(parts: int, inner: Any) -> Any:
+def _make_context_parallel_attention(num_ranks: int, attention: Any) -> Any:
     """Attention over whole sequences with a share of the heads, in place of a part with all heads."""
 
     def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
-        key, value = repeat_heads(parts, key), repeat_heads(parts, value)
+        key, value = repeat_key_heads(num_ranks, key), repeat_key_heads(num_ranks, value)
         batch, heads, tokens, _ = query.shape
-        tokens *= parts
+        tokens *= num_ranks
         gathered = [t.reshape(batch, -1, tokens, t.shape[-1]) for t in (query, key, value)]
         if attn_mask is not None:
             attn_mask = attn_mask[:, :, :1, :1].expand(-1, -1, tokens, tokens)
-        output = inner(*gathered, attn_mask, *rest, **options)
+        output = attention(*gathered, attn_mask, *rest, **options)
         return output.reshape(batch, heads, -1, output.shape[-1])
 
     return attend

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.errors import UserError, require
 from portable.planner import device_lookup
 from portable.planner.plan import Planner
 from portable.planner.plan_tables import Plan
-from portable.planner.preparation import build_meta_model, choose_target, resolve_defaults
+from portable.planner.preparation import build_model_and_work, choose_target, resolve_data_dependent_defaults
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.meta_model import MetaModel
-    from portable.planner.plan import ConfigAndTarget, Option, Target
+    from portable.planner.plan import ConfigAndTarget, PlanOption, PlanTarget
 
 
-def find_target(
+def resolve_target(
     config: RunConfig,
     *,
     device: str | None = None,
@@ -54,7 +54,7 @@ def find_target(
     return choose_target(config, target_device, devices, host, notes=notes)
 
 
-def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | None = None) -> Plan:
+def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] | None = None) -> Plan:
     """Compute what a run needs on a target under each strategy, and recommend one of them.
 
     Args:
@@ -68,8 +68,8 @@ def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | Non
     Raises:
         UserError: If the config is not possible on the target, or if ``prices`` lacks the device.
     """
-    config = resolve_defaults(config)
-    model, work = build_meta_model(config)
+    config = resolve_data_dependent_defaults(config)
+    model, work = build_model_and_work(config)
     planner = Planner(config, model, target)
     price = None if target.device is None or prices is None else prices.get(target.device.name)
     require(
@@ -77,39 +77,39 @@ def build_plan(config: RunConfig, target: Target, prices: dict[str, float] | Non
         "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
         "--price-per-hour h100=2.50",
     )
-    options = planner.list_options()
-    best = planner.find_best(options)
-    searches = target.device is not None and not _needs_no_offloading(best)
+    options = planner.build_options()
+    best = planner.find_best_option(options)
+    searches = target.device is not None and not _fits_without_offloading(best)
     adapter = _find_option_with_adapter(planner) if searches else None
     shared = _find_option_with_shared_sequences(planner) if searches else None
     return Plan(planner, options, best, adapter, shared, work, price)
 
 
-def _needs_no_offloading(option: Option | None) -> bool:
-    return option is not None and not option.setting.offloaded
+def _fits_without_offloading(option: PlanOption | None) -> bool:
+    return option is not None and not option.setting.offload_targets
 
 
-def _find_option_with_adapter(planner: Planner) -> Option | None:
+def _find_option_with_adapter(planner: Planner) -> PlanOption | None:
     """Find an option that trains an adapter instead of all weights. None if it does not fit or is refused."""
     if planner.config.adapter.type is not None:
         return None
-    return _find_option_with(planner, {"adapter.type": "lora"})
+    return _find_option_with_settings(planner, {"adapter.type": "lora"})
 
 
-def _find_option_with_shared_sequences(planner: Planner) -> Option | None:
+def _find_option_with_shared_sequences(planner: Planner) -> PlanOption | None:
     """Find the smallest ``context_parallel_size`` with which a sequence fits. None if there is none."""
     devices = planner.target.cluster.devices
     for size in range(planner.config.context_parallel_size + 1, devices + 1):
         if devices % size == 0:
-            option = _find_option_with(planner, {"context_parallel_size": size}, planner.meta_model)
+            option = _find_option_with_settings(planner, {"context_parallel_size": size}, planner.meta_model)
             if option is not None:
                 return option
     return None
 
 
-def _find_option_with(
+def _find_option_with_settings(
     planner: Planner, settings: dict[str, Any], model: MetaModel | None = None
-) -> Option | None:
+) -> PlanOption | None:
     """Find an option that fits with other settings. None if no option fits, or if the settings are refused.
 
     Args:
@@ -119,13 +119,13 @@ def _find_option_with(
     """
     try:
         config = planner.config.replaced(settings)
-        check(config)
+        check_config(config)
         if model is None:
-            model = build_meta_model(config).model
+            model = build_model_and_work(config).model
         else:
-            model.check_sharing(config)
+            model.check_parallel_sizes(config)
         changed_planner = Planner(config, model, planner.target)
-        best = changed_planner.find_best(changed_planner.list_options(offloading=False))
+        best = changed_planner.find_best_option(changed_planner.build_options(offloading=False))
     except UserError:  # of the model, or of the combination with another setting
         return None
-    return best if _needs_no_offloading(best) else None
+    return best if _fits_without_offloading(best) else None

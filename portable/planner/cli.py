@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from portable.checks import check
-from portable.command_line import CommandOptions, Count, read_command
+from portable.checks import check_config
+from portable.command_line import CommandOptions, PositiveCount, parse_command_line
 from portable.config.field_types import Flag  # noqa: TC001  (pydantic reads it)
-from portable.converters.commands import DONE, REFUSED, format_exit_codes, wrap_main
+from portable.converters.commands import DONE, REFUSED, exit_without_traceback, format_exit_codes
 from portable.converters.console import print_line
-from portable.errors import UserError, report, require
+from portable.errors import UserError, print_error_lines, require
 from portable.formatting import format_table
 from portable.planner import compiler_report as compiled_report
 from portable.planner import device_lookup as devices
-from portable.planner.build_plan import build_plan, find_target
+from portable.planner.build_plan import build_plan, resolve_target
 from portable.planner.memory_model import StrategySetting
 from portable.planner.plan import Planner
-from portable.planner.plan_tables import as_json, as_text, describe_next_reductions
-from portable.planner.preparation import build_meta_model, resolve_defaults
-from portable.planner.run_time import estimate_hours, fetch_sky_prices, format_estimate, parse_prices
+from portable.planner.plan_tables import describe_next_reductions, format_plan, plan_to_json
+from portable.planner.preparation import build_model_and_work, resolve_data_dependent_defaults
+from portable.planner.run_time import estimate_run_hours, fetch_sky_prices, format_two_digits, parse_prices
 from portable.registry import CompileTarget, load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
-    from portable.planner.compiled_graph import Compiled
+    from portable.planner.compiled_graph import CompiledRun
     from portable.planner.plan import ConfigAndTarget
     from portable.planner.preparation import ModelAndWork
 
@@ -63,7 +63,7 @@ class PlanOptions(CommandOptions):
     """Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ..."""
     device_memory: str = ""
     """Memory of a device, instead of its name or to override it: 80GB."""
-    devices: Count = 1
+    devices: PositiveCount = 1
     """Number of devices; default 1."""
     host_memory: str = ""
     """Host memory of a node, a limit for offloading: 512GB."""
@@ -86,7 +86,7 @@ class PlanOptions(CommandOptions):
     """Print the plan as JSON."""
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-plan``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     if argv is None:
@@ -95,40 +95,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("USE_TORCH_XLA", "0")
         gc.disable()  # the process lives for seconds
     try:
-        return run(argv)
+        return run_command(argv)
     except UserError as error:
-        report(error)
+        print_error_lines(error)
         return REFUSED
 
 
-def run(argv: Sequence[str]) -> int:
+def run_command(argv: Sequence[str]) -> int:
     """Plan and print."""
-    config, options = read_command(argv, PlanOptions, USAGE)
-    check(config)
+    config, options = parse_command_line(argv, PlanOptions, USAGE)
+    check_config(config)
     _check_compile_options(options)
     prices = parse_prices(options.get("price_per_hour"), options.get("device"))
     if "budget" in options:
-        return _print_costs(config, options, prices)
-    config, target = _find_target(config, options)
+        return _print_cost_table(config, options, prices)
+    config, target = _resolve_target(config, options)
     plan = build_plan(config, target, prices)
     compiled = _compile_if_requested(plan.planner, options)
     if options.get("json"):
-        answer = as_json(plan)
+        answer = plan_to_json(plan)
         if compiled is not None:
-            answer["compiled"] = compiled_report.as_json(*compiled)
+            answer["compiled"] = compiled_report.to_json_values(*compiled)
         print_line(json.dumps(answer, indent=1))
     else:
         width = min(max(60, shutil.get_terminal_size((100, 24)).columns), 110)
-        print_line(as_text(plan, wide=bool(options.get("wide")), width=width))
+        print_line(format_plan(plan, wide=bool(options.get("wide")), width=width))
         if compiled is not None:
-            print_line("\n" + compiled_report.as_text(*compiled))
+            print_line("\n" + compiled_report.format_report(*compiled))
     return 0
 
 
-_COUNTS = (1, 2, 4, 8)
+_DEVICE_COUNTS = (1, 2, 4, 8)
 
 
-def _print_costs(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
+def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[str, float]) -> int:
     """Print the machines that hold the run, by what it costs on them.
 
     Of each kind as few devices are taken as hold it without offloading: more finish sooner at the same cost.
@@ -148,37 +148,42 @@ def _print_costs(config: RunConfig, options: dict[str, Any], prices: dict[str, f
     require(
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
-    config = resolve_defaults(config)
+    config = resolve_data_dependent_defaults(config)
     models: dict[str, ModelAndWork] = {}
     rows: list[dict[str, Any]] = []
     for name, price in prices.items():
-        for count in _COUNTS:
+        for count in _DEVICE_COUNTS:
             try:
-                here, target = _find_target(config, {"device": name, "devices": count}, notes=False)
+                device_config, target = _resolve_target(
+                    config, {"device": name, "devices": count}, notes=False
+                )
             except UserError:  # the batch cannot be divided so, or the config names another backend
                 continue
             if target.backend not in models:
-                models[target.backend] = build_meta_model(here)
+                models[target.backend] = build_model_and_work(device_config)
             model, work = models[target.backend]
             if work is None:
                 raise UserError(
                     "--budget: the number of tokens is unknown; set train.steps, or tokenize the data here"
                 )
-            planner = Planner(here, model, target)
-            best = planner.find_best(planner.list_options())
-            if best is not None and (hours := estimate_hours(planner, best, work)) is not None:
+            planner = Planner(device_config, model, target)
+            best = planner.find_best_option(planner.build_options())
+            if best is not None and (hours := estimate_run_hours(planner, best, work)) is not None:
                 cost = hours.compute_cost(price * count)
                 kind = {"device": name, "devices": count, "strategy": best.setting.strategy}
                 rows.append({**kind, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
                 break
-    require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
+    require(
+        bool(rows),
+        f"--budget: none of {', '.join(prices)} holds the run on up to {_DEVICE_COUNTS[-1]} devices",
+    )
     rows.sort(key=lambda row: float(row["cost"].likely))
     if options.get("json"):
         print_line(json.dumps(rows, indent=1, default=lambda cost_range: [cost_range.least, cost_range.most]))
         return 0
     shown = []
     for row in rows:
-        costs = f"{format_estimate(row['cost'].least)} to {format_estimate(row['cost'].most)}"
+        costs = f"{format_two_digits(row['cost'].least)} to {format_two_digits(row['cost'].most)}"
         beyond = "" if row["within_budget"] else f"; more than {budget:g}"
         shown.append(
             (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
@@ -202,7 +207,7 @@ def _check_compile_options(options: dict[str, Any]) -> None:
 class _CompilerResult(NamedTuple):
     """The compiled graphs of a run, and the figures of the plan next to the compiler's."""
 
-    compiled: Compiled
+    compiled: CompiledRun
     comparisons: list[compiled_report.Comparison]
 
 
@@ -214,21 +219,25 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
     target = planner.target
     wanted = CompileTarget(
         device=None if target.device is None else target.device.name,
-        devices=target.cluster.devices,
+        num_devices=target.cluster.devices,
         topology=options.get("topology"),
-        large=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,  # as the logits
-        only_memory=bool(options.get("only_memory")),
+        min_listed_elements=planner.micro_batch
+        * planner.config.data.seq_len
+        * planner.model.vocab_size,  # as the logits
+        stops_after_memory_report=bool(options.get("only_memory")),
     )
-    compiled = load_backend_package(target.backend).compile(planner.config, wanted)
-    compiled = compiled_report.add_remedy(compiled, describe_next_reductions(planner, option))
-    comparisons = compiled_report.compare(compiled, option, planner.share // planner.micro_batch)
+    compiled = load_backend_package(target.backend).compile_graphs(planner.config, wanted)
+    compiled = compiled_report.add_remedy_to_problems(compiled, describe_next_reductions(planner, option))
+    comparisons = compiled_report.compare_with_plan(
+        compiled, option, planner.batch_per_group // planner.micro_batch
+    )
     return _CompilerResult(compiled, comparisons)
 
 
-def _find_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
-    """Choose the target that the options describe, see :func:`find_target`."""
+def _resolve_target(config: RunConfig, options: dict[str, Any], *, notes: bool = True) -> ConfigAndTarget:
+    """Choose the target that the options describe, see :func:`resolve_target`."""
     names = ("device", "devices", "device_memory", "host_memory")
-    return find_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
+    return resolve_target(config, **{name: options[name] for name in names if name in options}, notes=notes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveStatistics:
     """All collectives of one kind in a graph. A loop's count as often as it runs."""
 
     count: int = 0
@@ -19,13 +19,13 @@ class Collective:
     compute_cycles: int = 0
     """The compiler's estimate of the cycles of that computation."""
 
-    def __add__(self, other: Collective) -> Collective:
-        return Collective(
+    def __add__(self, other: CollectiveStatistics) -> CollectiveStatistics:
+        return CollectiveStatistics(
             *(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True))
         )
 
-    def __mul__(self, times: int) -> Collective:
-        return Collective(*(value * times for value in asdict(self).values()))
+    def __mul__(self, times: int) -> CollectiveStatistics:
+        return CollectiveStatistics(*(value * times for value in asdict(self).values()))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CompiledGraph:
     bytes_accessed: float
     """By the compiler's cost analysis, which does not consider caches."""
     compile_seconds: float
-    collectives: dict[str, Collective] = field(default_factory=dict)
+    collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
     custom_calls: dict[str, int] = field(default_factory=dict)
     host_transfers: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class CompiledGraph:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledRun:
     """A run's graphs, compiled for a topology."""
 
     topology: str
@@ -122,7 +122,7 @@ class Compiled:
         """Return the graph of this name; None if there is none."""
         return next((graph for graph in self.graphs if graph.name == name), None)
 
-    def compute_sent_bytes(self, micro_batches: int) -> int:
+    def compute_sent_bytes_per_step(self, micro_batches: int) -> int:
         """Bytes that a device sends in a step of ``micro_batches`` micro-batches."""
         times = {"step": 1, "micro-batch": micro_batches, "update": 1}
         return sum(graph.sent_bytes * times.get(graph.name, 0) for graph in self.graphs)

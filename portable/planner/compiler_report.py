@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from portable.formatting import align_columns, format_bytes, format_table
-from portable.planner.compiled_graph import Compiled, CompiledGraph
+from portable.formatting import format_bytes, format_columns, format_table
+from portable.planner.compiled_graph import CompiledGraph, CompiledRun
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.planner.plan import Option
+    from portable.planner.plan import PlanOption
 
-WIDTH = 100
+MAX_COLUMNS = 100
 """Columns of a terminal that the text fits into."""
-_SHOWN = 5
+_MAX_SHOWN_VALUES = 5
 """Large values that the text lists for a graph."""
 
 
-GRAPH = TypeAdapter(CompiledGraph)
+GRAPH_ADAPTER = TypeAdapter(CompiledGraph)
 """Makes a graph of what :func:`dataclasses.asdict` made of one."""
 
 
-def add_remedy(compiled: Compiled, remedy: str) -> Compiled:
+def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
     """``compiled``, with the settings to change named wherever it does not fit.
 
     Args:
@@ -44,7 +44,7 @@ def add_remedy(compiled: Compiled, remedy: str) -> Compiled:
     return replace(compiled, problems=tuple(f"{problem}; remedy: {remedy}" for problem in problems))
 
 
-def _describe_largest_value(compiled: Compiled) -> str:
+def _describe_largest_value(compiled: CompiledRun) -> str:
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
@@ -69,7 +69,7 @@ class Comparison:
         return (self.compiled / self.planned - 1) * 100 if self.planned else None
 
 
-def compare(compiled: Compiled, option: Option, micro_batches: int) -> list[Comparison]:
+def compare_with_plan(compiled: CompiledRun, option: PlanOption, micro_batches: int) -> list[Comparison]:
     """The plan of the configured setting beside the compiler's figures.
 
     The gradients' sums are arguments where a step has several micro-batches, and temporary where it has one.
@@ -85,11 +85,13 @@ def compare(compiled: Compiled, option: Option, micro_batches: int) -> list[Comp
         Comparison("state (arguments)", resident, compiled.state_bytes),
         Comparison("activations, gathered (temporary)", working, compiled.working_bytes),
         Comparison("peak", planned.total, compiled.peak_bytes),
-        Comparison("sent in a step", option.communication_bytes, compiled.compute_sent_bytes(micro_batches)),
+        Comparison(
+            "sent in a step", option.communication_bytes, compiled.compute_sent_bytes_per_step(micro_batches)
+        ),
     ]
 
 
-def as_json(compiled: Compiled, compared: Sequence[Comparison]) -> dict[str, Any]:
+def to_json_values(compiled: CompiledRun, compared: Sequence[Comparison]) -> dict[str, Any]:
     """For programs; sizes in bytes, of one device."""
     return {
         "topology": compiled.topology,
@@ -108,8 +110,8 @@ def as_json(compiled: Compiled, compared: Sequence[Comparison]) -> dict[str, Any
     }
 
 
-def as_text(compiled: Compiled, compared: Sequence[Comparison]) -> str:
-    """For people, in :data:`WIDTH` columns."""
+def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
+    """For people, in :data:`MAX_COLUMNS` columns."""
     parts = [f"compiled for {compiled.topology} by {compiled.compiler}; bytes and FLOPs of one device"]
     parts += compiled.problems
     if compiled.graphs:
@@ -118,7 +120,7 @@ def as_text(compiled: Compiled, compared: Sequence[Comparison]) -> str:
     if collectives:
         parts.append(collectives)
     for graph in compiled.graphs:
-        parts += _list_findings(graph)
+        parts += _format_findings(graph)
     if not compiled.problems:
         parts.append(_align_columns([("", "planned", "compiled", ""), *map(_format_comparison, compared)]))
     rows = [
@@ -129,7 +131,7 @@ def as_text(compiled: Compiled, compared: Sequence[Comparison]) -> str:
     return "\n\n".join(parts)
 
 
-def _format_graphs(compiled: Compiled) -> str:
+def _format_graphs(compiled: CompiledRun) -> str:
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
@@ -148,7 +150,7 @@ def _format_graphs(compiled: Compiled) -> str:
     return _align_columns([head, *lines])
 
 
-def _format_collectives(compiled: Compiled) -> str:
+def _format_collectives(compiled: CompiledRun) -> str:
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
@@ -165,17 +167,19 @@ def _format_collectives(compiled: Compiled) -> str:
     return _align_columns([head, *lines], left_columns=2) if lines else ""
 
 
-def _list_findings(graph: CompiledGraph) -> list[str]:
+def _format_findings(graph: CompiledGraph) -> list[str]:
     lines = [
         f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"
         + (f": {' '.join(filter(None, (value.operation, value.source)))}" if value.operation else "")
-        for value in graph.large_values[:_SHOWN]
+        for value in graph.large_values[:_MAX_SHOWN_VALUES]
     ]
-    if len(graph.large_values) > _SHOWN:
-        lines.append(f"{graph.name}: and {len(graph.large_values) - _SHOWN} more; --json lists them")
+    if len(graph.large_values) > _MAX_SHOWN_VALUES:
+        lines.append(
+            f"{graph.name}: and {len(graph.large_values) - _MAX_SHOWN_VALUES} more; --json lists them"
+        )
     lines += [f"{graph.name}: waits for the host: {transfer}" for transfer in graph.host_transfers]
     lines += [f"{graph.name}: {note}" for note in graph.notes]
-    return ["\n".join(line[:WIDTH] for line in lines)] if lines else []
+    return ["\n".join(line[:MAX_COLUMNS] for line in lines)] if lines else []
 
 
 def _format_comparison(line: Comparison) -> tuple[str, ...]:
@@ -184,4 +188,4 @@ def _format_comparison(line: Comparison) -> tuple[str, ...]:
 
 
 def _align_columns(lines: Sequence[tuple[str, ...]], left_columns: int = 1) -> str:
-    return textwrap.indent(align_columns(lines, left_columns), "  ")
+    return textwrap.indent(format_columns(lines, left_columns), "  ")

@@ -13,16 +13,16 @@ KEPT_FOR_COLLECTIVES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Reached:
+class ReachedUtilization:
     """The share of a device's peak that runs have reached."""
 
-    share: tuple[float, float]
+    mfu_range: tuple[float, float]
     """The lowest and the highest of the usual, as MFU."""
     source: str
     """Description of these runs, for the user."""
 
 
-NOT_MEASURED = Reached((0.30, 0.50), "a guess: no run on this device is published")
+NOT_MEASURED = ReachedUtilization((0.30, 0.50), "a guess: no run on this device is published")
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Device:
     name: str
     backends: tuple[str, ...]
     """The backends that drive it, the usual one first."""
-    memory: int
+    memory_bytes: int
     """Bytes."""
     bf16: bool
     """Whether it multiplies in bf16."""
-    per_node: int
+    devices_per_node: int
     """Devices in a node, or in the largest slice."""
-    for_collectives: int = 0
+    collective_buffer_bytes: int = 0
     """Bytes to leave to the collectives' buffers if there are several devices."""
-    peaks: tuple[tuple[str, float], ...] = ()
+    peak_flops_by_precision: tuple[tuple[str, float], ...] = ()
     """Dense peak FLOP/s by precision, of the data sheet."""
-    reached: Reached = NOT_MEASURED
-    links: float | None = None
+    reached: ReachedUtilization = NOT_MEASURED
+    link_bytes_per_second: float | None = None
     """Bytes a second that it sends to others in its machine or slice, of the data sheet; None if unknown."""
 
-    def compute_usable_memory(self, devices: int) -> int:
-        """Bytes on each device that a run on ``devices`` devices can fill."""
-        free = int(self.memory * SHARE_KEPT_FREE)
-        return self.memory - free - (self.for_collectives if devices > 1 else 0)
+    def compute_usable_bytes(self, num_devices: int) -> int:
+        """Bytes on each device that a run on ``num_devices`` devices can fill."""
+        free = int(self.memory_bytes * SHARE_KEPT_FREE)
+        return self.memory_bytes - free - (self.collective_buffer_bytes if num_devices > 1 else 0)
 
-    def with_memory(self, memory: int) -> Device:
-        """Return this device with ``memory`` bytes."""
-        return replace(self, memory=memory)
+    def with_memory(self, memory_bytes: int) -> Device:
+        """Return this device with ``memory_bytes`` bytes."""
+        return replace(self, memory_bytes=memory_bytes)

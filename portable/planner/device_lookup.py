@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from portable.converters.similar_names import suggest_name
+from portable.converters.similar_names import format_name_suggestion
 from portable.errors import UserError
 from portable.planner.device import NOT_MEASURED, Device
-from portable.registry import BACKENDS, PLANNED_FOR_AUTO, load_backend_package
+from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_package
 
 
 def build_generic_device(backend: str) -> Device:
     """A device of which only the memory is known. Everything else is that of a common one."""
-    package = load_backend_package(PLANNED_FOR_AUTO if backend == "auto" else backend)
-    return replace(find_device(package.typical_device), name="device", reached=NOT_MEASURED, links=None)
+    package = load_backend_package(DEFAULT_PLANNED_BACKEND if backend == "auto" else backend)
+    return replace(
+        find_device(package.typical_device), name="device", reached=NOT_MEASURED, link_bytes_per_second=None
+    )
 
 
 def list_known_devices() -> dict[str, Device]:
@@ -52,7 +54,7 @@ def find_device(name: str, flag: str = "--device") -> Device:
     devices_by_name = list_known_devices()
     key = name.strip().lower().replace("_", "-").replace(" ", "-")
     if key == "cpu":
-        return _describe_cpu()
+        return _build_cpu_device()
     short = _MAKERS.sub("", key)
     plain = _VARIANTS.sub("", short)
     without_suffix = plain.removesuffix("gb").removesuffix("-generation")
@@ -62,12 +64,12 @@ def find_device(name: str, flag: str = "--device") -> Device:
     size, without_size = _SIZE.search(plain), _SIZE.sub("", plain)
     if size is not None and without_size in devices_by_name:
         device = devices_by_name[without_size]
-        ratio = int(size[1][:9]) * 10**9 / device.memory
+        ratio = int(size[1][:9]) * 10**9 / device.memory_bytes
         if without_size in _SIZE_OF_HOST or abs(ratio - 1) < _SAME_SIZE:
             return device
     if _APPLE.fullmatch(key):
         raise UserError(f"{flag}: no backend supports Apple GPUs; use cpu to train on the CPU")
-    hint = suggest_name(plain, devices_by_name) or f"; known are {', '.join(devices_by_name)}, cpu"
+    hint = format_name_suggestion(plain, devices_by_name) or f"; known are {', '.join(devices_by_name)}, cpu"
     other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
     raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 
@@ -96,11 +98,11 @@ def parse_devices(text: str) -> DeviceAndCount:
     device, count = find_device(name, f"--device: {text}"), int(digits or 1)
     # Ranks on the CPU share the memory of the machine.
     if device.backends == ("cpu",):
-        device = device.with_memory(device.memory // count)
+        device = device.with_memory(device.memory_bytes // count)
     return DeviceAndCount(device, count)
 
 
-def _describe_cpu() -> Device:
+def _build_cpu_device() -> Device:
     """Describe the CPU of this machine, with the memory limit of the container if there is one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -116,7 +118,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def load_rental_names() -> dict[str, Any]:
+def load_rental_device_names() -> dict[str, Any]:
     """What programs that rent machines call devices, by our names, and the topologies of slices."""
     text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
     entries: dict[object, Any] = yaml.safe_load(text)

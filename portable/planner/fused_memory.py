@@ -1,7 +1,7 @@
 """Memory of a pass that a compiler runs: what is cheap is computed where it is read, and takes none.
 
 The operations are recorded as they come. What is in memory then follows from which results the compiler
-writes; that is known to the backend, see :class:`portable.planner.pass_cost.Compiler`.
+writes; that is known to the backend, see :class:`portable.planner.pass_cost.CompilerModel`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from portable.planner.pass_cost import Compiler, Result
+    from portable.planner.pass_cost import CompilerModel, ResultKind
 
-_MANY = 5
+_MAX_RECOMPUTED_SIZES = 5
 """A result is written rather than computed for each reader if it has more readers than one, and these and the
 values that it is computed from, counted in its own size, are more than this."""
 
 
 @dataclass(frozen=True)
-class Value:
+class RecordedValue:
     """A result of an operation; its views are the same value."""
 
     bytes: int
     inputs: tuple[int, ...]
     """The values that it is computed from."""
-    result: Result
+    result: ResultKind
 
 
-class Tape:
+class OperationTape:
     """Records the operations of a pass on fake tensors.
 
     Args:
@@ -47,27 +47,30 @@ class Tape:
         compiler: of the pass.
     """
 
-    def __init__(self, model: nn.Module, compiler: Compiler) -> None:
+    def __init__(self, model: nn.Module, compiler: CompilerModel) -> None:
         self._compiler = compiler
-        self._values: list[Value] = []
-        self._newest: dict[int, int] = {}  # by storage; those of the model have none
+        self._values: list[RecordedValue] = []
+        self._newest_values: dict[int, int] = {}  # by storage; those of the model have none
         self._references: dict[int, Any] = {}
-        self._left: set[int] = set()
-        self._ends: list[int] = []
+        self._transient_values: set[int] = set()
+        self._phase_ends: list[int] = []
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._complete)
-        if compiler.loops:
+                parameter.register_post_accumulate_grad_hook(self._remove_gradient)
+        if compiler.loops_over_layers:
             for _, layer in find_transformer_layers(model):
-                self._keep_saved(layer)
+                self._mark_saved_tensors(layer)
 
     def end_phase(self) -> None:
         """A new phase begins, with a peak of its own."""
-        self._ends.append(len(self._values))
+        self._phase_ends.append(len(self._values))
 
     def get_peaks(self) -> list[Peak]:
         """The peak of each phase as (work, copies), in bytes."""
-        return [Peak(peak, 0) for peak in compute_peaks(self._values, self._ends, self._left)]
+        return [
+            Peak(peak, 0)
+            for peak in compute_phase_peaks(self._values, self._phase_ends, self._transient_values)
+        ]
 
     def run_operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The results of an operation, which are recorded."""
@@ -75,15 +78,20 @@ class Tape:
         storage_ids = [
             _get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         ]
-        inputs = tuple(dict.fromkeys(self._newest[key] for key in storage_ids if key in self._newest))
+        inputs = tuple(
+            dict.fromkeys(self._newest_values[key] for key in storage_ids if key in self._newest_values)
+        )
         name = func.overloadpacket.__name__
-        kind = self._compiler.result(name, elementwise=torch.Tag.pointwise in func.tags)
+        kind = self._compiler.classify_result(name, elementwise=torch.Tag.pointwise in func.tags)
         for tensor in tree_leaves(results):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _get_storage_id(tensor) in storage_ids and not torch_internals.get_schema(func).is_mutable:
+            if (
+                _get_storage_id(tensor) in storage_ids
+                and not torch_internals.get_operation_schema(func).is_mutable
+            ):
                 continue  # a view
-            self._values.append(Value(tensor.untyped_storage().nbytes(), inputs, kind))
+            self._values.append(RecordedValue(tensor.untyped_storage().nbytes(), inputs, kind))
             self._set_newest(tensor, len(self._values) - 1)
         return results
 
@@ -93,24 +101,24 @@ class Tape:
         if key not in self._references:
 
             def forget(_: Any) -> None:
-                self._newest.pop(key, None)
+                self._newest_values.pop(key, None)
                 del self._references[key]
 
             self._references[key] = weakref.ref(storage, forget)
-        self._newest[key] = value
+        self._newest_values[key] = value
 
-    def _complete(self, parameter: torch.Tensor) -> None:
+    def _remove_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        value = self._newest.pop(_get_storage_id(parameter.grad), None)
+        value = self._newest_values.pop(_get_storage_id(parameter.grad), None)
         if value is not None:
-            self._left.add(value)
+            self._transient_values.add(value)
 
-    def _keep_saved(self, layer: nn.Module) -> None:
+    def _mark_saved_tensors(self, layer: nn.Module) -> None:
         """What autograd saves in ``layer`` is written: a loop hands it to the backward loop."""
         forward = layer.forward
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
-            value = self._newest.get(_get_storage_id(tensor))
+            value = self._newest_values.get(_get_storage_id(tensor))
             if value is not None:
                 self._values[value] = replace(self._values[value], result="saved")
             return tensor
@@ -127,15 +135,17 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
     return key
 
 
-def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[int]) -> list[int]:
+def compute_phase_peaks(
+    values: Sequence[RecordedValue], phase_ends: Sequence[int], transient: set[int]
+) -> list[int]:
     """The most bytes that are in memory at once, in each phase.
 
     Args:
         values: in the order in which they are computed.
-        ends: of the phases: numbers of values.
+        phase_ends: of the phases: numbers of values.
         transient: values that take memory only while they are computed.
     """
-    values = _move_products(values)
+    values = _fuse_elementwise_into_products(values)
     readers = [0] * len(values)
     for value in values:
         for behind in value.inputs:
@@ -149,7 +159,7 @@ def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[i
         computed = value.result in ("computed", "rows")
         if computed and readers[i] > 1:
             taken = sum(values[j].bytes for j in needs)
-            computed = taken <= (_MANY - readers[i]) * value.bytes
+            computed = taken <= (_MAX_RECOMPUTED_SIZES - readers[i]) * value.bytes
         if not computed:
             for j in needs:
                 last[j] = i
@@ -164,7 +174,7 @@ def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[i
             change[i] += value.bytes
             change[(i if i in transient else last[i]) + 1] -= value.bytes
     phase_peaks, live, start = [], 0, 0
-    for end in ends:
+    for end in phase_ends:
         most = live
         for i in range(start, end):
             live += change[i]
@@ -174,7 +184,7 @@ def compute_peaks(values: Sequence[Value], ends: Sequence[int], transient: set[i
     return phase_peaks
 
 
-def _move_products(values: Sequence[Value]) -> list[Value]:
+def _fuse_elementwise_into_products(values: Sequence[RecordedValue]) -> list[RecordedValue]:
     """``values``, with elementwise operations that follow a product in its place, if only they read it."""
     readers: list[list[int]] = [[] for _ in values]
     for i, value in enumerate(values):

@@ -1,7 +1,7 @@
 """What an engine keeps and sends for a model, computed without the engine.
 
-Each backend package has a light module ``footprint`` that knows its engines. It imports no accelerator
-library; see :class:`FootprintModule`.
+Each backend package has a light module ``compute_footprint`` that knows its engines. It imports no
+accelerator library; see :class:`FootprintModule`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.parameter_inventory import Inventory
-    from portable.planner.pass_cost import Compiler, Compute
+    from portable.planner.parameter_inventory import ModelInventory
+    from portable.planner.pass_cost import CompilerModel, ComputeMode
 
-SOME_DISK = "/a/folder/on/a/local/disk"
+PLACEHOLDER_DISK_PATH = "/a/folder/on/a/local/disk"
 """Placeholder for ``memory.nvme_path`` if the config sets none."""
 COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
@@ -52,15 +52,15 @@ class StrategySetting:
         return cls(config.strategy, config.memory.offload_optimizer, config.memory.offload_params)
 
     @property
-    def offloaded(self) -> dict[str, str]:
+    def offload_targets(self) -> dict[str, str]:
         """Where each offloaded part goes."""
         places = {"optimizer": self.offload_optimizer, "params": self.offload_params}
         return {part: place for part, place in places.items() if place != "none"}
 
     @property
-    def swaps(self) -> bool:
+    def uses_disk(self) -> bool:
         """Whether anything is swapped to a disk."""
-        return "nvme" in self.offloaded.values()
+        return "nvme" in self.offload_targets.values()
 
     def apply_to(self, config: RunConfig) -> RunConfig:
         """``config`` with this setting. Raises ``UserError`` if that breaks a rule."""
@@ -69,7 +69,9 @@ class StrategySetting:
                 "strategy": self.strategy,
                 "memory.offload_optimizer": self.offload_optimizer,
                 "memory.offload_params": self.offload_params,
-                "memory.nvme_path": (config.memory.nvme_path or SOME_DISK) if self.swaps else None,
+                "memory.nvme_path": (config.memory.nvme_path or PLACEHOLDER_DISK_PATH)
+                if self.uses_disk
+                else None,
             }
         )
 
@@ -98,10 +100,10 @@ class Footprint:
     """Complete gradients, before the update."""
     optimizer: int
     """Moments; under ZeRO also the fp32 master weights, as its paper counts them."""
-    compute: Compute
+    compute: ComputeMode
     """How parameters reach the compute dtype."""
-    compiler: Compiler | None = None
-    """What compiles the step; see :class:`portable.planner.pass_cost.Request`."""
+    compiler: CompilerModel | None = None
+    """What compiles the step; see :class:`portable.planner.pass_cost.PassRequest`."""
     gathered: int = 0
     """Gathered parameters and communication buffers, until the backward pass reaches a layer."""
     in_layers: int = 0
@@ -123,19 +125,19 @@ class Footprint:
 
 
 class FootprintModule(Protocol):
-    """What the module ``footprint`` of a backend package offers the planner."""
+    """What the module ``compute_footprint`` of a backend package offers the planner."""
 
-    def adopt(self, config: RunConfig, cluster: Cluster) -> RunConfig:
+    def resolve_config(self, config: RunConfig, cluster: Cluster) -> RunConfig:
         """Replace defaults by what an engine's own file says (a DeepSpeed JSON), and check the config.
 
         Raises:
             UserError: the file contradicts the config, or a setting has no effect on this backend.
         """
 
-    def settings(self, config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
+    def iter_settings(self, config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
         """The settings that this backend supports for the run."""
 
-    def units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    def find_gathered_units(self, model: nn.Module, config: RunConfig) -> list[nn.Module]:
         """The modules of ``model`` that are gathered as one, outer before inner; none if the footprint does
         not depend on them.
 
@@ -143,7 +145,7 @@ class FootprintModule(Protocol):
             UserError: the model has no such modules as configured.
         """
 
-    def footprint(self, model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    def compute_footprint(self, model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
         """The footprint of ``model`` under ``config``."""
 
 
@@ -159,7 +161,9 @@ class UpdateCost(NamedTuple):
     sent_bytes: float
 
 
-def compute_muon_cost(model: Inventory, compute_itemsize: int, ranks: int, *, replicated: bool) -> UpdateCost:
+def compute_muon_update_cost(
+    model: ModelInventory, compute_itemsize: int, ranks: int, *, replicated: bool
+) -> UpdateCost:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     In each round a rank holds one whole matrix: as it comes, what its ranks hold of the others' before and
@@ -171,12 +175,12 @@ def compute_muon_cost(model: Inventory, compute_itemsize: int, ranks: int, *, re
         ranks: over which matrices are spread.
         replicated: whether each holds all matrices.
     """
-    matrices = [weight for weight in model.trained if weight.matrices]
+    matrices = [weight for weight in model.trained_weights if weight.uses_muon]
     sizes = [(math.prod(w.shape[-2:]), min(w.shape[-2:])) for w in matrices]
     most = max((5 * size + 2 * least * least for size, least in sizes), default=0)
     if ranks > 1 and replicated:
         most += max((size for size, _ in sizes), default=0) * ranks
     # Of stacks of matrices, each is with one rank already.
-    moved = sum(w.elements for w in matrices if replicated or len(w.shape) == 2) * compute_itemsize
+    moved = sum(w.num_elements for w in matrices if replicated or len(w.shape) == 2) * compute_itemsize
     sent = moved * (ranks - 1) / ranks if replicated else 2 * moved * (ranks - 1) / ranks**2
     return UpdateCost(compute_itemsize * most, sent)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from portable.adapters.assemble import check_sharing
+from portable.adapters.assemble import check_parallel_support
 from portable.errors import UserError, to_one_line
-from portable.model.context_parallel_support import count_heads
+from portable.model.context_parallel_support import count_attention_heads
 from portable.model.flops import compute_flops_per_token, count_parameters
 from portable.model.layers import find_transformer_layers
-from portable.model.parameter_groups import assign_groups
-from portable.model.parameters import find_embedding_weights, get_stored_tensors
-from portable.model.tensor_parallel_plan import cut_dims
+from portable.model.parameter_groups import assign_parameter_groups
+from portable.model.parameters import get_checkpointed_tensors, list_embedding_weights
+from portable.model.tensor_parallel_plan import map_sharded_dims
 from portable.planner.memory_model import COMPUTE_BYTES
-from portable.planner.parameter_inventory import Inventory, Weight
+from portable.planner.parameter_inventory import ModelInventory, ParameterEntry
 from portable.planner.pass_cost import Activations, Peak
 from portable.registry import load_backend_package
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
     from portable.planner.memory_model import Cluster
-    from portable.planner.pass_cost import Request
+    from portable.planner.pass_cost import PassRequest
 
 
 class ContextParallelTraffic(NamedTuple):
@@ -53,22 +53,24 @@ class MetaModel:
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         sharing = config.tensor_parallel_size
         try:
-            self.inventory = inspect(
+            self.inventory = build_inventory(
                 model,
                 config.train,
-                load_backend_package(config.backend).load_footprint().units(model, config),
+                load_backend_package(config.backend).load_footprint().find_gathered_units(model, config),
                 sharing=sharing,
             )
         except UserError as error:  # it matters only to strategies that gather units
-            self.inventory = replace(inspect(model, config.train, sharing=sharing), no_units=str(error))
+            self.inventory = replace(
+                build_inventory(model, config.train, sharing=sharing), unit_error=str(error)
+            )
         self.flops_per_token = compute_flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
         self._model = model
-        self._found: dict[Request, Activations] = {}
+        self._cached_activations: dict[PassRequest, Activations] = {}
 
-    def check_sharing(self, config: RunConfig) -> None:
+    def check_parallel_sizes(self, config: RunConfig) -> None:
         """Raise UserError if the devices of ``config`` cannot share the sequences or layers of the model."""
-        check_sharing(self._model, config)
+        check_parallel_support(self._model, config)
 
     def compute_context_parallel_traffic(self, config: RunConfig, cluster: Cluster) -> ContextParallelTraffic:
         """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
@@ -80,22 +82,22 @@ class MetaModel:
         if parts == 1:
             return ContextParallelTraffic(0.0, 0.0)
         text = self._model.config.get_text_config()
-        heads, keys = count_heads(self._model)
+        heads, keys = count_attention_heads(self._model)
         head = getattr(text, "head_dim", None) or text.hidden_size // heads
         query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
         # Heads of keys are repeated, so that each device has one.
         width = text.num_hidden_layers * (heads + max(keys, parts)) * (query + value)
         assert micro != "auto"
-        tokens = micro * data.sequences * data.longest // parts
+        tokens = micro * data.sequences_per_sample * data.max_sequence_length // parts
         passes = 2 if config.memory.activation_checkpointing == "none" else 3
         share = passes * width * tokens * COMPUTE_BYTES[config.precision] / parts
         return ContextParallelTraffic(share * (parts - 1), share * max(0, parts - cluster.per_node))
 
-    def measure_activations(self, request: Request) -> Activations:
+    def measure_activations(self, request: PassRequest) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""
         from portable.planner.activations import measure_activations
 
-        if request not in self._found:
+        if request not in self._cached_activations:
             try:
                 peaks = measure_activations(self._model, request)
             except Exception as error:
@@ -103,14 +105,14 @@ class MetaModel:
                     peaks = self.measure_activations(replace(request, compiled=False))
                 else:
                     why = f"{type(error).__name__}: {to_one_line(error)}"
-                    peaks = _estimate(self.inventory, request, why)
-            self._found[request] = peaks
-        return self._found[request]
+                    peaks = _estimate_activations(self.inventory, request, why)
+            self._cached_activations[request] = peaks
+        return self._cached_activations[request]
 
 
-def inspect(
+def build_inventory(
     module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = (), *, sharing: int = 1
-) -> Inventory:
+) -> ModelInventory:
     """Return the inventory of a transformers model.
 
     Args:
@@ -124,37 +126,37 @@ def inspect(
     # A parameter that several layers share belongs to the first; of nested units, to the innermost.
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
-    groups = assign_groups(model, train)
-    cut = cut_dims(model, sharing)
-    tables = {id(parameter) for parameter in find_embedding_weights(model)}
+    groups = assign_parameter_groups(model, train)
+    cut = map_sharded_dims(model, sharing)
+    tables = {id(parameter) for parameter in list_embedding_weights(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
-        Weight(
+        ParameterEntry(
             name,
             tuple(parameter.shape),
             group=groups.get(name),
-            table=id(parameter) in tables,
-            head=head is not None and parameter is head.weight,
-            layer=layer_of.get(id(parameter)),
-            unit=unit_of.get(id(parameter)),
+            is_embedding=id(parameter) in tables,
+            is_output_head=head is not None and parameter is head.weight,
+            layer_index=layer_of.get(id(parameter)),
+            unit_index=unit_of.get(id(parameter)),
             itemsize=parameter.itemsize,
-            cut=cut.get(name),
+            sharded_dim=cut.get(name),
         )
         for name, parameter in model.named_parameters()
     )
     text = model.config.get_text_config()
-    return Inventory(
+    return ModelInventory(
         architecture=type(model).__name__,
         weights=weights,
-        state_bytes=sum(t.numel() * t.element_size() for t in get_stored_tensors(model).values()),
+        state_bytes=sum(t.numel() * t.element_size() for t in get_checkpointed_tensors(model).values()),
         hidden_size=int(getattr(text, "hidden_size", 1024)),
         num_layers=int(getattr(text, "num_hidden_layers", len(layers))),
         vocab_size=int(getattr(text, "vocab_size", 0)),
-        parameters=count_parameters(model),
+        num_parameters=count_parameters(model),
     )
 
 
-def _estimate(model: Inventory, request: Request, why: str) -> Activations:
+def _estimate_activations(model: ModelInventory, request: PassRequest, failure: str) -> Activations:
     """Estimate activations by formula, for a model that cannot run without values.
 
     34 bytes a token, layer and hidden unit in 16 bits (Korthikanti et al., 2022, "Reducing Activation
@@ -167,6 +169,6 @@ def _estimate(model: Inventory, request: Request, why: str) -> Activations:
     recomputed = 2 * tokens * model.hidden_size * width
     saved_bytes = model.num_layers * (recomputed if request.recompute == "full" else a_layer)
     logits = 12 * tokens * model.vocab_size
-    copies = 2 * model.elements if request.compute == "autocast" else 0
+    copies = 2 * model.num_elements if request.compute == "autocast" else 0
     peak = Peak(saved_bytes + a_layer + logits, copies)
-    return Activations(peak, peak, why)
+    return Activations(peak, peak, failure)

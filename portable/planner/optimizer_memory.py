@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.optim.block_size import choose_block_size
-from portable.plugins import names_code
+from portable.plugins import is_plugin_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config.sections import TrainConfig
 
-MASTER = 4
+FP32_BYTES = 4
 """Bytes of a master weight, of its gradient, and of a moment: all fp32."""
 
 
@@ -34,10 +34,10 @@ def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], eleme
 
     State of another shape counts completely. The optimizer is run on meta tensors.
     """
-    from portable.optim.custom_optimizer import get_state_layout  # only here: it needs torch
+    from portable.optim.custom_optimizer import list_state_tensor_layouts  # only here: it needs torch
 
     sharded = replicated = 0
-    for size, itemsize in get_state_layout(train, shape):
+    for size, itemsize in list_state_tensor_layouts(train, shape):
         if size == shape:
             sharded += itemsize * elements
         else:
@@ -45,40 +45,53 @@ def compute_custom_state_bytes(train: TrainConfig, shape: tuple[int, ...], eleme
     return CustomStateBytes(sharded, replicated)
 
 
-def compute_moment_bytes(
-    train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool, matrices: bool = False
+def compute_optimizer_state_bytes(
+    train: TrainConfig,
+    shape: Sequence[int],
+    num_rows: int,
+    *,
+    keeps_fp32_moments: bool,
+    uses_muon: bool = False,
 ) -> int:
-    """Bytes of the optimizer state of a parameter, or of ``rows`` of its rows.
+    """Bytes of the optimizer state of a parameter, or of ``num_rows`` of its rows.
 
     Args:
         train: Settings with the optimizer.
         shape: Shape of the complete parameter.
-        rows: Number of rows along the first dimension.
-        exact: whether 8-bit AdamW keeps its moments in fp32.
-        matrices: whether Muon updates it as matrices.
+        num_rows: Number of rows along the first dimension.
+        keeps_fp32_moments: whether 8-bit AdamW keeps its moments in fp32.
+        uses_muon: whether Muon updates it as matrices.
     """
     row = math.prod(shape[1:])
-    elements = rows * row if shape else 1
-    average = MASTER * elements if train.ema is not None else 0
-    return average + _compute_state_bytes(train, tuple(shape), rows, elements, exact=exact, matrices=matrices)
+    elements = num_rows * row if shape else 1
+    average = FP32_BYTES * elements if train.ema is not None else 0
+    return average + _compute_state_bytes_without_average(
+        train, tuple(shape), num_rows, elements, keeps_fp32_moments=keeps_fp32_moments, uses_muon=uses_muon
+    )
 
 
-def _compute_state_bytes(
-    train: TrainConfig, shape: tuple[int, ...], rows: int, elements: int, *, exact: bool, matrices: bool
+def _compute_state_bytes_without_average(
+    train: TrainConfig,
+    shape: tuple[int, ...],
+    num_rows: int,
+    elements: int,
+    *,
+    keeps_fp32_moments: bool,
+    uses_muon: bool,
 ) -> int:
-    row, step = math.prod(shape[1:]), MASTER
-    if names_code(train.optimizer):
+    row, step = math.prod(shape[1:]), FP32_BYTES
+    if is_plugin_name(train.optimizer):
         return sum(compute_custom_state_bytes(train, shape, elements))
-    if matrices:
-        return MASTER * elements
+    if uses_muon:
+        return FP32_BYTES * elements
     if train.optimizer == "sgd":
-        return MASTER * elements if train.betas[0] else 0
+        return FP32_BYTES * elements if train.betas[0] else 0
     if train.optimizer == "adafactor":
         if len(shape) < 2:
-            return MASTER * elements + step
+            return FP32_BYTES * elements + step
         columns = shape[-1] if len(shape) == 2 else elements // max(1, shape[-2])
-        return MASTER * (elements // max(1, shape[-1]) + columns) + step
-    block = choose_block_size(shape) if train.optimizer == "adamw_8bit" and not exact else None
+        return FP32_BYTES * (elements // max(1, shape[-1]) + columns) + step
+    block = choose_block_size(shape) if train.optimizer == "adamw_8bit" and not keeps_fp32_moments else None
     if block is None:
-        return 2 * MASTER * elements + step
-    return 2 * (elements + MASTER * rows * (row // block)) + step
+        return 2 * FP32_BYTES * elements + step
+    return 2 * (elements + FP32_BYTES * num_rows * (row // block)) + step

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-Compute = Literal["plain", "autocast", "cast"]
+ComputeMode = Literal["plain", "autocast", "cast"]
 """How the compute dtype is reached. ``plain``: it is fp32. ``autocast``: autocast keeps a copy of each
 weight. ``cast``: the parameters have the dtype themselves, as in FSDP2 and DeepSpeed."""
 
@@ -21,21 +21,21 @@ weight. ``cast``: the parameters have the dtype themselves, as in FSDP2 and Deep
 class Peak(NamedTuple):
     """Peak bytes on one device."""
 
-    work: int
+    work_bytes: int
     """Saved activations and temporary tensors of the backward pass, logits and loss included."""
-    copies: int
+    copy_bytes: int
     """Copies of weights that autocast makes."""
 
     @property
-    def total(self) -> int:
-        return self.work + self.copies
+    def total_bytes(self) -> int:
+        return self.work_bytes + self.copy_bytes
 
 
 @dataclass(frozen=True)
 class Activations:
     """The peaks of a pass."""
 
-    before: Peak
+    before_layers: Peak
     """Forward pass, and backward pass until the first layer has gradients."""
     in_layers: Peak
     """Backward pass from the first layer with gradients on."""
@@ -43,11 +43,11 @@ class Activations:
     """Why the model could not be run. The peaks are then an estimate by formula."""
 
     @property
-    def total(self) -> int:
-        return max(self.before.total, self.in_layers.total)
+    def total_bytes(self) -> int:
+        return max(self.before_layers.total_bytes, self.in_layers.total_bytes)
 
 
-Result = Literal["written", "product", "computed", "rows", "saved"]
+ResultKind = Literal["written", "product", "computed", "rows", "saved"]
 """What a compiler does with the result of an operation. ``written``: it lies in memory. ``product``: so does
 what elementwise operations make of it, in its place, if nothing else reads it. ``computed``: it takes no
 memory, and is computed where it is read. ``rows``: the same, after a reduction of what is in memory.
@@ -57,26 +57,26 @@ memory, and is computed where it is read. ``rows``: the same, after a reduction 
 class ResultRule(Protocol):
     """Tells what a compiler does with the result of an operation of torch (``mm``, ``_to_copy``)."""
 
-    def __call__(self, operation: str, *, elementwise: bool) -> Result: ...
+    def __call__(self, operation: str, *, elementwise: bool) -> ResultKind: ...
 
 
 @dataclass(frozen=True)
-class Compiler:
+class CompilerModel:
     """How a compiler runs a pass."""
 
-    result: ResultRule
-    loops: bool = False
+    classify_result: ResultRule
+    loops_over_layers: bool = False
     """Whether layers run in a loop: what autograd saves of them is then written."""
     attention_rows: int | None = None
     """Rows of attention scores that exist at once, computed again in the backward pass; None for all."""
-    parts: int = 1
+    context_parallel_size: int = 1
     """Devices that share a sequence, each of which attends over all of it with its share of the heads."""
-    prepare: Callable[[Any], None] | None = None
+    prepare_model: Callable[[Any], None] | None = None
     """Changes a model's modules as the engine does before it runs them."""
 
 
 @dataclass(frozen=True)
-class Request:
+class PassRequest:
     """A pass to run: everything that the peaks of a model depend on."""
 
     micro_batch: int
@@ -85,7 +85,7 @@ class Request:
     """Of the labels: of a decoder's input, where there is an encoder."""
     task: str
     packed: bool | Literal["documents"]
-    compute: Compute
+    compute: ComputeMode
     precision: str
     """fp32, bf16 or fp16."""
     recompute: str
@@ -93,9 +93,9 @@ class Request:
     """Whether autocast follows CUDA's rules, which keep more operations in fp32 than the CPU's."""
     loss_chunk_tokens: int | Literal["auto"]
     """Tokens whose loss is computed at a time; 0 for all. See ``memory.loss_chunk_tokens``."""
-    sharing: int = 1
+    tensor_parallel_size: int = 1
     """Ranks that share each layer."""
-    compiler: Compiler | None = None
+    compiler: CompilerModel | None = None
     """What compiles it. There is no fused attention kernel then."""
     compiled: bool = False
     """Whether inductor compiles each layer, and chooses what is kept for the backward pass."""
@@ -106,10 +106,10 @@ class Request:
         config: RunConfig,
         *,
         micro_batch: int,
-        compute: Compute,
+        compute: ComputeMode,
         on_gpu: bool,
-        compiler: Compiler | None = None,
-    ) -> Request:
+        compiler: CompilerModel | None = None,
+    ) -> PassRequest:
         """The pass that a run of ``config`` makes."""
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))
@@ -120,7 +120,7 @@ class Request:
             in_parts = loss is not None and LOGITS not in loss.needs
         data, parts = config.data, config.context_parallel_size
         return cls(
-            micro_batch * data.sequences,
+            micro_batch * data.sequences_per_sample,
             data.seq_len // parts,
             (data.target_seq_len or data.seq_len) // parts,
             config.model.task,

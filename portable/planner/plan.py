@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config.derived_defaults import find_largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, StrategySetting
-from portable.planner.pass_cost import Activations, Request
+from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, Cluster, Footprint, StrategySetting
+from portable.planner.pass_cost import Activations, PassRequest
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.device import Device
     from portable.planner.meta_model import MetaModel
-    from portable.planner.parameter_inventory import Inventory
+    from portable.planner.parameter_inventory import ModelInventory
 
 # Cheapest in communication first. DDP and ZeRO-1 sum gradients once a step, ZeRO-2 with each micro-batch;
 # keeping gathered parameters (shard_grad_op) adds one gather of them, sharding them (full_shard, zero3) two.
@@ -50,12 +50,12 @@ _ORDER: dict[StrategySetting, int] = {
     StrategySetting("zero3", "nvme"): 9,
     StrategySetting("zero3", "nvme", "nvme"): 10,
 }
-_NAMED = list(_ORDER)
-_LAST = 11
+_ORDERED_SETTINGS = list(_ORDER)
+_LAST_POSITION = 11
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """Where the run will be."""
 
     backend: str
@@ -71,7 +71,7 @@ class ConfigAndTarget(NamedTuple):
     """A config as the target would run it, and the target."""
 
     config: RunConfig
-    target: Target
+    target: PlanTarget
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """One way to run a config, with what it needs."""
 
     setting: StrategySetting
@@ -112,15 +112,15 @@ class Option:
     fits: bool | None
     context_parallel_size: int = 1
 
-    def format_yaml(self, config: RunConfig) -> str:
+    def format_config_yaml(self, config: RunConfig) -> str:
         """The YAML lines to add to the run's file."""
         memory = {
             "activation_checkpointing": self.recompute,
             "offload_optimizer": self.setting.offload_optimizer,
             "offload_params": self.setting.offload_params,
         }
-        if self.setting.swaps:
-            memory["nvme_path"] = str(config.memory.nvme_path or SOME_DISK)
+        if self.setting.uses_disk:
+            memory["nvme_path"] = str(config.memory.nvme_path or PLACEHOLDER_DISK_PATH)
         lines = {
             "strategy": self.setting.strategy,
             "precision": config.precision,
@@ -139,18 +139,18 @@ class Planner:
         target: where it will run.
     """
 
-    def __init__(self, config: RunConfig, model: MetaModel, target: Target) -> None:
+    def __init__(self, config: RunConfig, model: MetaModel, target: PlanTarget) -> None:
         self.target = target
-        self.model: Inventory = model.inventory
+        self.model: ModelInventory = model.inventory
         self.meta_model = model
         self._footprint_module = load_backend_package(target.backend).load_footprint()
         groups = target.cluster.devices // config.ranks_together
         share = max(1, config.train.global_batch_size // max(1, groups))
         wanted = config.train.micro_batch_size
-        self.searching = wanted == "auto"
+        self.searches_micro_batch = wanted == "auto"
         self.micro_batch = find_largest_divisor(share, 1 if wanted == "auto" else wanted)
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
-        self.share = share
+        self.batch_per_group = share
         self._footprints: dict[tuple[StrategySetting, int | str, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations are estimated by formula; None if they were run."""
@@ -159,7 +159,7 @@ class Planner:
     def get_peak_flops(self) -> float | None:
         """Peak FLOP/s of a device in the run's precision, by its data sheet; None if unknown."""
         device = self.target.device
-        return None if device is None else dict(device.peaks).get(self.config.precision)
+        return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
         """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
@@ -170,7 +170,7 @@ class Planner:
 
     def build_option(
         self, setting: StrategySetting, *, micro_batch: int | None = None, recompute: str | None = None
-    ) -> Option:
+    ) -> PlanOption:
         """What the run needs under ``setting``.
 
         Raises:
@@ -180,19 +180,19 @@ class Planner:
         config = setting.apply_to(self.config).replaced({"train.micro_batch_size": micro_batch})
         if recompute is not None:
             config = config.replaced({"memory.activation_checkpointing": recompute})
-        check(config)
+        check_config(config)
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
         footprint = self._get_footprint(config)
         working = self._measure_activations(config, footprint, micro_batch)
         device_bytes = _compute_device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
-        micro_batches = max(1, self.share // micro_batch)
+        micro_batches = max(1, self.batch_per_group // micro_batch)
         host = footprint.host * ranks
         device = self.target.device
         fits: bool | None = None
         if device is not None:
-            fits = device_bytes.total <= device.compute_usable_memory(cluster.devices)
+            fits = device_bytes.total <= device.compute_usable_bytes(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
         exchanged = self.meta_model.compute_context_parallel_traffic(config, cluster)
@@ -203,7 +203,9 @@ class Planner:
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
         sent, sharing = int(max(links, network)), config.context_parallel_size
-        return Option(setting, micro_batch, recompute, device_bytes, host, disk, saved, sent, fits, sharing)
+        return PlanOption(
+            setting, micro_batch, recompute, device_bytes, host, disk, saved, sent, fits, sharing
+        )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
         key = (
@@ -212,11 +214,13 @@ class Planner:
             config.memory.activation_checkpointing,
         )
         if key not in self._footprints:
-            self._footprints[key] = self._footprint_module.footprint(self.model, config, self.target.cluster)
+            self._footprints[key] = self._footprint_module.compute_footprint(
+                self.model, config, self.target.cluster
+            )
         return self._footprints[key]
 
     def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
-        request = Request.from_config(
+        request = PassRequest.from_config(
             config,
             micro_batch=micro_batch,
             compute=footprint.compute,
@@ -229,7 +233,7 @@ class Planner:
 
     # -- all of them ---------------------------------------------------------------------------------------
 
-    def list_options(self, *, offloading: bool = True) -> list[Option]:
+    def build_options(self, *, offloading: bool = True) -> list[PlanOption]:
         """Every setting as configured otherwise: those that fit, then the rest, both in order.
 
         Args:
@@ -237,13 +241,13 @@ class Planner:
                 micro-batches of one. No pass is run of what has no room for the state alone.
         """
         configured = StrategySetting.from_config(self.config)
-        settings = list(self._footprint_module.settings(self.config, self.target.cluster))
+        settings = list(self._footprint_module.iter_settings(self.config, self.target.cluster))
         if configured not in settings:
             settings.append(configured)
         options = []
-        for setting in sorted(settings, key=self._rank):
+        for setting in sorted(settings, key=self._compute_order_key):
             try:
-                if offloading or (not setting.offloaded and self._is_feasible(setting)):
+                if offloading or (not setting.offload_targets and self._can_fit_without_offloading(setting)):
                     options.append(self.build_option(setting))
             except UserError:
                 if setting == configured:
@@ -251,32 +255,37 @@ class Planner:
         return sorted(options, key=lambda option: option.fits is False)
 
     @staticmethod
-    def get_position(setting: StrategySetting) -> int:
+    def get_order_position(setting: StrategySetting) -> int:
         """Position of ``setting`` in the order, from 0; equal for those that cost about the same."""
-        return _ORDER.get(setting, _LAST)
+        return _ORDER.get(setting, _LAST_POSITION)
 
-    def _rank(self, setting: StrategySetting) -> tuple[int, bool, int]:
+    def _compute_order_key(self, setting: StrategySetting) -> tuple[int, bool, int]:
         family = setting.strategy.startswith("zero") != self.config.strategy.startswith("zero")
-        return self.get_position(setting), family, _NAMED.index(setting) if setting in _ORDER else len(_NAMED)
+        return (
+            self.get_order_position(setting),
+            family,
+            _ORDERED_SETTINGS.index(setting) if setting in _ORDER else len(_ORDERED_SETTINGS),
+        )
 
-    def is_before(self, option: Option, other: Option) -> bool:
+    def comes_before(self, option: PlanOption, other: PlanOption) -> bool:
         """Whether ``option`` comes before ``other`` in the order."""
-        return self._rank(option.setting) < self._rank(other.setting)
+        return self._compute_order_key(option.setting) < self._compute_order_key(other.setting)
 
     def describe_next_setting(self, setting: StrategySetting) -> str | None:
         """The next setting in the order, as settings of the config; None after the last."""
         later = [
             s
-            for s in self._footprint_module.settings(self.config, self.target.cluster)
-            if self._rank(s) > self._rank(setting) and self._rank(s)[1] == self._rank(setting)[1]
+            for s in self._footprint_module.iter_settings(self.config, self.target.cluster)
+            if self._compute_order_key(s) > self._compute_order_key(setting)
+            and self._compute_order_key(s)[1] == self._compute_order_key(setting)[1]
         ]
         if not later:
             return None
-        next_setting = min(later, key=self._rank)
-        moved = [f"memory.offload_{part} {place}" for part, place in next_setting.offloaded.items()]
+        next_setting = min(later, key=self._compute_order_key)
+        moved = [f"memory.offload_{part} {place}" for part, place in next_setting.offload_targets.items()]
         return f"strategy {next_setting.strategy}" + (f" with {' and '.join(moved)}" if moved else "")
 
-    def find_best(self, options: list[Option]) -> Option | None:
+    def find_best_option(self, options: list[PlanOption]) -> PlanOption | None:
         """The first option that fits; None if none does or the memory is unknown.
 
         Strategies without offloading are tried in order: as configured, then with smaller micro-batches (more
@@ -289,24 +298,24 @@ class Planner:
                 return candidate
         return None
 
-    def _iter_candidates(self, options: list[Option]) -> Iterator[Option]:
+    def _iter_candidates(self, options: list[PlanOption]) -> Iterator[PlanOption]:
         ordered = sorted(
             (option for option in options if self._has_room_for_state(option.setting)),
-            key=lambda option: self._rank(option.setting),
+            key=lambda option: self._compute_order_key(option.setting),
         )
         plain = [
             o for o in ordered if (o.setting.offload_optimizer, o.setting.offload_params) == ("none",) * 2
         ]
         offloaded = [o for o in ordered if o not in plain]
         yield from plain
-        sizes = self._list_smaller_sizes()
+        sizes = self._list_smaller_micro_batches()
         for option in plain:
-            yield from self._find_largest_fitting(option.setting, sizes, None)
+            yield from self._iter_largest_fitting(option.setting, sizes, None)
         if self.config.memory.activation_checkpointing != "full":
             for option in plain:
-                yield from self._find_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
+                yield from self._iter_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
         for option in offloaded:
-            yield from self._find_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
+            yield from self._iter_largest_fitting(option.setting, [self.micro_batch, *sizes], "full")
 
     def _has_room_for_state(self, setting: StrategySetting) -> bool:
         """Whether the part fits that neither a smaller micro-batch nor recomputation reduces."""
@@ -314,42 +323,42 @@ class Planner:
         assert target.device is not None
         resident = footprint.parameters + footprint.gradients + footprint.optimizer
         host = footprint.host * min(target.cluster.per_node, target.cluster.devices)
-        return resident <= target.device.compute_usable_memory(target.cluster.devices) and (
+        return resident <= target.device.compute_usable_bytes(target.cluster.devices) and (
             target.host_memory is None or host <= target.host_memory
         )
 
-    def _is_feasible(self, setting: StrategySetting) -> bool:
+    def _can_fit_without_offloading(self, setting: StrategySetting) -> bool:
         return self._has_room_for_state(setting) and bool(
             self.build_option(setting, micro_batch=1, recompute="full").fits
         )
 
-    def compute_least_bytes(self) -> int:
+    def compute_min_device_bytes(self) -> int:
         """Compute the smallest device memory of a plan without offloading, in bytes.
 
         Such a plan has micro-batches of one sequence and recomputes all activations.
         """
         sizes = []
-        for setting in self._footprint_module.settings(self.config, self.target.cluster):
-            if not setting.offloaded:
+        for setting in self._footprint_module.iter_settings(self.config, self.target.cluster):
+            if not setting.offload_targets:
                 with suppress(UserError):  # the strategy contradicts another setting
                     sizes.append(
                         self.build_option(setting, micro_batch=1, recompute="full").device_bytes.total
                     )
         return min(sizes)
 
-    def _find_largest_fitting(
+    def _iter_largest_fitting(
         self, setting: StrategySetting, sizes: list[int], recompute: str | None
-    ) -> Iterator[Option]:
+    ) -> Iterator[PlanOption]:
         """The largest of ``sizes`` (descending) that fits. If the smallest does not, none does."""
         if sizes and self.build_option(setting, micro_batch=sizes[-1], recompute=recompute).fits:
             options = (self.build_option(setting, micro_batch=size, recompute=recompute) for size in sizes)
             yield next(option for option in options if option.fits)
 
-    def _list_smaller_sizes(self) -> list[int]:
+    def _list_smaller_micro_batches(self) -> list[int]:
         """At most two smaller micro-batches, descending; the last is 1."""
         if self.micro_batch == 1:
             return []
-        half = find_largest_divisor(self.share, max(1, self.micro_batch // 2))
+        half = find_largest_divisor(self.batch_per_group, max(1, self.micro_batch // 2))
         return list(dict.fromkeys([half, 1]))
 
     # -- micro-batches -------------------------------------------------------------------------------------
@@ -375,10 +384,10 @@ def _compute_device_bytes(footprint: Footprint, working: Activations) -> DeviceB
     Gradients count as complete, which holds from the second micro-batch of a step on. With one micro-batch
     they appear while activations are freed, and the real peak is lower.
     """
-    before, layers = working.before, working.in_layers
+    before, layers = working.before_layers, working.in_layers
     moments = [
-        (footprint.gathered + before.copies, before.work),
-        (footprint.in_layers + layers.copies, layers.work),
+        (footprint.gathered + before.copy_bytes, before.work_bytes),
+        (footprint.in_layers + layers.copy_bytes, layers.work_bytes),
         (max(footprint.at_end, footprint.in_update), 0),
     ]
     gathered, work = max(moments, key=sum)

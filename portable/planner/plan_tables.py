@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from portable.formatting import align_columns, format_bytes, format_count, format_table
-from portable.planner.run_time import estimate_hours, format_estimate
+from portable.formatting import format_bytes, format_columns, format_count, format_table
+from portable.planner.run_time import estimate_run_hours, format_two_digits
 from portable.registry import load_backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.planner.plan import Option, Planner
-    from portable.planner.run_time import Hours, Work
+    from portable.planner.plan import Planner, PlanOption
+    from portable.planner.run_time import Hours, TrainingWork
 
-_TEXT = ("strategy", "offload", "recompute")
-_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
+_TEXT_COLUMNS = ("strategy", "offload", "recompute")
+_MEMORY_COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 """The columns of device memory, in a wide table only."""
 
 
@@ -37,24 +37,24 @@ class Plan:
     """
 
     planner: Planner
-    options: Sequence[Option]
-    best: Option | None
-    adapter: Option | None = None
-    shared: Option | None = None
-    work: Work | None = None
+    options: Sequence[PlanOption]
+    best: PlanOption | None
+    adapter: PlanOption | None = None
+    shared: PlanOption | None = None
+    work: TrainingWork | None = None
     price: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for programs. Sizes are in bytes."""
-        return as_json(self)
+        return plan_to_json(self)
 
     def __str__(self) -> str:
-        return as_text(self)
+        return format_plan(self)
 
     @cached_property
     def hours(self) -> Hours | None:
         """How long the run takes under the recommended option, as far as that is known."""
-        return estimate_hours(self.planner, self.best, self.work) if self.best and self.work else None
+        return estimate_run_hours(self.planner, self.best, self.work) if self.best and self.work else None
 
     @cached_property
     def cost(self) -> Hours | None:
@@ -64,26 +64,26 @@ class Plan:
         return self.hours.compute_cost(self.price * self.planner.target.cluster.devices)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan for programs; sizes in bytes."""
     planner, target, hours = plan.planner, plan.planner.target, plan.hours
     device, devices = target.device, target.cluster.devices
     reached = device.reached if device and hours else None
     return {
         "model": planner.model.architecture,
-        "parameters": planner.model.parameters,
+        "parameters": planner.model.num_parameters,
         "precision": planner.config.precision,
         "backend": target.backend,
         "device": device and device.name,
-        "device_memory": device and device.memory,
-        "usable_memory": device and device.compute_usable_memory(devices),
+        "device_memory": device and device.memory_bytes,
+        "usable_memory": device and device.compute_usable_bytes(devices),
         "devices": devices,
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
         "most_tokens_per_second": planner.compute_max_tokens_per_second(),
         "tokens": plan.work and plan.work.tokens,
         "hours": hours and [hours.least, hours.most],
-        "share_of_peak": reached and list(reached.share),
+        "share_of_peak": reached and list(reached.mfu_range),
         "share_of_peak_source": reached and reached.source,
         "cost": plan.cost and [plan.cost.least, plan.cost.most],
         "best": plan.best and _option_to_json(plan.best) | {"reason": explain_choice(plan)},
@@ -93,7 +93,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _option_to_json(option: Option) -> dict[str, Any]:
+def _option_to_json(option: PlanOption) -> dict[str, Any]:
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
@@ -108,7 +108,7 @@ def _option_to_json(option: Option) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
+def format_plan(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     """The plan for people.
 
     Args:
@@ -120,16 +120,16 @@ def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     device, cluster = planner.target.device, planner.target.cluster
     devices_text = format_count(cluster.devices, "device")
     if device is not None:
-        devices_text = f"{cluster.devices} x {device.name}, {format_bytes(device.memory)} each"
+        devices_text = f"{cluster.devices} x {device.name}, {format_bytes(device.memory_bytes)} each"
     size = planner.config.ranks_together
     on = "a device" if size == 1 else f"{size} devices"
     rows = [
-        ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
+        ("model", f"{planner.model.architecture}, {planner.model.num_parameters:,} parameters"),
         ("devices", devices_text),
         (
             "batch",
             f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on {on}, "
-            f"{planner.share} a step; {planner.config.precision}",
+            f"{planner.batch_per_group} a step; {planner.config.precision}",
         ),
         ("a checkpoint", format_bytes(min(option.checkpoint_bytes for option in plan.options))),
     ]
@@ -139,14 +139,14 @@ def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
         rows.append(
             ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
         )
-    parts = [format_table(rows + build_hours_rows(plan), width)]
+    parts = [format_table(rows + build_time_rows(plan), width)]
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
         parts.append(wrap_text(explain_choice(plan), width))
     if best is not None:
-        parts.append(best.format_yaml(planner.config))
-    parts.append(format_options(plan, wide=wide))
+        parts.append(best.format_config_yaml(planner.config))
+    parts.append(format_option_table(plan, wide=wide))
     if best is not None:
         parts.append("* is recommended; the row shows it as it would run")
     if device is None:
@@ -155,17 +155,17 @@ def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     return "\n\n".join(parts)
 
 
-def build_hours_rows(plan: Plan) -> list[tuple[str, str]]:
+def build_time_rows(plan: Plan) -> list[tuple[str, str]]:
     """How long the run takes and what that costs, as far as that is known."""
     device, work = plan.planner.target.device, plan.work
     if device is None or work is None or plan.hours is None:
         return []
-    low, high = device.reached.share
-    bound = "at most " if work.at_most else ""
+    low, high = device.reached.mfu_range
+    bound = "at most " if work.is_upper_bound else ""
     share = f"{low:.0%} to {high:.0%} of the peak ({device.reached.source})"
     rows = [("time", f"{bound}{plan.hours} for {bound}{work.tokens:,} tokens: {share}")]
     if plan.cost is not None:
-        least, most = format_estimate(plan.cost.least), format_estimate(plan.cost.most)
+        least, most = format_two_digits(plan.cost.least), format_two_digits(plan.cost.most)
         rows.append(("cost", f"{bound}{least} to {most}, at {plan.price:g} an hour for each device"))
     return rows
 
@@ -179,7 +179,7 @@ def wrap_text(text: str, width: int) -> str:
     )
 
 
-def format_options(plan: Plan, *, wide: bool = False) -> str:
+def format_option_table(plan: Plan, *, wide: bool = False) -> str:
     """One line for each option; the best first, with a star. Columns that say nothing new are left out."""
     planner, best = plan.planner, plan.best
     shown = [*plan.options]
@@ -196,21 +196,21 @@ def format_options(plan: Plan, *, wide: bool = False) -> str:
     names = [
         name
         for name in rows[0]
-        if (wide or name not in _PARTS) and any(row[name] != idle.get(name) for row in rows)
+        if (wide or name not in _MEMORY_COLUMNS) and any(row[name] != idle.get(name) for row in rows)
     ]
     head = [("  " if best else "") + names[0], *names[1:]]
     lines = [head, *([row[name] for name in names] for row in rows)]
-    return align_columns(lines, text_columns=len({*names} & {*_TEXT}))
+    return format_columns(lines, num_text_columns=len({*names} & {*_TEXT_COLUMNS}))
 
 
-def _format_cells(option: Option, star: str) -> dict[str, str]:
+def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
     size = option.device_bytes
-    numbers = {name: getattr(size, name) for name in _PARTS}
+    numbers = {name: getattr(size, name) for name in _MEMORY_COLUMNS}
     numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
     numbers["sends"] = option.communication_bytes
     return {
         "strategy": star + option.setting.strategy,
-        "offload": describe_offloading(option),
+        "offload": format_offloading_cell(option),
         "recompute": option.recompute,
         "batch": str(option.micro_batch),
         **{name: format_bytes(number) if number else "-" for name, number in numbers.items()},
@@ -218,18 +218,18 @@ def _format_cells(option: Option, star: str) -> dict[str, str]:
     }
 
 
-def describe_offloading(option: Option) -> str:
+def format_offloading_cell(option: PlanOption) -> str:
     """What is offloaded, for a cell."""
-    moved = option.setting.offloaded
+    moved = option.setting.offload_targets
     if len(moved) == 2 and len(set(moved.values())) == 1:
         moved = {"all": next(iter(moved.values()))}
     return "+".join(f"{name} nvme" if place == "nvme" else name for name, place in moved.items()) or "-"
 
 
-def describe_option(option: Option) -> str:
+def describe_option(option: PlanOption) -> str:
     """The name of an option, for a sentence."""
-    moved = "+".join(option.setting.offloaded)
-    location = "on a disk" if option.setting.swaps else "on the host"
+    moved = "+".join(option.setting.offload_targets)
+    location = "on a disk" if option.setting.uses_disk else "on the host"
     return option.setting.strategy + (f" with {moved} {location}" if moved else "")
 
 
@@ -238,7 +238,7 @@ def explain_choice(plan: Plan) -> str:
     planner, best = plan.planner, plan.best
     device = planner.target.device
     assert device is not None
-    usable = device.compute_usable_memory(planner.target.cluster.devices)
+    usable = device.compute_usable_bytes(planner.target.cluster.devices)
     instead = ""
     others = [("an adapter (adapter.type lora)", plan.adapter)]
     if plan.shared is not None:
@@ -265,7 +265,9 @@ def explain_choice(plan: Plan) -> str:
         text += f", and {format_bytes(best.host_bytes)} of a node's host memory"
     if best.disk_bytes:
         text += f", and {format_bytes(best.disk_bytes)} of its disk"
-    before = [option for option in plan.options if option.fits is False and planner.is_before(option, best)]
+    before = [
+        option for option in plan.options if option.fits is False and planner.comes_before(option, best)
+    ]
     if before:
         last = before[-1]
         text += (
@@ -278,7 +280,7 @@ def explain_choice(plan: Plan) -> str:
     return text + instead
 
 
-def list_changed_settings(planner: Planner, option: Option) -> list[str]:
+def list_changed_settings(planner: Planner, option: PlanOption) -> list[str]:
     """Settings of ``option`` that differ from the config, except its strategy."""
     changes = []
     if option.micro_batch != planner.micro_batch:
@@ -288,14 +290,14 @@ def list_changed_settings(planner: Planner, option: Option) -> list[str]:
     return changes
 
 
-def describe_largest_part(option: Option) -> str:
+def describe_largest_part(option: PlanOption) -> str:
     """The largest part of an option's device memory, with its size."""
     parts = asdict(option.device_bytes)
     name = max(parts, key=lambda part: parts[part])
     return f"{name} ({format_bytes(parts[name])})"
 
 
-def describe_next_reductions(planner: Planner, option: Option) -> str:
+def describe_next_reductions(planner: Planner, option: PlanOption) -> str:
     """The next two settings to change if ``option`` does not fit."""
     steps = []
     if option.micro_batch > 1:
@@ -311,7 +313,7 @@ def describe_next_reductions(planner: Planner, option: Option) -> str:
 
 def _list_backend_remedies(planner: Planner) -> list[str]:
     """The backend's remedies that are in no option of a plan."""
-    remedies = load_backend_package(planner.target.backend).iter_remedies(
+    remedies = load_backend_package(planner.target.backend).iter_memory_remedies(
         planner.config, planner.target.cluster.devices
     )
     planned = ("strategy", "memory.offload", "memory.activation_checkpointing")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.batch_plan import plan_batches
+from portable.batch_plan import compute_batch_plan
 from portable.errors import UserError
 from portable.planner.memory_model import Cluster
-from portable.planner.plan import ConfigAndTarget, Target
-from portable.planner.run_time import Work, estimate_work
-from portable.registry import PLANNED_FOR_AUTO, load_backend_package
-from portable.terminal import show_loading, tell
+from portable.planner.plan import ConfigAndTarget, PlanTarget
+from portable.planner.run_time import TrainingWork, estimate_training_work
+from portable.registry import DEFAULT_PLANNED_BACKEND, load_backend_package
+from portable.terminal import print_status, show_loading_message
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -22,7 +22,7 @@ class ModelAndWork(NamedTuple):
     """A model on the meta device, and the amount of training, or None if it is unknown."""
 
     model: MetaModel
-    work: Work | None
+    work: TrainingWork | None
 
 
 def choose_target(
@@ -59,32 +59,32 @@ def choose_target(
             f"--device: {device.name} needs backend {backend}, but backend is {config.backend}; "
             "remove one of the two"
         )
-    backend = PLANNED_FOR_AUTO if backend == "auto" else backend
-    cluster = Cluster(devices, device.per_node if device is not None else 8)
-    target = Target(backend, cluster, device, host_memory)
+    backend = DEFAULT_PLANNED_BACKEND if backend == "auto" else backend
+    cluster = Cluster(devices, device.devices_per_node if device is not None else 8)
+    target = PlanTarget(backend, cluster, device, host_memory)
     # Raise an error if the batch cannot be divided among the devices.
     smallest = config.replaced({"train.micro_batch_size": 1})
-    plan_batches(smallest, world_size=1, rank=0, devices_per_rank=devices)
+    compute_batch_plan(smallest, world_size=1, rank=0, devices_per_rank=devices)
     config = (
         load_backend_package(backend)
         .load_footprint()
-        .adopt(config.replaced({"backend": backend}), target.cluster)
+        .resolve_config(config.replaced({"backend": backend}), target.cluster)
     )
     for note in load_backend_package(backend).build_notes(config) if notes else ():
-        tell(f"note: {note}")
+        print_status(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return ConfigAndTarget(config, target)
 
 
-def resolve_defaults(config: RunConfig) -> RunConfig:
+def resolve_data_dependent_defaults(config: RunConfig) -> RunConfig:
     """Set the defaults that depend on the data and the model, because the memory depends on their values."""
-    with show_loading():
-        from portable.adapters.assemble import settle_defaults
-    return settle_defaults(config)
+    with show_loading_message():
+        from portable.adapters.assemble import resolve_defaults
+    return resolve_defaults(config)
 
 
-def build_meta_model(config: RunConfig, *, with_data: bool = True) -> ModelAndWork:
+def build_model_and_work(config: RunConfig, *, with_data: bool = True) -> ModelAndWork:
     """Build the model on the meta device, and compute the amount of training.
 
     Args:
@@ -95,8 +95,8 @@ def build_meta_model(config: RunConfig, *, with_data: bool = True) -> ModelAndWo
         The model, and the amount of training. Without the data, the amount is None unless ``train.steps`` is
         set.
     """
-    with show_loading():
-        from portable.adapters.assemble import resolve_for_plan
+    with show_loading_message():
+        from portable.adapters.assemble import resolve_and_build_model
         from portable.planner.meta_model import MetaModel
-    config, model, sizes = resolve_for_plan(config, with_data=with_data)
-    return ModelAndWork(MetaModel(model, config), estimate_work(config, sizes))
+    config, model, sizes = resolve_and_build_model(config, with_data=with_data)
+    return ModelAndWork(MetaModel(model, config), estimate_training_work(config, sizes))

@@ -12,25 +12,25 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from portable.batch_plan import total_steps
+from portable.batch_plan import compute_total_steps
 from portable.errors import UserError, require, to_one_line
-from portable.planner.device_lookup import find_device, load_rental_names
+from portable.planner.device_lookup import find_device, load_rental_device_names
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.data.sizes import DataSizes
     from portable.planner.device import Device
-    from portable.planner.plan import Option, Planner
+    from portable.planner.plan import Planner, PlanOption
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingWork:
     """What there is to train on."""
 
     steps: int
     tokens: int
     """Positions of all sequences, padding included."""
-    at_most: bool = False
+    is_upper_bound: bool = False
     """Whether it is a bound: a token for each byte of a text that is not tokenized yet."""
 
 
@@ -46,22 +46,22 @@ class Hours:
         """The middle."""
         return (self.least + self.most) / 2
 
-    def compute_cost(self, price: float) -> Hours:
-        """What they cost, at ``price`` for an hour of all devices."""
-        return Hours(self.least * price, self.most * price)
+    def compute_cost(self, price_per_hour: float) -> Hours:
+        """What they cost, at ``price_per_hour`` for an hour of all devices."""
+        return Hours(self.least * price_per_hour, self.most * price_per_hour)
 
     def __str__(self) -> str:
         size, unit = (60, "minutes") if self.most < 2 else (1, "hours")
-        least, most = format_estimate(self.least * size), format_estimate(self.most * size)
+        least, most = format_two_digits(self.least * size), format_two_digits(self.most * size)
         return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
-def format_estimate(value: float) -> str:
+def format_two_digits(value: float) -> str:
     """Two digits, or whole numbers: what an estimate is worth."""
     return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
 
 
-def estimate_work(config: RunConfig, sizes: DataSizes | None) -> Work | None:
+def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> TrainingWork | None:
     """What a run trains on; None if the data is not here, and its steps follow from it.
 
     Args:
@@ -73,12 +73,12 @@ def estimate_work(config: RunConfig, sizes: DataSizes | None) -> Work | None:
         if sizes is None or sizes.size_bytes is None or not sizes.packing:
             return None
         at_most, samples = True, max(1, sizes.size_bytes // config.data.seq_len)
-    steps = total_steps(config, samples or 0)
-    return Work(steps, steps * config.train.global_batch_size * config.data.seq_len, at_most)
+    steps = compute_total_steps(config, samples or 0)
+    return TrainingWork(steps, steps * config.train.global_batch_size * config.data.seq_len, at_most)
 
 
 def compute_hours(
-    device: Device, devices: int, precision: str, flops: float, sending: float = 0.0
+    device: Device, devices: int, precision: str, flops: float, sending_hours: float = 0.0
 ) -> Hours | None:
     """The hours for ``flops``; None if the device's peak in this precision is unknown.
 
@@ -87,23 +87,25 @@ def compute_hours(
         devices: how many.
         precision: of the products.
         flops: of all tokens, forward and backward, without recomputation.
-        sending: hours in which a device sends, which go on beside the computation.
+        sending_hours: hours in which a device sends, which go on beside the computation.
     """
-    peak = dict(device.peaks).get(precision)
+    peak = dict(device.peak_flops_by_precision).get(precision)
     if peak is None:
         return None
-    least, most = (flops / (peak * devices * share) / 3600 for share in reversed(device.reached.share))
-    return Hours(max(least, sending), max(most, sending))
+    least, most = (flops / (peak * devices * share) / 3600 for share in reversed(device.reached.mfu_range))
+    return Hours(max(least, sending_hours), max(most, sending_hours))
 
 
-def estimate_hours(planner: Planner, option: Option, work: Work) -> Hours | None:
+def estimate_run_hours(planner: Planner, option: PlanOption, work: TrainingWork) -> Hours | None:
     """The hours of a run under ``option``; None where nothing tells, as with offloading."""
     device, devices = planner.target.device, planner.target.cluster.devices
-    if device is None or option.setting.offloaded:
+    if device is None or option.setting.offload_targets:
         return None
-    inside = device.links is not None and 1 < devices <= device.per_node
+    inside = device.link_bytes_per_second is not None and 1 < devices <= device.devices_per_node
     sending = (
-        work.steps * option.communication_bytes / device.links / 3600 if inside and device.links else 0.0
+        work.steps * option.communication_bytes / device.link_bytes_per_second / 3600
+        if inside and device.link_bytes_per_second
+        else 0.0
     )
     flops = planner.meta_model.flops_per_token * work.tokens
     return compute_hours(device, devices, planner.config.precision, flops, sending)
@@ -154,7 +156,7 @@ def fetch_sky_prices() -> dict[str, float]:
             "give NAME=PRICE: h100=2.50,l4=0.70"
         ) from error
     prices = {}
-    for key, names in load_rental_names().items():
+    for key, names in load_rental_device_names().items():
         if key == "topologies" or "type" in names:
             continue
         of_device = offers.get(str(names.get("sky", key.upper())), [])

@@ -10,7 +10,7 @@ from portable.formatting import format_bytes
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, StrategySetting
 from portable.planner.meta_model import MetaModel
-from portable.planner.plan import Planner, Target
+from portable.planner.plan import Planner, PlanTarget
 from portable.planner.plan_tables import describe_option
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def build_local_planner(
+def build_planner_for_backend(
     config: RunConfig, model: PreTrainedModel, backend: Backend, ranks: int = 1
 ) -> Planner:
     """Return a planner for the devices of ``backend``.
@@ -39,12 +39,14 @@ def build_local_planner(
         peak = backend.get_peak_flops(config.precision)
         peaks = () if peak is None else ((config.precision, peak),)
         typical = devices.build_generic_device(backend.name)
-        device = replace(typical, memory=memory.total_bytes, per_node=per_node, peaks=peaks)
-    target = Target(backend.name, Cluster(count, per_node), device, None)
+        device = replace(
+            typical, memory_bytes=memory.total_bytes, devices_per_node=per_node, peak_flops_by_precision=peaks
+        )
+    target = PlanTarget(backend.name, Cluster(count, per_node), device, None)
     return Planner(config, MetaModel(model, config), target)
 
 
-def build_memory_rows(planner: Planner) -> list[tuple[str, str]]:
+def build_memory_table_rows(planner: Planner) -> list[tuple[str, str]]:
     """What this config needs, as rows of a table with two columns."""
     option = planner.build_option(StrategySetting.from_config(planner.config))
     size = option.device_bytes
@@ -53,7 +55,7 @@ def build_memory_rows(planner: Planner) -> list[tuple[str, str]]:
     rows = [("memory, planned", f"{format_bytes(size.total)} on each device: {sizes}")]
     if option.fits is not None:
         assert planner.target.device is not None
-        usable = planner.target.device.compute_usable_memory(planner.target.cluster.devices)
+        usable = planner.target.device.compute_usable_bytes(planner.target.cluster.devices)
         rows.append(("fits", f"{'yes' if option.fits else 'no'}, of {format_bytes(usable)} usable"))
     if option.host_bytes:
         rows.append(("host memory", f"{format_bytes(option.host_bytes)} on each node"))
@@ -64,7 +66,7 @@ def build_memory_rows(planner: Planner) -> list[tuple[str, str]]:
 
 def describe_best_fit(planner: Planner) -> str | None:
     """The first setting in the planner's order that fits; None if none does, or the memory is unknown."""
-    best = planner.find_best(planner.list_options())
+    best = planner.find_best_option(planner.build_options())
     configured = (
         StrategySetting.from_config(planner.config),
         planner.micro_batch,
@@ -73,7 +75,7 @@ def describe_best_fit(planner: Planner) -> str | None:
     if best is None or (best.setting, best.micro_batch, best.recompute) == configured:
         return None
     assert planner.target.device is not None
-    usable = planner.target.device.compute_usable_memory(planner.target.cluster.devices)
+    usable = planner.target.device.compute_usable_bytes(planner.target.cluster.devices)
     return (
         f"{describe_option(best)}, train.micro_batch_size {best.micro_batch} and "
         f"memory.activation_checkpointing {best.recompute} ({format_bytes(best.device_bytes.total)} of "

@@ -4,8 +4,8 @@ The modules for torch, transformers, peft, bitsandbytes, datasets and Accelerate
 module for DeepSpeed is ``gpu/zero/private_api.py``, the one for torch_xla ``tpu/xla/torch_xla_internals.py``,
 and the one for torch_tpu ``tpu/torchtpu/torch_tpu_internals.py``. A package may rename its private names in
 any release. Names are therefore looked up when they are used, so that a missing name only affects the feature
-that needs it, with an error of one line (:meth:`Package.guard`). ``tests/test_private_names.py`` checks that
-all other files use only public names.
+that needs it, with an error of one line (:meth:`GuardedPackage.explain_missing_names`).
+``tests/test_private_names.py`` checks that all other files use only public names.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
     Function = TypeVar("Function", bound=Callable[..., Any])
 
-_CALL = re.compile(r"\(\) (takes|got|missing) ")
+_WRONG_ARGUMENTS_MESSAGE = re.compile(r"\(\) (takes|got|missing) ")
 """Pattern of Python's messages about arguments that a function does not accept."""
 
 
-class Package:
+class GuardedPackage:
     """Package whose private names one module uses.
 
     Args:
         name: Name of the distribution.
-        seen: Newest version that was tested.
+        tested_version: Newest version that was tested.
     """
 
-    def __init__(self, name: str, seen: str) -> None:
-        self._name, self.seen = name, seen
+    def __init__(self, name: str, tested_version: str) -> None:
+        self._name, self.tested_version = name, tested_version
 
     def check_installed(self, feature: str, extra: str) -> None:
         """Check that the package is installed in a version that an extra of this distribution requires.
@@ -54,21 +54,22 @@ class Package:
         from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
 
-        asked = map(Requirement, metadata.requires("portable-trainer") or ())
-        wanted = next(
-            (requirement.specifier for requirement in asked if requirement.name == self._name), SpecifierSet()
+        requirements = map(Requirement, metadata.requires("portable-trainer") or ())
+        required_versions = next(
+            (requirement.specifier for requirement in requirements if requirement.name == self._name),
+            SpecifierSet(),
         )
         try:
             version = metadata.version(self._name)
         except metadata.PackageNotFoundError:
             version = "none"
-        if version == "none" or not wanted.contains(version, prereleases=True):
+        if version == "none" or not required_versions.contains(version, prereleases=True):
             raise UserError(
-                f"{feature} needs {self._name}{wanted}, and {version} is installed; install it with: "
-                f"pip install 'portable-trainer[{extra}]'"
+                f"{feature} needs {self._name}{required_versions}, and {version} is installed; install it "
+                f"with: pip install 'portable-trainer[{extra}]'"
             )
 
-    def guard(self, feature: str) -> Callable[[Function], Function]:
+    def explain_missing_names(self, feature: str) -> Callable[[Function], Function]:
         """Decorate a function or generator so that a missing private name raises UserError.
 
         The error is raised only if the code of the decorated function's own file uses a name that does not
@@ -81,43 +82,45 @@ class Package:
         def decorate(function: Function) -> Function:
             file = function.__code__.co_filename
 
-            def refuse(error: Exception) -> None:
+            def raise_if_name_is_missing(error: Exception) -> None:
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
                     codes.pop()
                 here = codes[-1].co_filename == file
-                if not here or (isinstance(error, TypeError) and not _CALL.search(str(error))):
+                if not here or (
+                    isinstance(error, TypeError) and not _WRONG_ARGUMENTS_MESSAGE.search(str(error))
+                ):
                     return
                 reason = re.sub(r" \((/|unknown location).*", "", to_one_line(error))
                 raise UserError(
                     f"{feature}: does not work with {self._name} {metadata.version(self._name)} ({reason}); "
-                    f"pip install '{self._name}=={self.seen.rpartition('.')[0]}.*'"
+                    f"pip install '{self._name}=={self.tested_version.rpartition('.')[0]}.*'"
                 ) from error
 
             @wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call_guarded(*args: Any, **kwargs: Any) -> Any:
                 try:
                     return function(*args, **kwargs)
                 except (ImportError, AttributeError, TypeError) as error:
-                    refuse(error)
+                    raise_if_name_is_missing(error)
                     raise
 
             @wraps(function)
-            def generate(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            def generate_guarded(*args: Any, **kwargs: Any) -> Iterator[Any]:
                 try:
                     yield from function(*args, **kwargs)
                 except (ImportError, AttributeError, TypeError) as error:
-                    refuse(error)
+                    raise_if_name_is_missing(error)
                     raise
 
-            chosen: Any = generate if inspect.isgeneratorfunction(function) else call
+            chosen: Any = generate_guarded if inspect.isgeneratorfunction(function) else call_guarded
             wrapped: Function = chosen
             return wrapped
 
         return decorate
 
-    def wrap_function(self, path: str, feature: str) -> Callable[..., Any]:
+    def wrap_private_function(self, path: str, feature: str) -> Callable[..., Any]:
         """Return a guarded function that imports and calls a private function.
 
         Args:
@@ -126,13 +129,13 @@ class Package:
         """
         module, _, name = path.partition(":")
 
-        @self.guard(feature)
+        @self.explain_missing_names(feature)
         def call(*args: Any, **kwargs: Any) -> Any:
             return attrgetter(name)(importlib.import_module(module))(*args, **kwargs)
 
         return call
 
-    def wrap_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
+    def wrap_private_attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """Return a guarded function that reads a private attribute of its argument.
 
         If the function gets more arguments, it calls the attribute with them.
@@ -144,7 +147,7 @@ class Package:
                 UserError.
         """
 
-        @self.guard(feature)
+        @self.explain_missing_names(feature)
         def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
             value = getattr(owner, name, *default)
             return value(*args, **kwargs) if args or kwargs else value

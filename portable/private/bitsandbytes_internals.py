@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from portable.errors import UserError, to_one_line
-from portable.private import Package
+from portable.private import GuardedPackage
 from portable.private.torch_internals import disable_compiler
 
 
@@ -33,4 +33,4 @@ def import_bitsandbytes() -> Any:
     return package
 
 
-_bitsandbytes = Package("bitsandbytes", "0.50.2")
+_bitsandbytes = GuardedPackage("bitsandbytes", "0.50.2")

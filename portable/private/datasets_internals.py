@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from portable.private import Package
+from portable.private import GuardedPackage
 
-_datasets = Package("datasets", "5.2.0")
+_datasets = GuardedPackage("datasets", "5.2.0")
 
 
-@_datasets.guard("data.source: a dataset of the hub")
-def get_fingerprint(rows: Any) -> str:
+@_datasets.explain_missing_names("data.source: a dataset of the hub")
+def get_dataset_fingerprint(rows: Any) -> str:
     """Return a dataset's fingerprint, which covers its repository, revision, configuration and split."""
     return str(rows._fingerprint)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.errors import UserError
-from portable.private import Package
+from portable.private import GuardedPackage
 from portable.private.bitsandbytes_internals import import_bitsandbytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from portable.converters.adapters.patterns import Matcher
+    from portable.converters.adapters.patterns import PatternMatcher
 
 # Import bitsandbytes first: if it is installed, peft imports it, and that would import the compiler.
 with suppress(UserError):
@@ -31,29 +31,29 @@ import peft
 
 __all__ = ["peft"]
 
-_peft = Package("peft", "0.21.2")
+_peft = GuardedPackage("peft", "0.21.2")
 
 
-@_peft.guard("adapter")
-def get_target_modules(table: str, model_type: str) -> list[str] | None:
+@_peft.explain_missing_names("adapter")
+def get_default_target_modules(constant_name: str, model_type: str) -> list[str] | None:
     """Return the modules that peft adapts by default in a model type, or None if peft has no default.
 
     Args:
-        table: Name of a constant in ``peft.utils.constants``.
+        constant_name: Name of a constant in ``peft.utils.constants``.
         model_type: Model type of transformers.
     """
-    modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, table)
+    modules_by_type: dict[str, list[str]] = getattr(peft.utils.constants, constant_name)
     return modules_by_type.get(model_type)
 
 
-@_peft.guard("adapter.use_dora")
-def is_magnitude(module: nn.Module) -> bool:
+@_peft.explain_missing_names("adapter.use_dora")
+def is_dora_magnitude_layer(module: nn.Module) -> bool:
     """Return whether ``module`` contains the DoRA magnitudes of a linear layer."""
     return type(module) is peft.tuners.lora.dora.DoraLinearLayer
 
 
-@_peft.guard("adapter")
-def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
+@_peft.explain_missing_names("adapter")
+def is_target_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
     """Return whether peft raises an error for a target module, as it does for ``out_proj`` in Mamba layers.
 
     Args:
@@ -68,7 +68,7 @@ def is_module_rejected(settings: Any, model: nn.Module, name: str) -> bool:
     return False
 
 
-@_peft.guard("adapter")
+@_peft.explain_missing_names("adapter")
 def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]) -> list[str]:
     """Find tensors of an adapter's file that peft does not load, because it gives them other names.
 
@@ -95,7 +95,7 @@ def find_renamed_tensors(settings: Any, model: nn.Module, names: Collection[str]
 
 
 @contextmanager
-@_peft.guard("a reference model without the adapter")
+@_peft.explain_missing_names("a reference model without the adapter")
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters in the layers of ``model`` within this context.
 
@@ -114,15 +114,15 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-@_peft.guard("adapter.trainable_token_indices")
+@_peft.explain_missing_names("adapter.trainable_token_indices")
 def is_trainable_tokens_layer(module: nn.Module) -> bool:
     """Return whether ``module`` adapts rows of an embedding."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
 
 
 @contextmanager
-@_peft.guard("adapter")
-def use_matcher(matcher: Matcher) -> Iterator[None]:
+@_peft.explain_missing_names("adapter")
+def use_pattern_matcher(matcher: PatternMatcher) -> Iterator[None]:
     """Match the patterns of adapter settings with ``matcher`` in peft within this context."""
     matching: Any = peft.tuners.tuners_utils
     theirs = matching.re

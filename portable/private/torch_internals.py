@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from portable.private import Package
+from portable.private import GuardedPackage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,35 +18,37 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
 
-_torch = Package("torch", "2.15.0")
+_torch = GuardedPackage("torch", "2.15.0")
 
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-@_torch.guard("optimizer and offload under strategy full_shard")
-def shard_like(tensor: DTensor, part: Tensor, shape: Sequence[int] | None = None) -> DTensor:
+@_torch.explain_missing_names("optimizer and offload under strategy full_shard")
+def build_dtensor_like(
+    tensor: DTensor, local_shard: Tensor, global_shape: Sequence[int] | None = None
+) -> DTensor:
     """Build a DTensor with the mesh and placements of ``tensor`` around a local shard.
 
     ``DTensor.from_local`` would move the shard to the devices of the mesh. Here, it may be on another device.
 
     Args:
         tensor: DTensor whose mesh and placements are used.
-        part: Shard of this rank.
-        shape: Global shape, or None for the shape of ``tensor``.
+        local_shard: Shard of this rank.
+        global_shape: Global shape, or None for the shape of ``tensor``.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = tensor._spec
-    if shape is not None:
-        stride = torch.empty(shape, device="meta").stride()
-        meta = TensorMeta(torch.Size(shape), stride, part.dtype)
+    if global_shape is not None:
+        stride = torch.empty(global_shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(global_shape), stride, local_shard.dtype)
         spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(local_shard, spec, requires_grad=False)
 
 
-@_torch.guard("checkpoints under strategy full_shard")
-def compute_local_slices(tensor: DTensor) -> tuple[slice, ...]:
+@_torch.explain_missing_names("checkpoints under strategy full_shard")
+def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
     """Compute the slices of the global tensor that this rank's shard covers."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -54,13 +56,13 @@ def compute_local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-build_storage_prefix = _torch.wrap_function(
+build_storage_prefix = _torch.wrap_private_function(
     "torch.distributed.checkpoint.filesystem:_StoragePrefix", "checkpoints under strategy full_shard"
 )
 """Build the prefix for the names of the files that DCP's writer creates for a plan."""
-get_storage_id = _torch.wrap_attribute("_cdata", "checkpoints and portable-plan")
+get_storage_id = _torch.wrap_private_attribute("_cdata", "checkpoints and portable-plan")
 """Return a number that is equal for all Python objects of one storage."""
-get_version: Callable[[Tensor], int] = attrgetter("_version")
+get_tensor_version: Callable[[Tensor], int] = attrgetter("_version")
 """Return the number of in-place changes of a tensor, without a host-device sync.
 
 A C function, because steps call it.
@@ -75,8 +77,8 @@ class ViewOrigin(NamedTuple):
     """Function that applies the same view to another tensor. None if the tensor is not a view."""
 
 
-@_torch.guard("xla.scan_layers")
-def get_root_and_replay(tensor: Tensor) -> ViewOrigin:
+@_torch.explain_missing_names("xla.scan_layers")
+def find_view_origin(tensor: Tensor) -> ViewOrigin:
     """Find the tensor that ``tensor`` is a view of, and a function that repeats the view."""
     if not tensor._is_view():
         return ViewOrigin(tensor, None)
@@ -86,8 +88,8 @@ def get_root_and_replay(tensor: Tensor) -> ViewOrigin:
 
 
 @contextmanager
-@_torch.guard("model.init: scratch")
-def replace_trunc_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
+@_torch.explain_missing_names("model.init: scratch")
+def replace_truncated_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the function behind ``trunc_normal_`` within this context.
 
     Args:
@@ -110,21 +112,23 @@ def replace_trunc_normal(draw: Callable[..., Tensor]) -> Iterator[None]:
         setattr(module, name, function)
 
 
-fake_tensors = _torch.wrap_function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
+create_fake_tensor_mode = _torch.wrap_private_function(
+    "torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan"
+)
 """Create a context in which tensors have shapes but no values."""
-is_fake = _torch.wrap_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
+is_fake_tensor = _torch.wrap_private_function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
 """Return whether a tensor has no values."""
 _TREES = "nested inputs and outputs of layers"
-tree_leaves = _torch.wrap_function("torch.utils._pytree:tree_leaves", _TREES)
-tree_flatten = _torch.wrap_function("torch.utils._pytree:tree_flatten", _TREES)
-tree_flatten_with_path = _torch.wrap_function("torch.utils._pytree:tree_flatten_with_path", _TREES)
-tree_unflatten = _torch.wrap_function("torch.utils._pytree:tree_unflatten", _TREES)
+tree_leaves = _torch.wrap_private_function("torch.utils._pytree:tree_leaves", _TREES)
+tree_flatten = _torch.wrap_private_function("torch.utils._pytree:tree_flatten", _TREES)
+tree_flatten_with_path = _torch.wrap_private_function("torch.utils._pytree:tree_flatten_with_path", _TREES)
+tree_unflatten = _torch.wrap_private_function("torch.utils._pytree:tree_unflatten", _TREES)
 
 # -- operations --------------------------------------------------------------------------------------------
 
 
 @contextmanager
-@_torch.guard("portable-plan")
+@_torch.explain_missing_names("portable-plan")
 def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Replace each operation within this context by a call of ``call(operation, arguments, keywords)``."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,8 +141,8 @@ def intercept_operations(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], 
         yield
 
 
-@_torch.guard("portable-plan with compile")
-def partition_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+@_torch.explain_missing_names("portable-plan with compile")
+def trace_partitioned_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` as the two graphs that inductor would compile. The first call traces them.
 
     The graphs run operation by operation. The forward graph saves the same values for the backward graph as
@@ -160,23 +164,23 @@ def partition_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return graphs
 
 
-@_torch.guard("portable-plan and memory.activation_checkpointing selective")
-def get_aten_operation(name: str) -> Any:
+@_torch.explain_missing_names("portable-plan and memory.activation_checkpointing selective")
+def get_private_aten_operation(name: str) -> Any:
     """Return the ATen operation whose name is ``name`` with a leading underscore."""
     return getattr(torch.ops.aten, f"_{name}").default
 
 
-get_schema = _torch.wrap_attribute("_schema", "portable-plan --compile")
+get_operation_schema = _torch.wrap_private_attribute("_schema", "portable-plan --compile")
 """Return the schema of an operation: its arguments, and which of them it changes."""
-fused_sgd_ = _torch.wrap_function("torch:_fused_sgd_", "train.optimizer: sgd")
+fused_sgd_ = _torch.wrap_private_function("torch:_fused_sgd_", "train.optimizer: sgd")
 """Update parameters in one kernel."""
-scale_ = _torch.wrap_function("torch:_foreach_mul_", "precision: fp16")
+multiply_tensors_ = _torch.wrap_private_function("torch:_foreach_mul_", "precision: fp16")
 """Multiply tensors in place, in one kernel if the device has one."""
-masks_its_steps = _torch.wrap_attribute("_step_supports_amp_scaling", "train.optimizer", False)
+skips_non_finite_steps = _torch.wrap_private_attribute("_step_supports_amp_scaling", "train.optimizer", False)
 """Return whether an optimizer itself skips a step if a gradient is not finite."""
 
 
-def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+def wrap_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
     """Wrap ``scaled_dot_product_attention``. Returns a function that restores it."""
     functional: Any = torch.nn.functional
     original = functional.scaled_dot_product_attention
@@ -186,24 +190,24 @@ def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-get_children = _torch.wrap_attribute("_modules", "model")
+get_submodules = _torch.wrap_private_attribute("_modules", "model")
 """Return the submodules of a module, keyed by name. The dict may be changed."""
 
 
-@_torch.guard("adapter")
-def copy_with_children(module: Any, changed: dict[str, Any]) -> Any:
+@_torch.explain_missing_names("adapter")
+def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
     """Copy ``module`` with other submodules. The copy shares everything else."""
     module_copy = copy.copy(module)
     module_copy._modules = changed
     return module_copy
 
 
-get_compiled_call = _torch.wrap_attribute("_compiled_call_impl", "data.packing: documents")
+get_compiled_call = _torch.wrap_private_attribute("_compiled_call_impl", "data.packing: documents")
 """Return the function that ``module.compile`` created, or None if it was not called."""
 
 
 @contextmanager
-def replace_constructors(
+def wrap_constructors(
     classes: Collection[type[nn.Module]], wrap: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> Iterator[None]:
     """Wrap the constructor of each class within this context.
@@ -228,8 +232,8 @@ def replace_constructors(
 # -- the compiler ------------------------------------------------------------------------------------------
 
 
-@_torch.guard("compile: true")
-def keep_compiling(recompile_limit: int) -> None:
+@_torch.explain_missing_names("compile: true")
+def raise_recompile_limit(recompile_limit: int) -> None:
     """Allow torch to compile ``recompile_limit`` different layers.
 
     Beyond its limit, layers would silently run uncompiled.
@@ -254,28 +258,30 @@ def disable_compiler() -> Iterator[None]:
         torch.compile = compiler
 
 
-get_build_folder = _torch.wrap_function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
+get_build_folder = _torch.wrap_private_function(
+    "torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed"
+)
 """Return the folder in which torch builds a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 
-record_memory_history = _torch.wrap_function(
+record_memory_history = _torch.wrap_private_function(
     "torch.cuda.memory:_record_memory_history", "log.memory_snapshot"
 )
 """Start or stop recording allocations on the GPU."""
-dump_memory_snapshot = _torch.wrap_function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
+dump_memory_snapshot = _torch.wrap_private_function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
 """Write the recorded allocations to a file for https://pytorch.org/memory_viz."""
 
 # -- process groups ----------------------------------------------------------------------------------------
 
-dump_nccl_trace = _torch.wrap_function(
+dump_nccl_trace = _torch.wrap_private_function(
     "torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder"
 )
 """Return the contents of NCCL's flight recorder, a pickle for ``torchfrtrace``."""
 
 
-@_torch.guard("data.num_workers")
-def abandon_workers(batches: Any) -> None:
+@_torch.explain_missing_names("data.num_workers")
+def kill_data_workers(batches: Any) -> None:
     """Kill the workers of a ``DataLoader`` iterator.
 
     Called after a worker was killed, because torch would otherwise wait for the workers.
@@ -287,7 +293,7 @@ def abandon_workers(batches: Any) -> None:
         pinning.set()  # ends the thread that pins memory
 
 
-@_torch.guard("data.num_workers")
+@_torch.explain_missing_names("data.num_workers")
 @contextmanager
 def prefix_semaphores(prefix: str) -> Iterator[None]:
     """Begin the names of semaphores that this process creates within this context with ``prefix``."""
@@ -303,7 +309,7 @@ def prefix_semaphores(prefix: str) -> Iterator[None]:
         settings["semprefix"] = before
 
 
-@_torch.guard("data.num_workers")
+@_torch.explain_missing_names("data.num_workers")
 def unlink_semaphores(queues: list[Any]) -> None:
     """Remove the names of the semaphores of queues.
 
@@ -320,7 +326,7 @@ def unlink_semaphores(queues: list[Any]) -> None:
             finalizer()  # otherwise it would run at exit and find no such name
 
 
-@_torch.guard("train.micro_batch_size: auto")
+@_torch.explain_missing_names("train.micro_batch_size: auto")
 def detach_process_groups() -> list[Any]:
     """Detach this process from its process groups, so that it can start a new default group.
 
@@ -338,8 +344,8 @@ def detach_process_groups() -> list[Any]:
     return groups
 
 
-@_torch.guard("train.micro_batch_size: auto")
-def start_fake_group(rank: int, world_size: int) -> None:
+@_torch.explain_missing_names("train.micro_batch_size: auto")
+def start_fake_process_group(rank: int, world_size: int) -> None:
     """Start a process group whose collectives transfer nothing and never block."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -347,7 +353,7 @@ def start_fake_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-get_default_store = _torch.wrap_function(
+get_default_store = _torch.wrap_private_function(
     "torch.distributed.distributed_c10d:_get_default_store", "errors of other ranks"
 )
 """Return the store of the default process group."""

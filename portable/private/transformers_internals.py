@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from portable.converters.names.name_rules import EXCEPT_DENSE
-from portable.private import Package
+from portable.private import GuardedPackage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-_transformers = Package("transformers", "5.24.0")
+_transformers = GuardedPackage("transformers", "5.24.0")
 
 # -- masks -------------------------------------------------------------------------------------------------
 
 
-def disable_value_checks() -> AbstractContextManager[None]:
+def skip_mask_value_checks() -> AbstractContextManager[None]:
     """Return a context in which transformers does not read the values of masks and positions.
 
     Reading them is a host-device sync. Unless it is being traced, transformers looks for packed sequences,
     and skips masks that mask nothing. In this context, every given mask is used.
     :mod:`portable.model.document_attention` finds the documents of packed samples instead.
     """
-    return _replace_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
+    return _replace_masking_functions(find_packed_sequence_indices=lambda _: None, is_tracing=lambda *_: True)
 
 
 def ignore_packed_sequences() -> AbstractContextManager[None]:
     """Return a context in which transformers does not look for packed sequences."""
-    return _replace_functions(find_packed_sequence_indices=lambda _: None)
+    return _replace_masking_functions(find_packed_sequence_indices=lambda _: None)
 
 
 @contextmanager
-def _replace_functions(**functions: Callable[..., Any]) -> Iterator[None]:
+def _replace_masking_functions(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of ``transformers.masking_utils`` by name."""
-    module = _find_masking_module()
+    module = _import_masking_module()
     before = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
         setattr(module, name, function)
@@ -57,8 +57,8 @@ def _replace_functions(**functions: Callable[..., Any]) -> Iterator[None]:
 
 
 @cache
-@_transformers.guard("training")
-def _find_masking_module() -> Any:
+@_transformers.explain_missing_names("training")
+def _import_masking_module() -> Any:
     """Import ``transformers.masking_utils``, and check that it has the functions that are replaced."""
     from transformers import masking_utils
 
@@ -67,12 +67,12 @@ def _find_masking_module() -> Any:
     return module
 
 
-get_attention_kernel = _transformers.wrap_attribute("_attn_implementation", "model.attention")
+get_attention_kernel = _transformers.wrap_private_attribute("_attn_implementation", "model.attention")
 """Return the attention kernel in a config: ``sdpa``, ``eager``, ..."""
 
 
 @contextmanager
-def replace_function(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replace_mapping_entry(functions: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace an entry of a mapping of functions within this context."""
     before = functions[name]
     functions[name] = function
@@ -83,17 +83,17 @@ def replace_function(functions: Any, name: str, function: Callable[..., Any]) ->
 
 
 @contextmanager
-@_transformers.guard("data.packing: documents")
+@_transformers.explain_missing_names("data.packing: documents")
 def wrap_mask_function(
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str
 ) -> Iterator[None]:
     """Wrap the function with which transformers builds masks for an attention kernel, within this context."""
     functions = get_mask_functions()
-    with replace_function(functions, kernel, wrap(functions[kernel])):
+    with replace_mapping_entry(functions, kernel, wrap(functions[kernel])):
         yield
 
 
-@_transformers.guard("context_parallel_size")
+@_transformers.explain_missing_names("context_parallel_size")
 def get_attention_functions() -> Any:
     """Return the attention functions of all models of this process, keyed by kernel."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,7 +101,7 @@ def get_attention_functions() -> Any:
     return ALL_ATTENTION_FUNCTIONS
 
 
-@_transformers.guard("data.packing: documents")
+@_transformers.explain_missing_names("data.packing: documents")
 def get_mask_functions() -> Any:
     """Return the functions that build masks for all models of this process, keyed by kernel."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -118,18 +118,18 @@ def get_module_namespace(model: Any) -> dict[str, Any]:
     return vars(sys.modules[next(name for name in module_names if not name.startswith("torch."))])
 
 
-def share_key_heads() -> None:
+def enable_sdpa_grouped_queries() -> None:
     """Let sdpa use grouped key heads also with a mask, instead of repeating the heads before."""
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
-@_transformers.guard("tensor_parallel_size")
-def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
+@_transformers.explain_missing_names("tensor_parallel_size")
+def build_tensor_parallel_plan(model: Any, num_ranks: int) -> dict[str, str]:
     """Build transformers' tensor-parallel plan of a model.
 
     Args:
         model: The model.
-        size: Number of tensor-parallel ranks.
+        num_ranks: Number of tensor-parallel ranks.
 
     Returns:
         Styles of layers and experts, keyed by the names of modules and parameters.
@@ -141,7 +141,7 @@ def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
     from transformers.utils import logging
 
     # Shard by whole experts, because a checkpoint cannot describe shards of a fused gate and up projection.
-    config = DistributedConfig(tp_size=size, ep_size=size if model.ep_plan else 1)
+    config = DistributedConfig(tp_size=num_ranks, ep_size=num_ranks if model.ep_plan else 1)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns about rules for layers that this model does not have
     try:
@@ -151,14 +151,14 @@ def build_parallel_plan(model: Any, size: int) -> dict[str, str]:
     return {**layers, **experts}
 
 
-@_transformers.guard("tensor_parallel_size")
-def split_by_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
+@_transformers.explain_missing_names("tensor_parallel_size")
+def apply_tensor_parallel_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
     """Shard a model by a tensor-parallel plan.
 
     Args:
         model: The model.
         mesh: Device mesh of the tensor-parallel ranks.
-        plan: Result of :func:`build_parallel_plan`.
+        plan: Result of :func:`build_tensor_parallel_plan`.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -189,7 +189,7 @@ def list_rope_types(module: nn.Module) -> dict[str | None, str]:
     return dict(types) if isinstance(types, dict) else {}
 
 
-class RotaryLayer:
+class RotaryEmbedding:
     """A rotary embedding of transformers, with the parts that depend on the length of a sequence.
 
     Args:
@@ -201,15 +201,17 @@ class RotaryLayer:
         self.forward = type(module).forward.__get__(module)
         self._forward_as_is = inspect.unwrap(type(module).forward).__get__(module)
 
-    @_transformers.guard("model.config.rope_parameters")
+    @_transformers.explain_missing_names("model.config.rope_parameters")
     def get_original_length(self, layer_type: str | None) -> int:
         """Return the length up to which the short factors of LongRoPE apply."""
         rope = self.module.config.rope_parameters
         length: int = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
         return length
 
-    @_transformers.guard("model.config.rope_parameters")
-    def rotate_by_length(self, x: Tensor, positions: Tensor, tokens: Tensor, layer_type: str | None) -> Any:
+    @_transformers.explain_missing_names("model.config.rope_parameters")
+    def compute_rotations_by_length(
+        self, x: Tensor, positions: Tensor, text_lengths: Tensor, layer_type: str | None
+    ) -> Any:
         """Compute dynamic rotations with separate frequencies for each token.
 
         No value is read from the device.
@@ -217,7 +219,7 @@ class RotaryLayer:
         Args:
             x: A tensor with the device and the type of the result.
             positions: Positions, int64 ``[..., batch, tokens]``.
-            tokens: Length of the text of each token, int64 ``[batch, tokens]``.
+            text_lengths: Length of the text of each token, int64 ``[batch, tokens]``.
             layer_type: The layer type, or None.
 
         Returns:
@@ -232,7 +234,7 @@ class RotaryLayer:
         def compute(length: Tensor) -> Any:
             return ROPE_INIT_FUNCTIONS[rope_type](module.config, x.device, seq_len=length, **by_layer)[0]
 
-        lengths = tokens.flatten()
+        lengths = text_lengths.flatten()
         original = getattr(module, f"{prefix}original_inv_freq").to(x.device)
         is_longer = (lengths > module.original_max_seq_len)[:, None]
         frequencies = torch.where(is_longer, torch.vmap(compute)(lengths), original)
@@ -247,7 +249,7 @@ class RotaryLayer:
             result = torch.vmap(rotate, in_dims=(0, -1))(frequencies, positions.flatten(-2))
         finally:
             setattr(module, name, before)
-        shape = tokens.shape
+        shape = text_lengths.shape
         if isinstance(result, tuple):
             return tuple(part.reshape(*shape, part.shape[-1]) for part in result)
         return result.reshape(*shape, result.shape[-1])
@@ -255,14 +257,14 @@ class RotaryLayer:
 
 # -- models ------------------------------------------------------------------------------------------------
 
-from_config = _transformers.wrap_attribute("_from_config", "model.init: scratch")
+build_model_from_config = _transformers.wrap_private_attribute("_from_config", "model.init: scratch")
 """Build a model of a given class from a config, with initial weights.
 
 An Auto class may choose another class.
 """
 
 
-@_transformers.guard("model.task")
+@_transformers.explain_missing_names("model.task")
 def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``.
 
@@ -272,7 +274,7 @@ def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     return auto_class._model_mapping[type(config)]
 
 
-def find_class(auto_class: Any, config: PretrainedConfig) -> Any:
+def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it has none."""
     try:
         classes = get_model_class(auto_class, config)
@@ -293,7 +295,7 @@ def patch_llama4() -> None:
         output.image_outputs = None
 
 
-@_transformers.guard("model.config.model_type")
+@_transformers.explain_missing_names("model.config.model_type")
 def list_model_types() -> list[str]:
     """List the names of all model types."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -309,22 +311,26 @@ def find_causal_lm_class(model_type: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def list_no_split_layers(model: nn.Module) -> set[str]:
+def list_no_split_layer_classes(model: nn.Module) -> set[str]:
     """List the class names of layers that must stay on one device."""
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
 
 
-get_tieable_names = _transformers.wrap_attribute("_tied_weights_keys", "model.name_or_path", None)
+get_tieable_parameter_names = _transformers.wrap_private_attribute(
+    "_tied_weights_keys", "model.name_or_path", None
+)
 """Return the names of parameters that may be tied, including the head, or None."""
-get_ignored_names = _transformers.wrap_attribute(
+get_ignored_checkpoint_patterns = _transformers.wrap_private_attribute(
     "_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None
 )
 """Return patterns of names in a checkpoint that an architecture ignores on purpose, or None."""
-get_unsaved_names = _transformers.wrap_attribute("_keys_to_ignore_on_save", "checkpoint.export", None)
+get_unsaved_tensor_names = _transformers.wrap_private_attribute(
+    "_keys_to_ignore_on_save", "checkpoint.export", None
+)
 """Return the names of tensors that ``save_pretrained`` does not save, such as fixed positions, or None."""
 
 
-def list_fp32_modules(model: PreTrainedModel, *, fp16: bool) -> set[str]:
+def list_fp32_name_parts(model: PreTrainedModel, *, fp16: bool) -> set[str]:
     """List parts of the names of parameters that an architecture keeps in fp32.
 
     Args:
@@ -335,11 +341,13 @@ def list_fp32_modules(model: PreTrainedModel, *, fp16: bool) -> set[str]:
     return names | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
 
 
-get_commit_hash = _transformers.wrap_attribute("_commit_hash", "adapter", None)
+get_commit_hash = _transformers.wrap_private_attribute("_commit_hash", "adapter", None)
 """Return the hub commit that a config was loaded from, or None if it was loaded from a folder."""
 
 
-def wrap_checkpointing(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_activation_checkpointing(
+    model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     """Wrap the function with which layers checkpoint their activations."""
     name = "_gradient_checkpointing_func"
     for module in model.modules():
@@ -347,7 +355,7 @@ def wrap_checkpointing(model: nn.Module, wrap: Callable[[Callable[..., Any]], Ca
             setattr(module, name, wrap(getattr(module, name)))
 
 
-def require_input_gradients(model: PreTrainedModel) -> None:
+def require_reformer_input_gradients(model: PreTrainedModel) -> None:
     """Let the embeddings of Reformer require a gradient, so that adapters in its layers are trained.
 
     The layers run in an autograd function that does not have their parameters among its inputs. Without this,
@@ -377,8 +385,8 @@ class MappedNames(NamedTuple):
     """Objects of transformers that convert the tensors of a group, keyed by pattern."""
 
 
-@_transformers.guard("model.name_or_path")
-def map_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
+@_transformers.explain_missing_names("model.name_or_path")
+def map_checkpoint_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
     """Map the names in a checkpoint to the model's names, as transformers does when it loads the checkpoint.
 
     Args:
@@ -410,21 +418,22 @@ def map_names(model: PreTrainedModel, keys: Iterable[str]) -> MappedNames:
     return MappedNames(mapped_names, converters_by_pattern)
 
 
-@_transformers.guard("model.name_or_path")
-def find_unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
+@_transformers.explain_missing_names("model.name_or_path")
+def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Mapping[str, str]) -> list[str]:
     """Find the names in a checkpoint that neither the model has nor its architecture ignores.
 
     Args:
         model: The model.
-        unclaimed: transformers' names for tensors that the model does not use, keyed by the checkpoint's
+        model_names_by_stored_name: transformers' names for tensors that the model does not use, keyed by the
+        checkpoint's
             names.
     """
-    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
+    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(model_names_by_stored_name.values()))
     model._adjust_missing_and_unexpected_keys(info)
-    return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
+    return [key for key, name in model_names_by_stored_name.items() if name in info.unexpected_keys]
 
 
-@_transformers.guard("checkpoint.export")
+@_transformers.explain_missing_names("checkpoint.export")
 def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
     """List the rules that transformers applies when it loads a model's published files.
 
@@ -438,7 +447,9 @@ def list_name_rules(model: PreTrainedModel) -> list[dict[str, Any]]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return [convert_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)]
+    return [
+        convert_name_rule(transform) for transform in get_model_conversion_mapping(model, add_legacy=False)
+    ]
 
 
 _RULE_KINDS = {
@@ -466,7 +477,7 @@ _OPERATIONS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-def convert_rule(transform: Any) -> dict[str, Any]:
+def convert_name_rule(transform: Any) -> dict[str, Any]:
     """Convert one rule of transformers, with both directions, to JSON.
 
     Args:
@@ -480,14 +491,14 @@ def convert_rule(transform: Any) -> dict[str, Any]:
         "read": _convert_direction(transform),
         "write": _convert_direction(transform.reverse_transform()),
     }
-    if rule["write"]["targets"] == [_MIXTURE]:
+    if rule["write"]["targets"] == [_MIXTURE_NAME_PART]:
         rule["write"]["find"] = rule["write"]["find"].removesuffix(")") + f"{EXCEPT_DENSE})"
     if transform.scope_prefix is not None:
         rule |= {"scope": transform.scope_prefix, "base": transform.base_model_prefix}
     return rule
 
 
-_MIXTURE = ".block_sparse_moe."
+_MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
@@ -504,7 +515,7 @@ def _convert_direction(transform: Any) -> dict[str, Any]:
     return direction
 
 
-@_transformers.guard("model.name_or_path: a quantized checkpoint")
+@_transformers.explain_missing_names("model.name_or_path: a quantized checkpoint")
 def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
     """Return whether a quantization config has the key ``dequantize``, which loads the weights as floats."""
     from transformers.quantizers.auto import AutoQuantizationConfig
@@ -512,7 +523,7 @@ def can_dequantize_on_loading(quantization: Mapping[str, Any]) -> bool:
     return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
 
 
-@_transformers.guard("model.name_or_path")
+@_transformers.explain_missing_names("model.name_or_path")
 def read_generation_config(name: str) -> Any:
     """Read the generation settings in the ``config.json`` of a model."""
     from transformers import GenerationConfig
@@ -522,11 +533,11 @@ def read_generation_config(name: str) -> Any:
 
 # -- chat templates ----------------------------------------------------------------------------------------
 
-compile_template = _transformers.wrap_function(
+compile_chat_template = _transformers.wrap_private_function(
     "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
 )
 """Compile a Jinja template in transformers' sandbox, with its tags for the text of the assistant."""
-render_with_marks = _transformers.wrap_function(
+render_chat_template = _transformers.wrap_private_function(
     "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
 )
 """Render messages with a template.
@@ -537,8 +548,8 @@ Returns the text, and the spans that the template marks as the assistant's.
 # -- mixtures of experts -----------------------------------------------------------------------------------
 
 
-@_transformers.guard("backend: xla")
-def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> None:
+@_transformers.explain_missing_names("backend: xla")
+def set_experts_function(model: Any, name: str, function: Callable[..., Any]) -> None:
     """Register ``function`` as an experts implementation, and use it in ``model``."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -546,12 +557,12 @@ def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> N
     model.set_experts_implementation(name)
 
 
-apply_gate = _transformers.wrap_attribute("_apply_gate", "backend: xla")
+apply_expert_gate = _transformers.wrap_private_attribute("_apply_gate", "backend: xla")
 """Apply the gate and the activation to the first product of a layer's experts."""
 
 # -- weight decay ------------------------------------------------------------------------------------------
 
-list_parameter_names = _transformers.wrap_function(
+list_parameter_names_except = _transformers.wrap_private_function(
     "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
 )
 """List the names of parameters, except in modules of some classes or matching a pattern."""

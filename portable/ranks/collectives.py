@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
 
 T = TypeVar("T")
-_background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+_background_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 """Default process group, and the group for background threads that belongs to it."""
 
 # Never freed. Gloo's threads release a collective's tensors shortly after it ends. Releasing the last
@@ -32,7 +32,7 @@ _background: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 _MAX_NUMBERS = 2
 _SUMS, _RECEIVED = (torch.zeros(_MAX_NUMBERS, dtype=torch.float64) for _ in range(2))
 _TAG = 72  # separates these messages from other messages between the same ranks
-_RING_RANKS = 64
+_MAX_RING_RANKS = 64
 """Number of ranks up to which gloo's ring all-reduce is faster than a tree of separate messages.
 
 A separate message takes about 1.5 ms, and a message of the ring 0.1 ms (``benchmarks/ranks.py``).
@@ -57,7 +57,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     rank, size, count = dist.get_rank(), dist.get_world_size(), len(numbers)
     sums, received = _SUMS[:count], _RECEIVED[:count]
     sums.copy_(torch.tensor(numbers, dtype=torch.float64))
-    if size <= _RING_RANKS:
+    if size <= _MAX_RING_RANKS:
         dist.all_reduce(sums)
         return cast("list[float]", sums.tolist())
     distance = 1
@@ -94,7 +94,7 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     return texts
 
 
-def agree_on_outcome(outcome: T | UserError) -> T:
+def raise_if_any_rank_failed(outcome: T | UserError) -> T:
     """Return ``outcome``, unless any rank passes a UserError. A collective call.
 
     Raises:
@@ -102,16 +102,16 @@ def agree_on_outcome(outcome: T | UserError) -> T:
         ReportedElsewhereError: On the other ranks.
     """
     error = outcome if isinstance(outcome, UserError) else None
-    refusals = gather_text("" if error is None else to_one_line(error))
-    first = next((rank for rank, refusal in enumerate(refusals) if refusal), None)
+    error_texts = gather_text("" if error is None else to_one_line(error))
+    first = next((rank for rank, refusal in enumerate(error_texts) if refusal), None)
     if error is not None and (not dist.is_initialized() or dist.get_rank() == first):
         raise error
     if first is not None or isinstance(outcome, UserError):
-        raise ReportedElsewhereError(refusals[first or 0], USER_ERROR)
+        raise ReportedElsewhereError(error_texts[first or 0], USER_ERROR)
     return outcome
 
 
-def get_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+def get_or_create_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
     """Return a process group for background threads. A collective call.
 
     All threads share one group of all ranks, because each group costs sockets. The threads never use it at
@@ -124,15 +124,15 @@ def get_background_group(ranks: list[int] | None = None) -> dist.ProcessGroup | 
     Returns:
         The group, or None if there is a single process.
     """
-    global _background
+    global _background_group
     world = dist.group.WORLD
     if world is None:
         return None
     if ranks is not None:
         return _build_background_group(ranks)
-    if _background is None or _background[0] is not world:
-        _background = (world, _build_background_group(None))
-    return _background[1]
+    if _background_group is None or _background_group[0] is not world:
+        _background_group = (world, _build_background_group(None))
+    return _background_group[1]
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
@@ -141,7 +141,7 @@ def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
     return cast("dist.ProcessGroup", group)
 
 
-_LOCAL = (
+_SETTINGS_OF_HOST = (
     "output_dir",
     "data.source",
     "data.cache_dir",
@@ -153,7 +153,7 @@ _LOCAL = (
 """Settings that may differ between hosts, such as paths. The data itself is compared."""
 
 
-def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
+def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
     """Check that the ranks have the same values. A collective call.
 
     The ranks exchange digests first, and the values only if the digests differ.
@@ -166,25 +166,26 @@ def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
         UserError: On all ranks, with the first value in which a rank differs from rank 0.
     """
     text = json.dumps(facts)
-    if len(set(backend.gather(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
+    if len(set(backend.gather_text(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
         return
-    first, *others = [json.loads(other) for other in backend.gather(text)]
+    first, *others = [json.loads(other) for other in backend.gather_text(text)]
     for rank, other in enumerate(others, start=1):
         for name in first | other:
-            ours, theirs = first.get(name), other.get(name)
-            if ours != theirs:
+            value_of_rank_0, value_of_other = first.get(name), other.get(name)
+            if value_of_rank_0 != value_of_other:
                 raise UserError(
-                    f"{name}: {format_short_value(ours)} on rank 0, but {format_short_value(theirs)} on rank "
-                    f"{rank}; start all ranks with the same settings, files and versions"
+                    f"{name}: {format_short_value(value_of_rank_0)} on rank 0, but "
+                    f"{format_short_value(value_of_other)} on rank {rank}; start all ranks with the same "
+                    "settings, files and versions"
                 )
 
 
-def collect_settings_and_versions(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions that must be equal on all ranks, for :func:`agree`."""
+def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
+    """Collect the settings and library versions that must be equal on all ranks, for :func:`check_ranks_agree`."""
     facts = {
-        key: keys.to_plain(config.get(key))
-        for key in keys.get_settings(RunConfig)
-        if not key.startswith(_LOCAL)
+        key: keys.to_plain_value(config.get(key))
+        for key in keys.get_setting_fields(RunConfig)
+        if not key.startswith(_SETTINGS_OF_HOST)
     }
     versions = {
         "Python": ".".join(platform.python_version_tuple()[:2]),

@@ -33,21 +33,21 @@ from portable.errors import (
 )
 from portable.private import torch_internals
 from portable.ranks import launch
-from portable.terminal import tell
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Self
 
-_KEY = "portable/peers"
+_STORE_KEY = "portable/peers"
 _LOOPBACK = "127.0.0.1"
-_CONNECTING = 10.0
+_CONNECT_SECONDS = 10.0
 """Timeout of a connection attempt in seconds."""
-_CONSEQUENCES = 1.0
+_CONSEQUENCE_SECONDS = 1.0
 """Seconds that rank 0 waits for another failure if the reported one may be its consequence."""
-_ANSWER = 5.0
+_ANSWER_SECONDS = 5.0
 """Seconds that a failed rank waits for the answer of rank 0."""
-_CLOSING = 60.0
+_CLOSE_SECONDS = 60.0
 """Seconds that a rank that has noticed an error itself may take to close its files and connections."""
 _MAX_BYTES, _MAX_TEXT = 1 << 16, 4000  # bytes of a message, characters of an error
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -77,7 +77,7 @@ class PeerFailure:
         message = self.message or "its process was killed or has crashed; the log of its node may say why"
         return f"rank {self.rank} on {self.host} failed first: {message}"
 
-    def as_error(self) -> ReportedElsewhereError:
+    def to_error(self) -> ReportedElsewhereError:
         """Return the error to raise on another rank."""
         return ReportedElsewhereError(self.message or self.describe(), self.code)
 
@@ -98,11 +98,11 @@ class PeerWatch:
         self._host = socket.gethostname()
         self._rank = 0
         self._connection: socket.socket | None = None
-        self._arbiter: _Arbiter | None = None
-        self._first: PeerFailure | None = None
+        self._arbiter: _FailureArbiter | None = None
+        self._first_failure: PeerFailure | None = None
         self._answered = threading.Event()
-        self._left = threading.Event()
-        self._ends = False
+        self._has_left = threading.Event()
+        self._main_thread_exits = False
 
     def start(self) -> Self:
         """Connect to rank 0. A collective call; does nothing with a single rank."""
@@ -111,19 +111,19 @@ class PeerWatch:
         self._rank = dist.get_rank()
         store = torch_internals.get_default_store()
         if self._rank == 0:
-            self._arbiter = _Arbiter(self._host)
-            store.set(_KEY, json.dumps([self._arbiter.addresses, self._arbiter.token]))
-        addresses, token = json.loads(store.get(_KEY))
-        self._connection = _connect(addresses if self._rank else [[_LOOPBACK, addresses[0][1]]])
+            self._arbiter = _FailureArbiter(self._host)
+            store.set(_STORE_KEY, json.dumps([self._arbiter.addresses, self._arbiter.token]))
+        addresses, token = json.loads(store.get(_STORE_KEY))
+        self._connection = _connect_to_rank_0(addresses if self._rank else [[_LOOPBACK, addresses[0][1]]])
         if self._connection is None:
-            tell(
+            print_status(
                 f"warning: rank {self._rank} cannot connect to rank 0 at {addresses}; the failure of a rank "
                 "is only noticed by the ranks that communicate with it"
             )
             return self
         hello = {"token": token, "rank": self._rank, "host": self._host}
-        self._connection.sendall(_pack(hello))
-        threading.Thread(target=self._listen, name="peers", daemon=True).start()
+        self._connection.sendall(_encode_message(hello))
+        threading.Thread(target=self._wait_for_first_failure, name="peers", daemon=True).start()
         return self
 
     def __enter__(self) -> Self:
@@ -131,40 +131,40 @@ class PeerWatch:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ReportedElsewhereError):
-            self.report(error)
-        self.leave(well=error is None or isinstance(error, Exception))
+            self.report_error(error)
+        self.disconnect(others_can_continue=error is None or isinstance(error, Exception))
 
-    def leave(self, *, well: bool = True) -> None:
+    def disconnect(self, *, others_can_continue: bool = True) -> None:
         """Close the connection.
 
         Args:
-            well: Whether the other ranks can continue without this one.
+            others_can_continue: Whether the other ranks can continue without this one.
         """
-        self._left.set()
+        self._has_left.set()
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError):
-                if well:
-                    connection.sendall(_pack({"leaves": True}))
+                if others_can_continue:
+                    connection.sendall(_encode_message({"leaves": True}))
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         if self._arbiter is not None:
             self._arbiter.close()
 
-    def announce_end(self) -> None:
+    def announce_own_exit(self) -> None:
         """Announce that the main thread ends this process because of an error that it has noticed itself."""
-        self._ends = True
+        self._main_thread_exits = True
 
-    def report(self, error: Exception) -> PeerFailure | None:
+    def report_error(self, error: Exception) -> PeerFailure | None:
         """Report an error of this rank to the others.
 
         Returns:
             The failure that rank 0 regards as the first, which may be one of another rank. None with a single
             rank, or without a connection.
         """
-        self.announce_end()
-        if self._connection is None or self._first is not None:
-            return self._first
+        self.announce_own_exit()
+        if self._connection is None or self._first_failure is not None:
+            return self._first_failure
         code = getattr(error, "exit_code", RUN_ERROR)
         # Errors without an exit code include errors of collectives whose peer has died.
         certain = hasattr(error, "exit_code")
@@ -173,16 +173,16 @@ class PeerWatch:
             self._rank, self._host, code, f"{name}{to_one_line(error)[:_MAX_TEXT]}", certain
         )
         with contextlib.suppress(OSError):
-            self._connection.sendall(_pack({"failure": asdict(failure)}))
-        self._answered.wait(_ANSWER)
-        return self._first
+            self._connection.sendall(_encode_message({"failure": asdict(failure)}))
+        self._answered.wait(_ANSWER_SECONDS)
+        return self._first_failure
 
     @property
-    def is_first(self) -> bool:
+    def failed_first(self) -> bool:
         """Whether rank 0 regards the failure of this rank as the first."""
-        return self._first is not None and self._first.rank == self._rank
+        return self._first_failure is not None and self._first_failure.rank == self._rank
 
-    def _listen(self) -> None:
+    def _wait_for_first_failure(self) -> None:
         """Wait for the first failure, in a background thread."""
         connection = self._connection
         assert connection is not None
@@ -193,29 +193,31 @@ class PeerWatch:
             elif "leaves" in message:  # rank 0 has finished, and no longer needs the other ranks
                 return
             elif "failure" in message:
-                self._first = PeerFailure(**message["failure"])
+                self._first_failure = PeerFailure(**message["failure"])
                 break
         else:
-            if self._left.is_set():
+            if self._has_left.is_set():
                 return
-            self._first = PeerFailure(0, peer, RUN_ERROR, "")
+            self._first_failure = PeerFailure(0, peer, RUN_ERROR, "")
         self._answered.set()
-        if self._first.rank == self._rank or self._left.is_set():
+        if self._first_failure.rank == self._rank or self._has_left.is_set():
             return
-        self._on_failure(self._first)
-        prints = self._rank == (1 if self._first.rank == 0 else 0) and not launch.is_launched()
-        if prints and not self._first.message:
-            print_error(f"error: {self._first.describe()}")
+        self._on_failure(self._first_failure)
+        prints = (
+            self._rank == (1 if self._first_failure.rank == 0 else 0) and not launch.is_launched_by_portable()
+        )
+        if prints and not self._first_failure.message:
+            print_error(f"error: {self._first_failure.describe()}")
         # The failed rank exits first, so that launchers report it and not this one.
-        if self._left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
+        if self._has_left.wait(LAUNCHER_SECONDS if is_ended_by_launcher() else NOTICE_SECONDS):
             return
         # A main thread that has noticed an error may still be closing the output and the process group.
-        if not (self._ends and self._left.wait(_CLOSING)):
+        if not (self._main_thread_exits and self._has_left.wait(_CLOSE_SECONDS)):
             sys.stdout.flush()
-            os._exit(self._first.code)
+            os._exit(self._first_failure.code)
 
 
-class _Arbiter:
+class _FailureArbiter:
     """Thread of rank 0 that accepts the connections of all ranks and decides which rank failed first."""
 
     def __init__(self, host: str) -> None:
@@ -235,90 +237,90 @@ class _Arbiter:
         self.token = secrets.token_hex(16)
         """Secret without which a connection is ignored. The ranks read it from the store."""
         self._host = host
-        self._ranks: dict[socket.socket, tuple[int, str]] = {}
-        self._received: dict[socket.socket, bytes] = {}
+        self._ranks_and_hosts: dict[socket.socket, tuple[int, str]] = {}
+        self._incomplete_lines: dict[socket.socket, bytes] = {}
         self._failures: list[PeerFailure] = []
         self._decide_at = float("inf")
         self._decided = False
         self._closed = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wakes, self._wake = socket.socketpair()
-        self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="peers-of-all", daemon=True)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve_connections, name="peers-of-all", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Notify all ranks that rank 0 leaves, and stop."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+            self._wake_sender.send(b"\0")
         self._thread.join(timeout=5)
 
-    def _serve(self) -> None:
+    def _serve_connections(self) -> None:
         while not self._closed:
             wait = None if self._decide_at == float("inf") else max(0.0, self._decide_at - time.monotonic())
             for key, _ in self._selector.select(wait):
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
-                    _keep_alive(connection)
-                    self._received[connection] = b""
+                    _enable_keepalive(connection)
+                    self._incomplete_lines[connection] = b""
                     self._selector.register(connection, selectors.EVENT_READ)
-                elif key.fileobj is not self._wakes:
-                    self._read(key.fileobj)  # type: ignore[arg-type]
+                elif key.fileobj is not self._wake_receiver:
+                    self._read_messages(key.fileobj)  # type: ignore[arg-type]
             if time.monotonic() >= self._decide_at:
                 self._decide_at = float("inf")
-                self._decide()
+                self._announce_first_failure()
         self._send_to_all({"leaves": True})
-        for connection in (*self._received, self._listener, self._wakes, self._wake):
+        for connection in (*self._incomplete_lines, self._listener, self._wake_receiver, self._wake_sender):
             connection.close()
         self._selector.close()
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read_messages(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(_MAX_BYTES)
         except OSError:
             data = b""
-        *lines, rest = (self._received[connection] + data).split(b"\n")
-        self._received[connection] = rest
+        *lines, rest = (self._incomplete_lines[connection] + data).split(b"\n")
+        self._incomplete_lines[connection] = rest
         for line in lines:
-            if not self._take(connection, line):
+            if not self._handle_message(connection, line):
                 data = b""
         if data and len(rest) < _MAX_BYTES:
             return
         self._selector.unregister(connection)
-        del self._received[connection]
+        del self._incomplete_lines[connection]
         connection.close()
-        if (ended := self._ranks.pop(connection, None)) is not None:
-            self._fail(PeerFailure(*ended, RUN_ERROR, ""))
+        if (ended := self._ranks_and_hosts.pop(connection, None)) is not None:
+            self._add_failure(PeerFailure(*ended, RUN_ERROR, ""))
 
-    def _take(self, connection: socket.socket, line: bytes) -> bool:
+    def _handle_message(self, connection: socket.socket, line: bytes) -> bool:
         """Handle a message of a rank, and return False if its connection must be closed."""
         try:
             message = json.loads(line)
         except ValueError:
             return False
-        if connection not in self._ranks:
+        if connection not in self._ranks_and_hosts:
             if not secrets.compare_digest(str(message.get("token", "")), self.token):
                 return False
-            self._ranks[connection] = (int(message["rank"]), str(message["host"]))
-            _send(connection, {"host": self._host})
+            self._ranks_and_hosts[connection] = (int(message["rank"]), str(message["host"]))
+            _send_message(connection, {"host": self._host})
         elif "leaves" in message:
-            del self._ranks[connection]
+            del self._ranks_and_hosts[connection]
             return False
         elif "failure" in message:
-            self._fail(PeerFailure(**message["failure"]))
+            self._add_failure(PeerFailure(**message["failure"]))
         return True
 
-    def _fail(self, failure: PeerFailure) -> None:
+    def _add_failure(self, failure: PeerFailure) -> None:
         """Add a failure. The decision is delayed if the failure may be the consequence of another one."""
         if self._decided:
             return
         self._failures.append(failure)
-        delay = 0.0 if failure.certain and failure.message else _CONSEQUENCES
+        delay = 0.0 if failure.certain and failure.message else _CONSEQUENCE_SECONDS
         self._decide_at = min(self._decide_at, time.monotonic() + delay)
 
-    def _decide(self) -> None:
+    def _announce_first_failure(self) -> None:
         """Send the first failure to all ranks.
 
         A failure that is certain takes precedence, because other failures may be its consequences.
@@ -328,16 +330,16 @@ class _Arbiter:
         self._send_to_all({"failure": asdict(first)})
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
-        for connection in self._ranks:
-            _send(connection, message)
+        for connection in self._ranks_and_hosts:
+            _send_message(connection, message)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        connection.sendall(_pack(message))
+        connection.sendall(_encode_message(message))
 
 
-def _pack(message: dict[str, Any]) -> bytes:
+def _encode_message(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
@@ -348,17 +350,17 @@ def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _connect(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
+def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
     for address, port in addresses:
         with contextlib.suppress(OSError):
-            connection = socket.create_connection((address, port), timeout=_CONNECTING)
+            connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
             connection.settimeout(None)
-            _keep_alive(connection)
+            _enable_keepalive(connection)
             return connection
     return None
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def _enable_keepalive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.console import print_error
-from portable.converters.interrupts import ignore_interrupts
+from portable.converters.interrupts import block_interrupts_in_children
 from portable.errors import (
     NOT_EXPORTED,
-    REPORTING,
+    REPORT_SECONDS,
     RUN_ERROR,
     USER_ERROR,
     NotExportedError,
@@ -33,40 +33,40 @@ from portable.errors import (
 )
 from portable.formatting import format_count
 from portable.ranks import watchdog
-from portable.ranks.open_file_limit import prepare_open_files
-from portable.ranks.parent_death import bind_spawned_processes, die_with_parent
-from portable.ranks.process_exit import set_exit_code
+from portable.ranks.open_file_limit import raise_open_file_limit
+from portable.ranks.parent_death import die_with_parent, kill_spawned_processes_with_parent
+from portable.ranks.process_exit import set_process_exit_code
 from portable.temporary_folder import create_scratch_folder, redirect_temporary_files
-from portable.terminal import shows_run_bars, tell
+from portable.terminal import print_status, shows_run_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
 
-STOP_REQUESTED = "stop-requested"
-_scratch: Path | None = None
-"""The folder for reports to the launcher, in a rank that :func:`launch` started."""
+STOP_FILE = "stop-requested"
+_report_folder: Path | None = None
+"""The folder for reports to the launcher, in a rank that :func:`launch_ranks` started."""
 _failed_at: float | None = None
 """The time of this rank's failure."""
 START_METHOD = "spawn"
-_LOOPBACK, _MEETING = "127.0.0.1", datetime.timedelta(minutes=10)
-OBEYING = 30.0  # seconds that ranks have to obey SIGTERM after the failure of another
-POLL = 0.1  # seconds between looks for the reports of other ranks
+_LOOPBACK, _RENDEZVOUS_TIMEOUT = "127.0.0.1", datetime.timedelta(minutes=10)
+TERMINATE_SECONDS = 30.0  # seconds that ranks have to obey SIGTERM after the failure of another
+POLL_SECONDS = 0.1  # seconds between looks for the reports of other ranks
 
 
-def check_variables() -> None:
+def check_rank_variables() -> None:
     """Check the variables that a launcher (torchrun, accelerate launch, srun, this program) sets."""
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None:
-        raise _build_incomplete_error("WORLD_SIZE is", "RANK is")
+        raise _build_incomplete_variables_error("WORLD_SIZE is", "RANK is")
     if world_size is None:
-        raise _build_incomplete_error("RANK is", "WORLD_SIZE is")
+        raise _build_incomplete_variables_error("RANK is", "WORLD_SIZE is")
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         variables = to_one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
         raise UserError(f"{variables} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
 
 
-def check_meeting_place() -> None:
+def check_rendezvous_variables() -> None:
     """Check that the launcher has set the address at which the ranks connect.
 
     Raises:
@@ -75,17 +75,17 @@ def check_meeting_place() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing and int(os.environ["WORLD_SIZE"]) > 1:
         are = "are" if len(missing) > 1 else "is"
-        raise _build_incomplete_error("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
+        raise _build_incomplete_variables_error("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
 
 
 _REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun ... -m portable.cli)"
 
 
-def _build_incomplete_error(there: str, missing: str) -> UserError:
+def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
     return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
 
-def format_command(world_size: int, **options: object) -> str:
+def format_train_command(world_size: int, **options: object) -> str:
     """Format a ``portable-train`` command for an error message.
 
     Ranks on several nodes need their own launcher, for which the text has a placeholder.
@@ -108,19 +108,19 @@ class RankFailure:
     exit_code: int
     message: str | None
     """Error in one line. None if the rank could not write a report."""
-    hang: bool = False
+    is_hang: bool = False
     """Whether ranks hang. The message then describes all of them."""
     traceback: str = ""
     """Traceback of a bug. The tracebacks of later failures are not printed."""
 
 
-def launch(
+def launch_ranks(
     function: Callable[..., int],
     arguments: tuple[Any, ...],
     *,
     ranks: int,
     memory_advice: str = "",
-    saved: Callable[[], object | None] = lambda: None,
+    find_checkpoint: Callable[[], object | None] = lambda: None,
 ) -> int:
     """Run ``function(*arguments)`` in ``ranks`` local processes.
 
@@ -130,7 +130,7 @@ def launch(
         arguments: Picklable arguments.
         ranks: Number of ranks.
         memory_advice: Remedy in the error message if a rank is killed because host memory ran out.
-        saved: Function that returns the checkpoint from which a stopped run can resume, or None.
+        find_checkpoint: Function that returns the checkpoint from which a stopped run can resume, or None.
 
     Returns:
         The exit code, which is the same on all ranks.
@@ -140,18 +140,22 @@ def launch(
         RunError: If the first failed rank raised it or was killed.
         StoppedError: If signals ended the run before it could save a checkpoint.
     """
-    prepare_open_files(ranks)
-    if shows_run_bars():  # every rank loads the libraries, which takes seconds
-        tell(f"waiting for {format_count(ranks, 'rank')} to load")
+    raise_open_file_limit(ranks)
+    if shows_run_progress_bars():  # every rank loads the libraries, which takes seconds
+        print_status(f"waiting for {format_count(ranks, 'rank')} to load")
     with create_scratch_folder("portable-launch") as folder:
         if sys.platform == "linux":  # otherwise gloo listens on the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        store, meeting_place = _start_store()
-        from portable.ranks.oom_kills import has_new_kill, read_oom_kills
+        store, meeting_place = _start_rendezvous_store()
+        from portable.ranks.oom_kills import has_new_oom_kill, read_oom_kills
 
         kills_before = read_oom_kills()
-        with bind_spawned_processes(), redirect_temporary_files(folder), _forward_signals(folder) as requests:
+        with (
+            kill_spawned_processes_with_parent(),
+            redirect_temporary_files(folder),
+            _forward_signals(folder) as requests,
+        ):
             context: Any = multiprocessing.get_context(START_METHOD)
             rank_arguments = (
                 function,
@@ -161,29 +165,30 @@ def launch(
                 {**meeting_place, **_build_world_variables(ranks)},
             )
             processes = [
-                context.Process(target=_rank_main, args=(rank, *rank_arguments)) for rank in range(ranks)
+                context.Process(target=_run_rank_process, args=(rank, *rank_arguments))
+                for rank in range(ranks)
             ]
             try:
-                with ignore_interrupts():
+                with block_interrupts_in_children():
                     for process in processes:
                         process.start()
-                failed = _wait_for_failure(processes, folder)
+                failed_rank = _wait_for_ranks(processes, folder)
             finally:
-                _end_processes(processes, folder)
+                _terminate_ranks(processes, folder)
         del store
-        if failed is None:
+        if failed_rank is None:
             return max(int(code.read_text()) for code in folder.glob("rank*.code"))
-        rank, code = failed
+        rank, code = failed_rank
         if requests and (
             code == -signal.SIGTERM or (code == -signal.SIGKILL and _is_second_interrupt(requests))
         ):
-            raise _build_stopped_error(requests, saved())
-        first = _find_first_failure(folder, rank, code)
-        sys.stderr.write(first.traceback)
-        raise _as_exception(first, has_new_kill(kills_before, read_oom_kills()), memory_advice)
+            raise _build_stopped_error(requests, find_checkpoint())
+        first_failure = _find_first_failure(folder, rank, code)
+        sys.stderr.write(first_failure.traceback)
+        raise _to_exception(first_failure, has_new_oom_kill(kills_before, read_oom_kills()), memory_advice)
 
 
-def _start_store() -> tuple[object, dict[str, str]]:
+def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
     """Start the store through which the ranks connect, and return it with the variables that the ranks need.
 
     The store listens only on the loopback interface, because every process that can connect can write to it.
@@ -196,13 +201,13 @@ def _start_store() -> tuple[object, dict[str, str]]:
         _LOOPBACK,
         port,
         is_master=True,
-        timeout=_MEETING,
+        timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
     # torchrun sets the same variables, because the store belongs to another process than rank 0.
-    joins = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **joins}
+    torchelastic_variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **torchelastic_variables}
 
 
 def _build_world_variables(ranks: int) -> dict[str, str]:
@@ -217,7 +222,7 @@ class RankExit(NamedTuple):
     """Exit code. Negative if a signal killed the process: the number of the signal."""
 
 
-def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> RankExit | None:
+def _wait_for_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> RankExit | None:
     """Wait until all processes have ended or one has failed.
 
     Returns:
@@ -229,83 +234,83 @@ def _wait_for_failure(processes: Sequence[BaseProcess], scratch: Path) -> RankEx
             code, rank = min(failed)  # prefer a killed rank, whose code is negative
             return RankExit(rank, code)
         for rank, ended in enumerate(codes):  # code in the rank may have called os._exit(0)
-            if ended == 0 and not _get_exit_code_path(scratch, rank).exists():
+            if ended == 0 and not _get_exit_code_path(report_folder, rank).exists():
                 return RankExit(rank, ended)
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         if not running:
             return None
         connection.wait(running, timeout=1)
-        _kill_silent_ranks(scratch)
+        _kill_silent_ranks(report_folder)
 
 
-def _end_processes(processes: Sequence[BaseProcess], scratch: Path) -> None:
+def _terminate_ranks(processes: Sequence[BaseProcess], report_folder: Path) -> None:
     """Terminate the processes that are still running, and kill those that do not end in time."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
-    end = time.monotonic() + OBEYING
+    end = time.monotonic() + TERMINATE_SECONDS
     while (
         sentinels := [process.sentinel for process in running if process.is_alive()]
     ) and time.monotonic() < end:
         connection.wait(sentinels, timeout=1)
-        _kill_silent_ranks(scratch)
+        _kill_silent_ranks(report_folder)
     for process in running:
         process.kill()
         process.join()
 
 
-def _get_exit_code_path(scratch: Path, rank: int) -> Path:
+def _get_exit_code_path(report_folder: Path, rank: int) -> Path:
     """Return the path of the file with the exit code that a rank's function returned."""
-    return scratch / f"rank{rank}.code"
+    return report_folder / f"rank{rank}.code"
 
 
-def _build_stopped_error(requests: list[int], saved: object | None) -> StoppedError:
+def _build_stopped_error(signals: list[int], checkpoint: object | None) -> StoppedError:
     """Build the error of a run that signals ended during a step, or before the first step."""
     message = "stopped by a signal before the first step"
-    if _is_second_interrupt(requests):
+    if _is_second_interrupt(signals):
         message = "stopped by a second Ctrl-C without saving"
-    if saved is None:
+    if checkpoint is None:
         message += "; there is no checkpoint yet, so the same command starts over"
     else:
-        message += f"; the same command resumes from {saved}"
-    return StoppedError(message, requests[0])
+        message += f"; the same command resumes from {checkpoint}"
+    return StoppedError(message, signals[0])
 
 
-def _is_second_interrupt(requests: Sequence[int]) -> bool:
+def _is_second_interrupt(signals: Sequence[int]) -> bool:
     """Return whether Ctrl-C was pressed after another signal had already requested a stop."""
-    return signal.SIGINT in requests[1:]
+    return signal.SIGINT in signals[1:]
 
 
 @contextmanager
-def _forward_signals(scratch: Path) -> Iterator[list[int]]:
+def _forward_signals(report_folder: Path) -> Iterator[list[int]]:
     """Forward signals to the ranks as SIGTERM; Ctrl-C after another signal kills the ranks.
 
     Yields:
         The received signals.
     """
-    requests: list[int] = []
+    received_signals: list[int] = []
 
     def forward(number: int, _: object) -> None:
-        requests.append(number)
-        (scratch / STOP_REQUESTED).touch()  # for ranks that have not started yet
-        forwarded = signal.SIGKILL if _is_second_interrupt(requests) else signal.SIGTERM
-        for pid in _read_rank_pids(scratch).values():
+        received_signals.append(number)
+        (report_folder / STOP_FILE).touch()  # for ranks that have not started yet
+        forwarded = signal.SIGKILL if _is_second_interrupt(received_signals) else signal.SIGTERM
+        for pid in _read_rank_pids(report_folder).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, forwarded)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield requests
+        yield received_signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _rank_main(
+def _run_rank_process(
     rank: int,
     function: Callable[..., int],
     arguments: tuple[Any, ...],
-    scratch: str,
+    report_folder: str,
     launcher: int,
     environment: Mapping[str, str],
 ) -> None:
@@ -315,36 +320,36 @@ def _rank_main(
     # Only the launcher handles Ctrl-C, and forwards it to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    global _scratch
-    _scratch = Path(scratch)
-    (Path(scratch) / f"rank{rank}.{os.getpid()}.pid").touch()
-    if (Path(scratch) / STOP_REQUESTED).exists():
+    global _report_folder
+    _report_folder = Path(report_folder)
+    (Path(report_folder) / f"rank{rank}.{os.getpid()}.pid").touch()
+    if (Path(report_folder) / STOP_FILE).exists():
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         code = function(*arguments)
-        _get_exit_code_path(Path(scratch), rank).write_text(str(int(code)))
-        set_exit_code(0)  # the code of this process: the launcher reads that of the run from the file
+        _get_exit_code_path(Path(report_folder), rank).write_text(str(int(code)))
+        set_process_exit_code(0)  # the code of this process: the launcher reads that of the run from the file
     except ReportedElsewhereError as error:
-        error.wait()
+        error.wait_for_report()
         os._exit(error.exit_code)
     except (UserError, RunError) as error:
-        _report(Path(scratch), error.exit_code, to_one_line(error))
+        _write_report(Path(report_folder), error.exit_code, to_one_line(error))
         # Not sys.exit, which would wait for other threads (a loader, a collective that waits for this rank).
         sys.stdout.flush()
         os._exit(error.exit_code)
     except Exception as error:
         message = f"{type(error).__name__}: {to_one_line(error)} (traceback above)"
-        _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
+        _write_report(Path(report_folder), RUN_ERROR, message, traceback=traceback.format_exc())
         # This error may be a consequence of another rank's failure. The launcher ends all ranks once one
         # exits, so let the other rank report first.
-        _wait_for_reports(Path(scratch))
-        time.sleep(5 * POLL)
+        _wait_for_reports(Path(report_folder))
+        time.sleep(5 * POLL_SECONDS)
         os._exit(RUN_ERROR)
 
 
-def is_launched() -> bool:
-    """Return whether :func:`launch` started this process as a rank."""
-    return _scratch is not None
+def is_launched_by_portable() -> bool:
+    """Return whether :func:`launch_ranks` started this process as a rank."""
+    return _report_folder is not None
 
 
 def record_failure_time() -> None:
@@ -353,18 +358,18 @@ def record_failure_time() -> None:
     _failed_at = _failed_at or time.time()
 
 
-def _wait_for_reports(scratch: Path) -> None:
-    """Wait until every rank has reported or exited, for at most :data:`REPORTING` seconds."""
-    end = time.monotonic() + REPORTING
+def _wait_for_reports(report_folder: Path) -> None:
+    """Wait until every rank has reported or exited, for at most :data:`REPORT_SECONDS` seconds."""
+    end = time.monotonic() + REPORT_SECONDS
     while time.monotonic() < end:
         silent = [
             pid
-            for rank, pid in _read_rank_pids(scratch).items()
-            if not (scratch / f"rank{rank}.json").exists()
+            for rank, pid in _read_rank_pids(report_folder).items()
+            if not (report_folder / f"rank{rank}.json").exists()
         ]
         if not any(map(_is_alive, silent)):
             return
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 def _is_alive(pid: int) -> bool:
@@ -377,48 +382,52 @@ def _is_alive(pid: int) -> bool:
 
 def report_hang(message: str) -> None:
     """Report where this rank hangs to the launcher, or print it under another launcher."""
-    if _scratch is None:
+    if _report_folder is None:
         print_error(f"error: {message}")
     else:
-        _report(_scratch, RUN_ERROR, message, hang=True)
+        _write_report(_report_folder, RUN_ERROR, message, hang=True)
 
 
-def _report(scratch: Path, code: int, message: str, *, hang: bool = False, traceback: str = "") -> None:
+def _write_report(
+    report_folder: Path, code: int, message: str, *, hang: bool = False, traceback: str = ""
+) -> None:
     """Write this rank's report for the launcher, which never reads an incomplete file."""
     rank = int(os.environ["RANK"])
     report = {"rank": rank, "code": code, "message": message, "hang": hang, "traceback": traceback}
     text = json.dumps({**report, "time": _failed_at or time.time()})
-    partial = scratch / f"rank{rank}.partial"
+    partial = report_folder / f"rank{rank}.partial"
     partial.write_text(text, "utf-8")
-    partial.rename(scratch / f"rank{rank}.json")
+    partial.rename(report_folder / f"rank{rank}.json")
 
 
-def _kill_silent_ranks(scratch: Path) -> None:
+def _kill_silent_ranks(report_folder: Path) -> None:
     """Kill ranks that have not reported some time after another rank reported a hang."""
-    reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
-    if any(report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE for report in reports):
-        for rank, pid in _read_rank_pids(scratch).items():
+    reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
+    if any(
+        report["hang"] and time.time() - report["time"] > 2 * watchdog.GRACE_SECONDS for report in reports
+    ):
+        for rank, pid in _read_rank_pids(report_folder).items():
             if all(report["rank"] != rank for report in reports):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _read_rank_pids(scratch: Path) -> dict[int, int]:
+def _read_rank_pids(report_folder: Path) -> dict[int, int]:
     """Return the process ids of the ranks, keyed by rank."""
-    names = [path.name.split(".") for path in scratch.glob("rank*.pid")]
+    names = [path.name.split(".") for path in report_folder.glob("rank*.pid")]
     return {int(rank.removeprefix("rank")): int(pid) for rank, pid, _ in names}
 
 
-def _find_first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure:
+def _find_first_failure(report_folder: Path, rank: int, exit_code: int) -> RankFailure:
     """Find the first failure, preferably in the reports of the ranks.
 
     Later failures may be its consequences.
     """
-    reports = [json.loads(path.read_text("utf-8")) for path in scratch.glob("rank*.json")]
+    reports = [json.loads(path.read_text("utf-8")) for path in report_folder.glob("rank*.json")]
     if hung := sorted((report for report in reports if report["hang"]), key=lambda report: report["rank"]):
-        silent = sorted(_read_rank_pids(scratch).keys() - {report["rank"] for report in hung})
+        silent = sorted(_read_rank_pids(report_folder).keys() - {report["rank"] for report in hung})
         lines = [report["message"] for report in hung] + [f"rank {rank} did not respond" for rank in silent]
-        return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(lines), hang=True)
+        return RankFailure(hung[0]["rank"], RUN_ERROR, "; ".join(lines), is_hang=True)
     # A killed rank writes no report and is the cause of the errors that other ranks report.
     if exit_code < 0 or not reports:
         return RankFailure(rank, exit_code, None)
@@ -427,13 +436,13 @@ def _find_first_failure(scratch: Path, rank: int, exit_code: int) -> RankFailure
     return RankFailure(first["rank"], first["code"], first["message"], traceback=first["traceback"])
 
 
-def _as_exception(failure: RankFailure, out_of_memory: bool | None, memory_advice: str) -> Exception:
+def _to_exception(failure: RankFailure, out_of_memory: bool | None, memory_advice: str) -> Exception:
     if failure.message is not None:
         if failure.exit_code == USER_ERROR:
             return UserError(failure.message)
         if failure.exit_code == NOT_EXPORTED:
             return NotExportedError(failure.message)
-        if failure.hang:
+        if failure.is_hang:
             return RunError(failure.message)
         return RunError(f"rank {failure.rank} failed first: {failure.message}")
     if failure.exit_code >= 0:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from portable.converters.errors import CheckpointError
 from portable.errors import to_one_line
-from portable.ranks.collectives import gather_text, get_background_group
+from portable.ranks.collectives import gather_text, get_or_create_background_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,14 +25,14 @@ class NodeWriters:
         size: Number of processes.
 
     Attributes:
-        broken: Whether another process of the group has died.
+        has_lost_a_process: Whether another process of the group has died.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, number: int, size: int) -> None:
         self._group = group
         self.number = number
         self.size = size
-        self.broken = False
+        self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
         """Call a function in every process of the group; see :class:`converters.WriterGroup`."""
@@ -49,7 +49,7 @@ class NodeWriters:
         except RuntimeError as error:
             if failure is not None:
                 raise failure from error
-            self.broken = True
+            self.has_lost_a_process = True
             raise CheckpointError(
                 f"another node that writes the model has stopped ({to_one_line(error)[:200]})"
             ) from error
@@ -61,14 +61,15 @@ class NodeWriters:
         return [other["result"] for other in answers]
 
 
-def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None:
+def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters | None:
     """Choose the ranks that write the final model: the first rank of each node. A collective call.
 
     One process of a node is enough, because its threads use all cores, and because every process has to read
     the index of the complete checkpoint.
 
     Args:
-        sees_checkpoint: Function that returns whether this process can read the checkpoint. A node without
+        can_read_checkpoint: Function that returns whether this process can read the checkpoint. A node
+        without
             access to the file system of rank 0 does not write.
 
     Returns:
@@ -77,9 +78,9 @@ def form_node_writers(sees_checkpoint: Callable[[], bool]) -> NodeWriters | None
     if not dist.is_initialized():
         return NodeWriters(None, 0, 1)
     rank = dist.get_rank()
-    writes = rank == 0 or (os.environ.get("LOCAL_RANK", "0") == "0" and sees_checkpoint())
+    writes = rank == 0 or (os.environ.get("LOCAL_RANK", "0") == "0" and can_read_checkpoint())
     answers = gather_text("writes" if writes else "")
     ranks = [number for number, answer in enumerate(answers) if answer]
     # The writers have a separate group, because the other ranks end before them.
-    group = get_background_group(ranks) if len(ranks) > 1 else None
+    group = get_or_create_background_group(ranks) if len(ranks) > 1 else None
     return NodeWriters(group, ranks.index(rank), len(ranks)) if writes else None

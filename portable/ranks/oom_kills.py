@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-Counters = dict[str, int]
+OomKillCounts = dict[str, int]
 """Number of OOM kills since boot, keyed by the path of the counter."""
 
 
-def read_oom_kills(root: Path = Path("/")) -> Counters:
+def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
     """Read all visible counters of OOM kills.
 
     The counter of the machine is in ``/proc/vmstat``. The counters of this process's memory cgroup and its
@@ -21,15 +21,15 @@ def read_oom_kills(root: Path = Path("/")) -> Counters:
     Returns:
         The counters. Empty if the system has none.
     """
-    counters: Counters = {}
-    for path in (root / "proc/vmstat", *_find_cgroup_files(root)):
+    counters: OomKillCounts = {}
+    for path in (root / "proc/vmstat", *_list_cgroup_counter_files(root)):
         with suppress(OSError, ValueError):
             fields = (line.split() for line in path.read_text().splitlines())
             counters |= {str(path): int(field[1]) for field in fields if field[:1] == ["oom_kill"]}
     return counters
 
 
-def _find_cgroup_files(root: Path) -> list[Path]:
+def _list_cgroup_counter_files(root: Path) -> list[Path]:
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []
@@ -47,7 +47,7 @@ def _find_cgroup_files(root: Path) -> list[Path]:
     return files
 
 
-def has_new_kill(before: Counters, after: Counters) -> bool | None:
+def has_new_oom_kill(before: OomKillCounts, after: OomKillCounts) -> bool | None:
     """Return whether there was an OOM kill between two readings, or None if there are no counters."""
     if not before:
         return None

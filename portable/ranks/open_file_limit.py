@@ -8,13 +8,13 @@ import resource
 
 from portable.errors import UserError
 
-_GROUPS = 2
+_NUM_PROCESS_GROUPS = 2
 """Process groups of gloo: the default one, and the one of background threads."""
-_OTHERS = 256
+_NUM_OTHER_FILES = 256
 """Files of the data, libraries and checkpoints, and pipes of workers."""
 
 
-def prepare_open_files(world_size: int) -> None:
+def raise_open_file_limit(world_size: int) -> None:
     """Raise the soft limit of open files to the hard limit, and connect ranks only when they communicate.
 
     Raises:
@@ -26,7 +26,7 @@ def prepare_open_files(world_size: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # some systems refuse their own hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count_open_files(world_size)
+    needed = compute_needed_open_files(world_size)
     if limit != resource.RLIM_INFINITY and limit < needed and world_size > 1:
         raise UserError(
             f"RLIMIT_NOFILE: {world_size} ranks need up to {needed} open files and sockets per process, but "
@@ -35,9 +35,9 @@ def prepare_open_files(world_size: int) -> None:
         )
 
 
-def count_open_files(world_size: int) -> int:
+def compute_needed_open_files(world_size: int) -> int:
     """Return how many files and sockets rank 0 may have open, which has the most of all ranks.
 
     Rank 0 has a connection to each rank in each process group, in the store and for the failure of ranks.
     """
-    return (_GROUPS + 2) * world_size + _OTHERS
+    return (_NUM_PROCESS_GROUPS + 2) * world_size + _NUM_OTHER_FILES

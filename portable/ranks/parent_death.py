@@ -17,40 +17,43 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 # Code that a spawned process runs first: the parent may be killed while the process imports its modules.
-_FIRST = (
+_CODE_OF_SPAWNED_PROCESS = (
     "import ctypes, os; ctypes.CDLL(None).prctl({option}, {signal}, 0, 0, 0); "
     "os.getppid() == {parent} or os._exit(1); "
 )
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Make the system kill this process when its parent dies.
 
     Args:
-        parent: Expected process id of the parent, or None if any parent is accepted. If the parent is another
+        expected_parent_pid: Expected process id of the parent, or None if any parent is accepted. If the
+        parent is another
             process by now, it has died, and this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     else:
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
-    if parent is not None and os.getppid() != parent:
+        threading.Thread(target=_kill_when_parent_ends, args=(os.getppid(),), daemon=True).start()
+    if expected_parent_pid is not None and os.getppid() != expected_parent_pid:
         os._exit(1)
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
+def _kill_when_parent_ends(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
-def bind_spawned_processes() -> Iterator[None]:
+def kill_spawned_processes_with_parent() -> Iterator[None]:
     """Make processes that ``multiprocessing`` spawns die with this one, even during their imports."""
     if sys.platform != "linux":
         yield
         return
-    first = _FIRST.format(option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid())
+    first = _CODE_OF_SPAWNED_PROCESS.format(
+        option=_PR_SET_PDEATHSIG, signal=int(signal.SIGKILL), parent=os.getpid()
+    )
     original = spawn.get_command_line
 
     def build_command_line(**arguments: object) -> list[str]:

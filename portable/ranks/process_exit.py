@@ -6,12 +6,12 @@ import atexit
 import os
 from contextlib import suppress
 
-from portable.converters.console import flush
+from portable.converters.console import flush_stdout
 
-_code: int | None = None
+_exit_code: int | None = None
 
 
-def set_exit_code(code: int) -> int:
+def set_process_exit_code(code: int) -> int:
     """Set the code with which this process ends after all exit handlers, without finalizing the interpreter.
 
     Threads of gloo free their last tensors at any time. If the interpreter is being finalized at that time,
@@ -20,14 +20,14 @@ def set_exit_code(code: int) -> int:
     Returns:
         The code.
     """
-    global _code
-    _code = code
+    global _exit_code
+    _exit_code = code
     return code
 
 
 @atexit.register
-def _exit_process() -> None:
-    if _code is not None:
+def _exit_after_handlers() -> None:
+    if _exit_code is not None:
         with suppress(Exception):  # the stream may be closed or full
-            flush()
-        os._exit(_code)
+            flush_stdout()
+        os._exit(_exit_code)

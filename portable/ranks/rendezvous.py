@@ -12,8 +12,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     import datetime
 
-_JOIN, _START, _READY = "portable/join", "portable/start", "portable/ready"
-_POLL = 0.1  # seconds between looks of rank 0 for ranks that joined
+_JOIN_KEY, _START_KEY, _READY_KEY = "portable/join", "portable/start", "portable/ready"
+_POLL_SECONDS = 0.1  # seconds between looks of rank 0 for ranks that joined
 
 
 class Rendezvous(NamedTuple):
@@ -39,12 +39,12 @@ def join_rendezvous(timeout: datetime.timedelta) -> Rendezvous:
     """
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))  # type: ignore[attr-defined]
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size > 1:
-        attempt = agree_on_attempt(store, rank, world_size, timeout)
+        attempt = agree_on_attempt_name(store, rank, world_size, timeout)
         store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
     return Rendezvous(store, rank, world_size)
 
 
-def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+def agree_on_attempt_name(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
     """Agree on a name of this attempt with the other ranks, in a store that holds keys of earlier attempts.
 
     ``TORCHELASTIC_RESTART_COUNT`` cannot be that name, because each node counts its own restarts. Rank 0
@@ -57,20 +57,20 @@ def agree_on_attempt(store: Any, rank: int, world_size: int, timeout: datetime.t
     """
     if rank > 0:
         number = uuid.uuid4().hex
-        store.set(f"{_JOIN}/{rank}", number)
-        store.wait([f"{_START}/{number}"], timeout)
-        attempt: str = store.get(f"{_START}/{number}").decode()
-        store.add(f"{_READY}/{attempt}", 1)
+        store.set(f"{_JOIN_KEY}/{rank}", number)
+        store.wait([f"{_START_KEY}/{number}"], timeout)
+        attempt: str = store.get(f"{_START_KEY}/{number}").decode()
+        store.add(f"{_READY_KEY}/{attempt}", 1)
         return attempt
     attempt, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    ranks = [f"{_JOIN}/{other}" for other in range(1, world_size)]
+    ranks = [f"{_JOIN_KEY}/{other}" for other in range(1, world_size)]
     store.wait(ranks, timeout)
     answered: set[bytes] = set()
-    while store.add(f"{_READY}/{attempt}", 0) < world_size - 1:
+    while store.add(f"{_READY_KEY}/{attempt}", 0) < world_size - 1:
         for number in set(store.multi_get(ranks)) - answered:
-            store.set(f"{_START}/{number.decode()}", attempt)
+            store.set(f"{_START_KEY}/{number.decode()}", attempt)
             answered.add(number)
         if time.monotonic() > end:
             raise dist.DistStoreError(f"not all {world_size} ranks joined within {timeout}")
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
     return attempt

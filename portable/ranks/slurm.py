@@ -13,10 +13,10 @@ from portable.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_FIRST_PORT, _PORTS = 20_000, 12_000  # below Linux's range for outgoing connections
+_LOWEST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's range for outgoing connections
 
 
-def read_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def read_slurm_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set for this process.
 
     Args:
@@ -38,7 +38,7 @@ def read_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": tasks,
             "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "LOCAL_WORLD_SIZE": str(_count_node_tasks(environment)),
+            "LOCAL_WORLD_SIZE": str(_count_tasks_of_node(environment)),
             # Every rank computes the same address: the first node of the step, and a port that other steps on
             # that node are unlikely to use.
             "MASTER_ADDR": environment.get("MASTER_ADDR")
@@ -60,7 +60,7 @@ def parse_first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
-def _count_node_tasks(environment: Mapping[str, str]) -> int:
+def _count_tasks_of_node(environment: Mapping[str, str]) -> int:
     """Return the number of tasks on this node.
 
     ``4(x2),3`` means two nodes with four tasks and one node with three tasks.
@@ -74,4 +74,4 @@ def _count_node_tasks(environment: Mapping[str, str]) -> int:
 
 def _compute_port(environment: Mapping[str, str]) -> int:
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _FIRST_PORT + (job * 13 + step) % _PORTS
+    return _LOWEST_PORT + (job * 13 + step) % _NUM_PORTS

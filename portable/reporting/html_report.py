@@ -18,36 +18,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from portable.config.flags import expand_path
-from portable.config.yaml_text import parse
+from portable.config.yaml_text import parse_yaml
 from portable.converters.commands import (
     DONE,
     FAILED,
     REFUSED,
-    Parser,
+    CommandParser,
     ShowVersion,
+    exit_without_traceback,
     format_exit_codes,
-    wrap_main,
 )
 from portable.converters.console import print_error, print_line
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import redact_credentials, to_printable
-from portable.converters.storage.path_or_url import in_store, resolve_links
-from portable.converters.storage.safe_open import LinkError, read_small
+from portable.converters.storage.path_or_url import is_in_store, resolve_links
+from portable.converters.storage.safe_open import LinkError, read_small_file
 from portable.errors import RunError, UserError, to_one_line
 from portable.formatting import format_bytes, format_count, format_time
-from portable.output.existing_run import PREVIEW_FILE
-from portable.paths import CONFIG_FILE, REPORT_FILE, convert_storage_errors, place_of, write_durably
-from portable.reporting.json_lines import MOST, LogRows, is_count, is_number, read_rows
-from portable.reporting.metrics import EVENTS_FILE, METRICS_FILE, is_evaluation
+from portable.output.existing_run import DATA_SAMPLES_FILE
+from portable.paths import (
+    CONFIG_FILE,
+    REPORT_FILE,
+    convert_storage_errors,
+    parse_place_setting,
+    write_durably,
+)
+from portable.reporting.json_lines import MAX_SAFE_INTEGER, LogRows, is_number, is_valid_count, read_log_rows
+from portable.reporting.metrics import EVENTS_FILE, METRICS_FILE, is_evaluation_metric
 from portable.reporting.run_log import LOG_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _Point = TypeVar("_Point", bound=tuple[Any, ...])
-POINTS = 2000
+TARGET_NUM_POINTS = 2000
 """About the number of points that a curve keeps: it is a few hundred pixels wide."""
 
 
@@ -111,7 +117,7 @@ class Chart:
     zero: bool = False
 
 
-METRICS = (
+CHARTS = (
     Chart(
         "Loss",
         ("loss", "eval_loss"),
@@ -133,16 +139,16 @@ _HINTS = {
     "transfers_from_device": "of this launch, so far",
 }
 # Limits for untrusted files; a run's own stay far below.
-_MOST_MATRICES = 8
-_MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
+_MAX_MATRICES = 8
+_MAX_CHARTS, _MAX_NAME_LENGTH, _MAX_PATH_LENGTH, _MAX_TEXT_LENGTH = 60, 100, 500, 10_000
 _RELOAD_SECONDS = 30
-_MOST_LOG = 16 << 20
-_MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
-_NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
+_MAX_LOG_BYTES = 16 << 20
+_MAX_CONFIG_BYTES, _MAX_SETTINGS = 512 << 10, 20_000
+_METRICS_WITHOUT_CHART = {"step", "samples", "time", "samples_per_second"}
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class ReportedRun:
     """What a run's folder contains.
 
     Attributes:
@@ -150,21 +156,21 @@ class RunRecord:
         rows: of ``metrics.jsonl``.
         events: of ``events.jsonl``.
         settings: ``config.yaml`` by dotted key; empty if there is no file.
-        unreadable: what could not be read, for a message; empty if everything could.
+        unreadable_parts: what could not be read, for a message; empty if everything could.
     """
 
-    folder: Place
+    folder: AnyPath
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     settings: dict[str, Any]
-    unreadable: str = ""
+    unreadable_parts: str = ""
     preview: dict[str, Any] | None = None
     """Facts, lengths and samples of its data; None without a file."""
     log: str = ""
     """The end of ``log.txt``."""
 
     @classmethod
-    def read(cls, folder: Place) -> RunRecord:
+    def read(cls, folder: AnyPath) -> ReportedRun:
         """Read the run in ``folder``.
 
         Raises:
@@ -176,10 +182,10 @@ class RunRecord:
         except (OSError, ValueError) as error:  # too long a name
             raise UserError(f"{folder}: {to_one_line(error)}; give the output_dir of a run") from error
         try:
-            rows, bad_rows = read_rows(folder / METRICS_FILE)
+            rows, bad_rows = read_log_rows(folder / METRICS_FILE)
             events, bad_events = _read_events(folder)
             settings, bad_settings = _read_settings(folder / CONFIG_FILE)
-            preview = read_preview(folder / PREVIEW_FILE)
+            preview = read_data_preview(folder / DATA_SAMPLES_FILE)
             log = _read_log_end(folder / LOG_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
@@ -199,21 +205,23 @@ class RunRecord:
 
     # -- x axes ---------------------------------------------------------------------------------------------
 
-    def count_tokens(self, samples: Any) -> int | None:
+    def compute_token_count(self, samples: Any) -> int | None:
         """Tokens seen after ``samples`` samples; None if unknown."""
         length = self.settings.get("data.seq_len")
         return (
-            samples * length if is_count(samples) and is_count(length) and samples * length < MOST else None
+            samples * length
+            if is_valid_count(samples) and is_valid_count(length) and samples * length < MAX_SAFE_INTEGER
+            else None
         )
 
-    def list_launches(self) -> list[dict[str, Any]]:
+    def list_launch_events(self) -> list[dict[str, Any]]:
         """The events that started a launch of the run."""
         return [event for event in self.events if event["event"] in ("start", "resume")]
 
     @cached_property
     def _launch_starts(self) -> list[_LaunchStart]:
         """Start of each launch, in order."""
-        starts = sorted(float(launch["time"]) for launch in self.list_launches() if "time" in launch)
+        starts = sorted(float(launch["time"]) for launch in self.list_launch_events() if "time" in launch)
         times = sorted(row["time"] for row in (*self.rows, *self.events) if "time" in row)
         launch_starts: list[_LaunchStart] = []
         worked = 0.0
@@ -223,27 +231,27 @@ class RunRecord:
             worked += max(0.0, within[-1] - start) if within else 0.0
         return launch_starts
 
-    def compute_hours(self, moment: Any) -> float | None:
-        """Hours worked until ``moment`` (seconds since 1970), without the time between launches."""
-        if not is_number(moment) or not self._launch_starts:
+    def compute_worked_hours(self, unix_time: Any) -> float | None:
+        """Hours worked until ``unix_time`` (seconds since 1970), without the time between launches."""
+        if not is_number(unix_time) or not self._launch_starts:
             return None
-        launch = max(0, bisect_right(self._launch_starts, (moment, float("inf"))) - 1)
+        launch = max(0, bisect_right(self._launch_starts, (unix_time, float("inf"))) - 1)
         start, worked = self._launch_starts[launch]
-        return round((worked + max(0.0, float(moment) - start)) / 3600, 5)
+        return round((worked + max(0.0, float(unix_time) - start)) / 3600, 5)
 
     def build_series(self, name: str) -> list[CurvePoint]:
         """The values of ``name``, thinned to what a curve can show."""
         points = [
             CurvePoint(
                 row["step"],
-                self.count_tokens(row.get("samples")),
-                self.compute_hours(row.get("time")),
+                self.compute_token_count(row.get("samples")),
+                self.compute_worked_hours(row.get("time")),
                 float(row[name]),
             )
             for row in self.rows
             if is_number(row.get(name))
         ]
-        return thin_points(points)
+        return downsample_points(points)
 
     # -- text of the page -----------------------------------------------------------------------------------
 
@@ -254,8 +262,8 @@ class RunRecord:
         for event in self.events:
             kind, text = str(event["event"]), str(event["event"])
             if kind in ("start", "resume"):
-                now = _describe_machine(event)
-                text = _describe_launch(event)
+                now = _format_devices(event)
+                text = _format_launch(event)
                 if machine is not None and now != machine:
                     kind = "move"
                     text += f" (was {machine})"
@@ -273,7 +281,11 @@ class RunRecord:
                 text = "ended" if event.get("complete") else "stopped at train.stop_after"
             moment = event.get("time")
             when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment))
-            axis_values = [event["step"], self.count_tokens(event.get("samples")), self.compute_hours(moment)]
+            axis_values = [
+                event["step"],
+                self.compute_token_count(event.get("samples")),
+                self.compute_worked_hours(moment),
+            ]
             described.append(
                 {"kind": kind, "step": event["step"], "when": when, "text": text, "at": axis_values}
             )
@@ -282,116 +294,130 @@ class RunRecord:
     def collect_facts(self) -> dict[str, str]:
         """Key numbers of the run."""
         last = self.rows[-1]
-        losses = self._get_numbers("loss")
+        losses = self._list_numbers("loss")
         evaluated = dict.fromkeys(n for row in self.rows for n in row if n.partition("/")[0] == "eval_loss")
-        rates = sorted(rate for rate in self._get_numbers("tokens_per_second") if rate)
-        memory = [used for used in self._get_numbers("memory") if used]
-        launches = self.list_launches()
+        rates = sorted(rate for rate in self._list_numbers("tokens_per_second") if rate)
+        memory = [used for used in self._list_numbers("memory") if used]
+        launches = self.list_launch_events()
         facts = {"folder": str(self.folder), "step": f"{last['step']:,}"}
         steps = self.settings.get("train.steps") or (launches[-1].get("steps") if launches else None)
-        if is_count(steps):
+        if is_valid_count(steps):
             facts["step"] += f" of {steps:,}"
-        if launches and is_count(launches[-1].get("parameters")):
+        if launches and is_valid_count(launches[-1].get("parameters")):
             facts["model"] = f"{launches[-1].get('model', '')}, {launches[-1]['parameters']:,} parameters"
         if losses:
             facts["training loss"] = f"{losses[-1]:.4f} (first {losses[0]:.4f})"
-        for name in list(evaluated)[:_MOST_CHARTS]:
-            if evaluations := self._get_numbers(name):
+        for name in list(evaluated)[:_MAX_CHARTS]:
+            if evaluations := self._list_numbers(name):
                 best = f"{evaluations[-1]:.4f} (best {min(evaluations):.4f})"
-                facts[_format_title(name).lower()[:_MOST_NAME]] = best
-        if (tokens := self.count_tokens(last.get("samples"))) is not None:
+                facts[_format_metric_name(name).lower()[:_MAX_NAME_LENGTH]] = best
+        if (tokens := self.compute_token_count(last.get("samples"))) is not None:
             facts["tokens"] = f"{tokens:,}"
         if rates:
             facts["tokens/s"] = f"{rates[len(rates) // 2]:,.0f} (median)"
         if memory:
             facts["memory of a rank"] = format_bytes(max(memory))
-        if (hours := self.compute_hours(last.get("time"))) is not None:
+        if (hours := self.compute_worked_hours(last.get("time"))) is not None:
             facts["time"] = format_time(hours * 3600)
         if launches:
-            machines = Counter(_describe_machine(launch) for launch in launches)
+            machines = Counter(_format_devices(launch) for launch in launches)
             facts["ran on"] = "; ".join(
                 name + (f" ({times} times)" if times > 1 else "") for name, times in machines.items()
             )
-        if self.unreadable:
-            facts["unreadable"] = self.unreadable
+        if self.unreadable_parts:
+            facts["unreadable"] = self.unreadable_parts
         return facts
 
-    def list_confusions(self) -> list[dict[str, Any]]:
+    def list_confusion_matrices(self) -> list[dict[str, Any]]:
         """The last confusion matrix of each evaluation source."""
         last = {
             key: (row["step"], row[key]) for row in self.rows for key in row if isinstance(row[key], dict)
         }
-        shown = list(last.items())[:_MOST_MATRICES]
+        shown = list(last.items())[:_MAX_MATRICES]
         return [
-            {"name": _format_title(key)[:_MOST_NAME], "step": step, **matrix} for key, (step, matrix) in shown
+            {"name": _format_metric_name(key)[:_MAX_NAME_LENGTH], "step": step, **matrix}
+            for key, (step, matrix) in shown
         ]
 
-    def _get_numbers(self, name: str) -> list[float]:
+    def _list_numbers(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if is_number(row.get(name))]
 
 
-def thin_points(points: list[_Point]) -> list[_Point]:
-    """About :data:`POINTS` of ``points``: the lowest and highest of each stretch, so that no spike is lost.
+def downsample_points(points: list[_Point]) -> list[_Point]:
+    """About :data:`TARGET_NUM_POINTS` of ``points``: the lowest and highest of each stretch, so that no spike is lost.
 
     Args:
         points: tuples whose last element is the value.
     """
-    if len(points) <= POINTS:
+    if len(points) <= TARGET_NUM_POINTS:
         return points
-    size = -(-2 * len(points) // POINTS)
+    stretch_length = -(-2 * len(points) // TARGET_NUM_POINTS)
     extreme_points = []
-    for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
+    for start in range(0, len(points), stretch_length):
+        stretch = range(start, min(start + stretch_length, len(points)))
         extremes = {min(stretch, key=lambda i: points[i][-1]), max(stretch, key=lambda i: points[i][-1])}
         extreme_points += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
     return extreme_points
 
 
-def build_page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
+def build_report_html(runs: Sequence[ReportedRun], *, reloads: bool = False) -> str:
     """Build the whole page.
 
     Args:
         runs: Runs to show.
-        live: Whether the page reloads itself in the browser, because it is written again during training.
+        reloads: Whether the page reloads itself in the browser, because it is written again during training.
     """
-    names = _shorten_names([run.folder for run in runs])
+    names = _list_short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
-    charted = {name for metric in METRICS for name in metric.series}
+    charted_names = {name for metric in CHARTS for name in metric.series}
     # Other numbers are drawn too, in the order of the file, up to a limit.
-    numbers = dict.fromkeys(key for row in all_rows for key in row if is_number(row[key]))
-    more = [key for key in numbers if key not in charted | _NOT_DRAWN and len(key) <= _MOST_NAME][
-        :_MOST_CHARTS
-    ]
-    keys = [key for key in numbers if key in charted or key in more]
+    numeric_names = dict.fromkeys(key for row in all_rows for key in row if is_number(row[key]))
+    uncharted_names = [
+        key
+        for key in numeric_names
+        if key not in charted_names | _METRICS_WITHOUT_CHART and len(key) <= _MAX_NAME_LENGTH
+    ][:_MAX_CHARTS]
+    keys = [key for key in numeric_names if key in charted_names or key in uncharted_names]
     # The evaluations on several sources are one chart, as is F1 of all classes.
     charts: dict[str, tuple[str, ...]] = {}
-    sources = {key.partition("/")[2] for key in numbers if key.startswith("eval_loss/")}
-    for key in more:
-        chart = _get_chart_name(key, sources)
+    sources = {key.partition("/")[2] for key in numeric_names if key.startswith("eval_loss/")}
+    for key in uncharted_names:
+        chart = _choose_chart_name(key, sources)
         charts[chart] = (*charts.get(chart, ()), key)
     losses = charts.pop("eval_loss", ())
-    others = [
-        Chart(_format_title(chart), series, hint=_HINTS.get(chart, ""), zero=not is_evaluation(chart))
+    other_charts = [
+        Chart(
+            _format_metric_name(chart),
+            series,
+            hint=_HINTS.get(chart, ""),
+            zero=not is_evaluation_metric(chart),
+        )
         for chart, series in charts.items()
     ]
     loss_names = dict.fromkeys(loss for run in runs if (loss := run.settings.get("train.loss")))
-    hint = f"{', '.join(loss_names)}; dashed: evaluation" if loss_names else METRICS[0].hint
-    fixed = [replace(METRICS[0], series=METRICS[0].series + losses, hint=hint), *METRICS[1:]]
-    drawn = [metric for metric in fixed + others if any(name in numbers for name in metric.series)]
-    series = [{name: run.build_series(name) for metric in drawn for name in metric.series} for run in runs]
+    hint = f"{', '.join(loss_names)}; dashed: evaluation" if loss_names else CHARTS[0].hint
+    main_charts = [replace(CHARTS[0], series=CHARTS[0].series + losses, hint=hint), *CHARTS[1:]]
+    shown_charts = [
+        metric
+        for metric in main_charts + other_charts
+        if any(name in numeric_names for name in metric.series)
+    ]
+    series = [
+        {name: run.build_series(name) for metric in shown_charts for name in metric.series} for run in runs
+    ]
     points = [point for curves in series for curve in curves.values() for point in curve]
     facts = [run.collect_facts() for run in runs]
     settings = list(dict.fromkeys(key for run in runs for key in run.settings))
     title = " · ".join(names)
     data = {
         "title": title,
-        "reloadSeconds": _RELOAD_SECONDS if live else 0,
-        "metrics": [vars(metric) for metric in drawn],
-        "names": {name: _format_title(name).lower() for name in keys},
+        "reloadSeconds": _RELOAD_SECONDS if reloads else 0,
+        "metrics": [vars(metric) for metric in shown_charts],
+        "names": {name: _format_metric_name(name).lower() for name in keys},
         "axes": ["step"]
         + (["tokens"] if all(point.num_tokens is not None for point in points) else [])
         + (["hours"] if all(point.hours is not None for point in points) else []),
-        "facts": list(dict.fromkeys(name for each in facts for name in each)),
+        "facts": list(dict.fromkeys(name for run_facts in facts for name in run_facts)),
         "runs": [
             {
                 "name": name,
@@ -400,14 +426,16 @@ def build_page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
                 "facts": fact,
                 "data": run.preview,
                 "log": run.log,
-                "confusions": run.list_confusions(),
+                "confusions": run.list_confusion_matrices(),
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
         ],
-        "settings": [[key, *(_format_plain(run.settings.get(key)) for run in runs)] for key in settings],
+        "settings": [
+            [key, *(_format_setting_value(run.settings.get(key)) for run in runs)] for key in settings
+        ],
     }
     # Inside a script element only "</" and "<!" could end the data; JSON may write "<" as an escape.
-    text = json.dumps(_redact(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(_redact_nested(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = Path(__file__).with_name("report_template.html").read_text("utf-8")
     # Split before inserting: the name of a folder may equal a mark of the template.
     head, rest = template.split("__TITLE__", 1)
@@ -416,55 +444,57 @@ def build_page(runs: Sequence[RunRecord], *, live: bool = False) -> str:
     return head + shown + middle + text + tail
 
 
-def _redact(value: Any) -> Any:
+def _redact_nested(value: Any) -> Any:
     """Replace credentials in all texts of nested lists and dictionaries."""
     if isinstance(value, dict):
-        return {key: _redact(inner) for key, inner in value.items()}
+        return {key: _redact_nested(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_redact(inner) for inner in value]
+        return [_redact_nested(inner) for inner in value]
     return redact_credentials(value) if isinstance(value, str) else value
 
 
-def _get_chart_name(name: str, sources: Container[str]) -> str:
-    """The chart of a value: that of an evaluation without the name of its source, one of ``sources``."""
+def _choose_chart_name(name: str, source_names: Container[str]) -> str:
+    """The chart of a value: that of an evaluation without the name of its source, one of ``source_names``."""
     value, _, source = name.rpartition("/")
-    chart = value if is_evaluation(name) and source in sources else name
+    chart = value if is_evaluation_metric(name) and source in source_names else name
     return "eval_f1 of each class" if chart.startswith("eval_f1.") else chart
 
 
-def _format_title(name: str) -> str:
+def _format_metric_name(name: str) -> str:
     """The name of a value in words."""
-    value, _, source = name.partition("/") if is_evaluation(name) else (name, "", "")
+    value, _, source = name.partition("/") if is_evaluation_metric(name) else (name, "", "")
     words = value.replace("eval_", "evaluation ").replace("_", " ").capitalize()
     return f"{words}, {source}" if source else words
 
 
-def write_report(folders: Sequence[Place], out: Path, *, live: bool = False) -> list[str]:
-    """Write the page about the runs in ``folders``, replacing ``out`` atomically.
+def write_report(folders: Sequence[AnyPath], page_path: Path, *, reloads: bool = False) -> list[str]:
+    """Write the page about the runs in ``folders``, replacing ``page_path`` atomically.
 
     Args:
         folders: Output folders of the runs.
-        out: Path of the page.
-        live: Whether the page reloads itself in the browser.
+        page_path: Path of the page.
+        reloads: Whether the page reloads itself in the browser.
 
     Returns:
         One line for each run with unreadable parts.
 
     Raises:
-        UserError: a folder holds no run, or ``out`` cannot be written.
+        UserError: a folder holds no run, or ``page_path`` cannot be written.
     """
-    runs = [RunRecord.read(folder) for folder in folders]
-    text = build_page(runs, live=live)
+    runs = [ReportedRun.read(folder) for folder in folders]
+    text = build_report_html(runs, reloads=reloads)
     try:
-        write_durably(out, text)
+        write_durably(page_path, text)
     except OSError as error:
-        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another path") from error
-    return [f"{run.folder}: unreadable: {run.unreadable}" for run in runs if run.unreadable]
+        raise UserError(
+            f"--out: {page_path} cannot be written ({error.strerror}); give another path"
+        ) from error
+    return [f"{run.folder}: unreadable: {run.unreadable_parts}" for run in runs if run.unreadable_parts]
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``portable-report``."""
-    parser = Parser(
+    parser = CommandParser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side:\n"
         "loss, learning rate, gradient norm, throughput, memory, MFU, events, settings.",
@@ -482,14 +512,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@wrap_main
+@exit_without_traceback
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-report``; the exit code is as :data:`portable.converters.commands.EXIT_CODES` has it."""
     arguments = build_parser().parse_args(argv)
     try:
-        folders = [place_of("RUN", run) for run in arguments.runs]
-        beside = next((folder for folder in folders if len(folders) == 1 and not in_store(folder)), Path())
-        out = Path(expand_path("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
+        folders = [parse_place_setting("RUN", run) for run in arguments.runs]
+        default_folder = next(
+            (folder for folder in folders if len(folders) == 1 and not is_in_store(folder)), Path()
+        )
+        out = Path(expand_path("--out", arguments.out)) if arguments.out else default_folder / REPORT_FILE
         with convert_storage_errors("RUN"):
             warnings = write_report(folders, out)
         for line in warnings:
@@ -501,34 +533,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DONE
 
 
-def _read_events(folder: Place) -> LogRows:
+def _read_events(folder: AnyPath) -> LogRows:
     """The events of a run, empty without a file, and the number of invalid lines."""
     try:
-        return read_rows(folder / EVENTS_FILE, "event")
+        return read_log_rows(folder / EVENTS_FILE, "event")
     except OSError:
         return LogRows([], 0)
 
 
-def _read_log_end(path: Place) -> str:
+def _read_log_end(path: AnyPath) -> str:
     """The last lines of a log; empty without a file, or with one far larger than a run's."""
     try:
-        text = read_small(path, limit=_MOST_LOG).decode("utf-8", "replace")
+        text = read_small_file(path, max_bytes=_MAX_LOG_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
-    return text[-_MOST_TEXT:].partition("\n")[2] if len(text) > _MOST_TEXT else text
+    return text[-_MAX_TEXT_LENGTH:].partition("\n")[2] if len(text) > _MAX_TEXT_LENGTH else text
 
 
-def read_preview(path: Place) -> dict[str, Any] | None:
+def read_data_preview(path: AnyPath) -> dict[str, Any] | None:
     """The samples of a run's data, as far as they have the form that a run writes; None without a file."""
     try:
-        preview = json.loads(read_small(path, limit=_MOST_CONFIG))
+        preview = json.loads(read_small_file(path, max_bytes=_MAX_CONFIG_BYTES))
         facts, lengths, samples = preview["facts"], preview["lengths"], preview["samples"]
         return {
-            "facts": [[str(name)[:_MOST_NAME], str(fact)[:_MOST_PATH]] for name, fact in facts.items()][:20],
+            "facts": [
+                [str(name)[:_MAX_NAME_LENGTH], str(fact)[:_MAX_PATH_LENGTH]] for name, fact in facts.items()
+            ][:20],
             "lengths": [
                 [low, high, many]
                 for low, high, many in lengths[:100]
-                if is_count(low) and is_count(many) and (high is None or is_count(high))
+                if is_valid_count(low) and is_valid_count(many) and (high is None or is_valid_count(high))
             ],
             "samples": [
                 {
@@ -543,12 +577,12 @@ def read_preview(path: Place) -> dict[str, Any] | None:
         return None
 
 
-def _read_settings(path: Place) -> _RunSettings:
+def _read_settings(path: AnyPath) -> _RunSettings:
     """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
     try:
-        text = read_small(path, limit=_MOST_CONFIG).decode("utf-8")
-        tree = parse(text, path.name, most=_MOST_SETTINGS).value
-        return _RunSettings(dict(_iter_flattened("", tree)) if isinstance(tree, dict) else {}, "")
+        text = read_small_file(path, max_bytes=_MAX_CONFIG_BYTES).decode("utf-8")
+        tree = parse_yaml(text, path.name, max_nodes=_MAX_SETTINGS).value
+        return _RunSettings(dict(_iter_dotted_settings("", tree)) if isinstance(tree, dict) else {}, "")
     except FileNotFoundError:
         return _RunSettings({}, "")
     except OSError as error:
@@ -558,38 +592,38 @@ def _read_settings(path: Place) -> _RunSettings:
         return _RunSettings({}, "nested too deeply" if is_too_deep else "not readable")
 
 
-def _iter_flattened(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
         # Each setting below a long key would repeat it.
-        name = f"{prefix}{key}"[:_MOST_PATH]
+        name = f"{prefix}{key}"[:_MAX_PATH_LENGTH]
         if isinstance(value, dict) and value:
-            yield from _iter_flattened(f"{name}.", value)
+            yield from _iter_dotted_settings(f"{name}.", value)
         else:
             yield name, value
 
 
-def _format_plain(value: Any) -> str:
+def _format_setting_value(value: Any) -> str:
     if value is None or isinstance(value, str):
-        return (value or "")[:_MOST_TEXT]
-    return json.dumps(to_json_value(value), default=str)[:_MOST_TEXT]
+        return (value or "")[:_MAX_TEXT_LENGTH]
+    return json.dumps(to_json_value(value), default=str)[:_MAX_TEXT_LENGTH]
 
 
-def _describe_machine(launch: dict[str, Any]) -> str:
+def _format_devices(launch: dict[str, Any]) -> str:
     ranks = launch.get("world_size")
     text = f"{launch.get('backend')}, {launch.get('strategy')}, {ranks} rank{'' if ranks == 1 else 's'}"
     devices = launch.get("devices_per_rank")
     return text if devices in (None, 1) else f"{text} of {devices} devices"
 
 
-def _describe_launch(launch: dict[str, Any]) -> str:
-    text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_describe_machine(launch)}"
+def _format_launch(launch: dict[str, Any]) -> str:
+    text = f"{'started' if launch['event'] == 'start' else 'resumed'} on {_format_devices(launch)}"
     for name in ("device", "precision"):
         if launch.get(name) not in (None, launch.get("backend")):
             text += f", {launch[name]}"
     return text + (f", from {launch['source']}" if launch.get("source") else "")
 
 
-def _shorten_names(folders: Sequence[Place]) -> list[str]:
+def _list_short_names(folders: Sequence[AnyPath]) -> list[str]:
     """The folders' names, or whole paths if two names are equal."""
     names = [resolve_links(folder).name for folder in folders]
     if len(set(names)) < len(names):

@@ -11,25 +11,25 @@ import math
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.storage.safe_open import open_without_links, read_small
-from portable.evaluation.best_tracker import MOST_CLASSES
+from portable.converters.storage.safe_open import open_for_writing, read_small_file
+from portable.evaluation.best_tracker import MAX_LOGGED_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
     from typing import BinaryIO
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # The largest exact integer in JavaScript, which draws the page.
-MOST = 1 << 53
+MAX_SAFE_INTEGER = 1 << 53
 # More than the log of a million steps.
-_MOST_BYTES = 1 << 30
+_MAX_LOG_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
-_LATEST = 253_402_300_799
-_MOST_TEXT = 1000
+_MAX_UNIX_TIME = 253_402_300_799
+_MAX_TEXT_LENGTH = 1000
 # Bytes of the end of a log that are read at once: some thousand rows.
-_BLOCK = 1 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 class LogLine(NamedTuple):
@@ -58,13 +58,13 @@ class LogRows(NamedTuple):
     num_invalid: int
 
 
-class JsonLines:
+class JsonLinesWriter:
     """A log that is appended to, through no link."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_without_links(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+        self._file = os.fdopen(open_for_writing(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def append_row(self, row: Mapping[str, Any]) -> None:
         """Append a row; a number that is not finite is null."""
         infinite = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         self._file.write(json.dumps({**row, **dict.fromkeys(infinite)}) + "\n")
@@ -74,31 +74,31 @@ class JsonLines:
         self._file.close()
 
 
-def read_rows(path: Place, *needed: str) -> LogRows:
-    """Return the rows of a file, and the number of invalid lines; see :func:`read_lines`."""
-    lines, num_invalid = read_lines(path, *needed)
+def read_log_rows(path: AnyPath, *required_keys: str) -> LogRows:
+    """Return the rows of a file, and the number of invalid lines; see :func:`read_log_lines`."""
+    lines, num_invalid = read_log_lines(path, *required_keys)
     return LogRows([line.row for line in lines], num_invalid)
 
 
-def read_lines(path: Place, *needed: str) -> LogLines:
+def read_log_lines(path: AnyPath, *required_keys: str) -> LogLines:
     """Return the valid lines of a file with their rows as a page shows them, and the number of invalid lines.
 
     Args:
         path: of the file.
-        needed: keys that a row must have besides ``step``.
+        required_keys: keys that a row must have besides ``step``.
 
     Raises:
         OSError: the file does not exist or is not a regular file.
         CheckpointError: a link leads out of its folder.
     """
-    return _parse_lines(read_small(path, limit=_MOST_BYTES).split(b"\n"), *needed)
+    return _parse_lines(read_small_file(path, max_bytes=_MAX_LOG_BYTES).split(b"\n"), *required_keys)
 
 
-def drop_later_rows(path: Path, last_step: int) -> LogRows:
+def remove_rows_after_step(path: Path, last_step: int) -> LogRows:
     """Remove the rows after a step from the end of a log, and the invalid lines between them.
 
     Rows are logged in the order of their steps. So the file, which may be large, is read backward in blocks
-    of `_BLOCK` bytes, until a whole block has no later row.
+    of `_BLOCK_BYTES` bytes, until a whole block has no later row.
 
     Args:
         path: Path of the file.
@@ -107,30 +107,30 @@ def drop_later_rows(path: Path, last_step: int) -> LogRows:
     Returns:
         The rows that stay in the part of the file that was read, and the number of its invalid lines.
     """
-    with os.fdopen(open_without_links(path, os.O_RDWR), "r+b") as file:
+    with os.fdopen(open_for_writing(path, os.O_RDWR), "r+b") as file:
         size = os.fstat(file.fileno()).st_size
-        length = 2 * _BLOCK
+        length = 2 * _BLOCK_BYTES
         while True:
-            start = _seek_line(file, max(0, size - length))
+            start = _seek_next_line(file, max(0, size - length))
             content = file.read()
             lines, num_invalid = _parse_lines(content.split(b"\n"))
-            first = content[:_BLOCK].count(b"\n")
-            if not start or all(line.row["step"] <= last_step for line in lines[:first]):
+            num_first_lines = content[:_BLOCK_BYTES].count(b"\n")
+            if not start or all(line.row["step"] <= last_step for line in lines[:num_first_lines]):
                 break
             length *= 2
-        earlier = [line for line in lines if line.row["step"] <= last_step]
-        rest = b"".join(line.content + b"\n" for line in earlier)
-        if rest != content:
-            same = len(rest) if content.startswith(rest) else 0
-            file.truncate(start + same)
-            file.seek(start + same)
-            file.write(rest[same:])
+        kept_lines = [line for line in lines if line.row["step"] <= last_step]
+        kept_content = b"".join(line.content + b"\n" for line in kept_lines)
+        if kept_content != content:
+            num_equal_bytes = len(kept_content) if content.startswith(kept_content) else 0
+            file.truncate(start + num_equal_bytes)
+            file.seek(start + num_equal_bytes)
+            file.write(kept_content[num_equal_bytes:])
             file.flush()
             os.fsync(file.fileno())
-    return LogRows([line.row for line in earlier], num_invalid)
+    return LogRows([line.row for line in kept_lines], num_invalid)
 
 
-def _seek_line(file: BinaryIO, offset: int) -> int:
+def _seek_next_line(file: BinaryIO, offset: int) -> int:
     """Move to the first line that begins at or after an offset, and return its offset."""
     file.seek(max(0, offset - 1))
     if offset:
@@ -138,7 +138,7 @@ def _seek_line(file: BinaryIO, offset: int) -> int:
     return file.tell()
 
 
-def _parse_lines(lines: list[bytes], *needed: str) -> LogLines:
+def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
     valid_lines: list[LogLine] = []
     num_invalid = 0
     for number, line in enumerate(lines, start=1):
@@ -149,10 +149,10 @@ def _parse_lines(lines: list[bytes], *needed: str) -> LogLines:
             row = {key: _sanitize_value(value) for key, value in parsed.items()}
         except (ValueError, AttributeError, RecursionError):
             row = {}
-        if not is_count(row.get("step")) or any(row.get(key) is None for key in needed):
+        if not is_valid_count(row.get("step")) or any(row.get(key) is None for key in required_keys):
             num_invalid += number < len(lines)
             continue
-        if not is_number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
+        if not is_number(row.get("time")) or not 0 <= row["time"] <= _MAX_UNIX_TIME:
             row.pop("time", None)
         valid_lines.append(LogLine(line, row))
     return LogLines(valid_lines, num_invalid)
@@ -163,34 +163,35 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_count(value: Any) -> bool:
+def is_valid_count(value: Any) -> bool:
     """Whether ``value`` is a valid count of steps, samples or tokens."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SAFE_INTEGER
 
 
 def _sanitize_value(value: Any) -> Any:
     """``value``, shortened if it is text; None if a page cannot show it."""
     if isinstance(value, str):
-        return value[:_MOST_TEXT]
+        return value[:_MAX_TEXT_LENGTH]
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return value if abs(value) < MOST else None
+        return value if abs(value) < MAX_SAFE_INTEGER else None
     if isinstance(value, dict):
-        return value if _is_confusion(**value) else None
+        return value if _is_confusion_matrix(**value) else None
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _is_confusion(classes: Any = None, counts: Any = None, **others: Any) -> bool:
+def _is_confusion_matrix(classes: Any = None, counts: Any = None, **other_fields: Any) -> bool:
     """Whether these are the names of a few classes, and a square of counts."""
     return (
-        not others
+        not other_fields
         and isinstance(classes, list)
-        and 0 < len(classes) <= MOST_CLASSES
-        and all(isinstance(name, str) and len(name) <= _MOST_TEXT for name in classes)
+        and 0 < len(classes) <= MAX_LOGGED_CLASSES
+        and all(isinstance(name, str) and len(name) <= _MAX_TEXT_LENGTH for name in classes)
         and isinstance(counts, list)
         and len(counts) == len(classes)
         and all(
-            isinstance(row, list) and len(row) == len(classes) and all(map(is_count, row)) for row in counts
+            isinstance(row, list) and len(row) == len(classes) and all(map(is_valid_count, row))
+            for row in counts
         )
     )

@@ -6,19 +6,19 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.formatting import format_count
-from portable.reporting.json_lines import JsonLines, drop_later_rows, read_rows
-from portable.terminal import tell
+from portable.reporting.json_lines import JsonLinesWriter, read_log_rows, remove_rows_after_step
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 METRICS_FILE = "metrics.jsonl"
 
 
-class MetricsFile(JsonLines):
+class MetricsFile(JsonLinesWriter):
     """``metrics.jsonl``, to which every launch of a run appends.
 
     Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
@@ -28,51 +28,53 @@ class MetricsFile(JsonLines):
     def __init__(self, folder: Path, *, from_step: int) -> None:
         path = folder / METRICS_FILE
         super().__init__(path)
-        rows, unreadable = drop_later_rows(path, from_step)
+        rows, unreadable = remove_rows_after_step(path, from_step)
         if unreadable:
             lost = format_count(unreadable, "row")
-            tell(f"warning: {path}: {lost} cannot be read and will not be shown")
-        self._evaluated = {row["step"] for row in rows if any(map(is_evaluation, row))}
+            print_status(f"warning: {path}: {lost} cannot be read and will not be shown")
+        self._evaluated_steps = {row["step"] for row in rows if any(map(is_evaluation_metric, row))}
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def append_row(self, row: Mapping[str, Any]) -> None:
         """Append a row."""
-        super().write(row)
-        if any(map(is_evaluation, row)):
-            self._evaluated.add(row["step"])
+        super().append_row(row)
+        if any(map(is_evaluation_metric, row)):
+            self._evaluated_steps.add(row["step"])
 
     def has_evaluation(self, step: int) -> bool:
         """Return whether the file has an evaluation of a step, which is not before ``from_step``."""
-        return step in self._evaluated
+        return step in self._evaluated_steps
 
 
-def read_metrics(folder: Place) -> list[dict[str, Any]]:
+def read_metrics(folder: AnyPath) -> list[dict[str, Any]]:
     """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
-    return read_rows(folder / METRICS_FILE).rows
+    return read_log_rows(folder / METRICS_FILE).rows
 
 
-EVALUATION = "eval_"
+EVALUATION_PREFIX = "eval_"
 """Begins the name of each value of an evaluation: eval_loss, and eval_loss/news for a source with a name."""
-_SHOWN = 8
+_MAX_SHOWN_VALUES = 8
 
 
-def is_evaluation(name: str) -> bool:
+def is_evaluation_metric(name: str) -> bool:
     """Whether a value of ``metrics.jsonl`` is of an evaluation."""
-    return name.startswith(EVALUATION)
+    return name.startswith(EVALUATION_PREFIX)
 
 
-def format_evaluation(values: Mapping[str, float]) -> str:
+def format_evaluation_line(values: Mapping[str, float]) -> str:
     """The values of an evaluation in one line; F1 of each class is left out."""
     shown = [name for name in values if not name.startswith("eval_f1.")]
-    text = "  ".join(f"{name.removeprefix(EVALUATION)} {values[name]:.4f}" for name in shown[:_SHOWN])
-    return text + ("  ..." if len(shown) > _SHOWN else "")
+    text = "  ".join(
+        f"{name.removeprefix(EVALUATION_PREFIX)} {values[name]:.4f}" for name in shown[:_MAX_SHOWN_VALUES]
+    )
+    return text + ("  ..." if len(shown) > _MAX_SHOWN_VALUES else "")
 
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
+EventKind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
-class History(JsonLines):
+class EventsFile(JsonLinesWriter):
     """Appends to ``events.jsonl`` in a run's folder.
 
     Unlike rows of ``metrics.jsonl``, the events of a killed launch stay: they record that it happened.
@@ -81,7 +83,7 @@ class History(JsonLines):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / EVENTS_FILE)
 
-    def record(self, kind: Kind, step: int, **facts: Any) -> None:
+    def append_event(self, kind: EventKind, step: int, **facts: Any) -> None:
         """Append an event.
 
         Args:
@@ -89,13 +91,13 @@ class History(JsonLines):
             step: optimizer steps done so far.
             facts: further fields of the JSON object.
         """
-        self.write({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
+        self.append_row({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
 
 
-def read_events(folder: Place) -> list[dict[str, Any]]:
+def read_events(folder: AnyPath) -> list[dict[str, Any]]:
     """The events of a run, oldest first; empty if there is no file."""
     try:
-        rows, _ = read_rows(folder / EVENTS_FILE)
+        rows, _ = read_log_rows(folder / EVENTS_FILE)
     except OSError:
         return []
     return [row for row in rows if "time" in row]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable import plugins
-from portable.adapters.settings import KINDS
+from portable.adapters.settings import PEFT_KEYS
 from portable.config import keys
 from portable.config.sources import get_training_sources
-from portable.config.yaml_writer import as_yaml
+from portable.config.yaml_writer import format_yaml
 from portable.converters.errors import redact_credentials
 from portable.converters.storage.path_or_url import is_url
-from portable.converters.writers.gguf_models import MODELS
+from portable.converters.writers.gguf_models import MODEL_TYPES
 from portable.private.transformers_internals import find_causal_lm_class, list_model_types
-from portable.reporting.metrics import is_evaluation
+from portable.reporting.metrics import is_evaluation_metric
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from portable.adapters.adapter import Adapter
     from portable.config import RunConfig
 
-CARD = "README.md"
-_ROWS = 10
-_SETTINGS = (
+MODEL_CARD_FILE = "README.md"
+_MAX_CURVE_ROWS = 10
+_SHOWN_SETTINGS = (
     "seed",
     "precision",
     "data.seq_len",
@@ -41,9 +41,9 @@ _SETTINGS = (
     "train.epochs",
     "train.weight_decay",
 )
-_HERE = "path/of/this/folder"
-_OF_THE_MACHINE = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir", "memory.nvme_path")
-_FOLDER = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
+_PATH_PLACEHOLDER = "path/of/this/folder"
+_MACHINE_SETTINGS = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir", "memory.nvme_path")
+_FOLDER_IN_PATH = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
 
 
 def build_model_card(
@@ -52,11 +52,11 @@ def build_model_card(
     adapter: Adapter | None,
     architecture: str,
     model_type: str,
-    data: str,
+    data_description: str,
     metrics: Sequence[Mapping[str, Any]],
-    copied: Sequence[str] = (),
-    missing: Sequence[str] = (),
-    chat: bool = False,
+    copied_names: Sequence[str] = (),
+    missing_names: Sequence[str] = (),
+    is_chat_model: bool = False,
 ) -> str:
     """The text of the card.
 
@@ -67,48 +67,54 @@ def build_model_card(
         adapter: of the run, if there is one.
         architecture: the model's class.
         model_type: transformers' name of its kind.
-        data: the data in words.
+        data_description: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
-        copied: Names of tensors that were copied from the base model without training.
-        missing: Names of the base model's tensors that the export lacks.
-        chat: Whether the model was trained on conversations, so that it is asked with messages.
+        copied_names: Names of tensors that were copied from the base model without training.
+        missing_names: Names of the base model's tensors that the export lacks.
+        is_chat_model: Whether the model was trained on conversations, so that it is asked with messages.
     """
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
-    loader, pipeline = AUTO[config.model.task]
+    loader, pipeline = AUTO_CLASSES[config.model.task]
     if config.model.task == "causal-lm" and architecture.endswith("ForConditionalGeneration"):
         loader = architecture  # AutoModelForCausalLM maps this type to another class or to none
     kind = None if adapter is None else str(config.adapter.type)
-    alone, rows = is_adapter(config), None if adapter is None else adapter.rows
+    is_adapter_export, rows = exports_adapter(config), None if adapter is None else adapter.grown_vocab_size
     on_hub = None if local or config.model.from_scratch else name
     settings = (
-        [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
+        [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in PEFT_KEYS[kind]]
     )
-    settings += [(key, config.get(key)) for key in _SETTINGS]
-    location = config.hub.repo or _HERE
-    commands = list_commands(
-        config, location, model_type, architecture, base=base, adapter=adapter, chat=chat
+    settings += [(key, config.get(key)) for key in _SHOWN_SETTINGS]
+    location = config.hub.repo or _PATH_PLACEHOLDER
+    commands = list_usage_commands(
+        config,
+        location,
+        model_type,
+        architecture,
+        base_text=base,
+        adapter=adapter,
+        is_chat_model=is_chat_model,
     )
-    shown = [
-        f"| `{key}` | {_format_value(value)} |"
+    setting_rows = [
+        f"| `{key}` | {_format_table_cell(value)} |"
         for key, value in settings
         if value is not None and value is not False
     ]
     text = "\n".join(
         [
             "---",
-            _format_head(config, on_hub, pipeline, kind, alone=alone),
+            _format_front_matter(config, on_hub, pipeline, kind, is_adapter_export=is_adapter_export),
             "---",
             "",
             f"# {Path(config.output_dir).name}",
             "",
-            _describe_origin(config, adapter, architecture, alone=alone),
+            _describe_origin(config, adapter, architecture, is_adapter_export=is_adapter_export),
             "",
-            f"Trained on: {_FOLDER.sub('', data)}.",
+            f"Trained on: {_FOLDER_IN_PATH.sub('', data_description)}.",
             "",
-            *_describe_untrained(copied, missing),
-            *_format_usage(loader, name, rows, alone=alone),
+            *_format_untrained_tensors(copied_names, missing_names),
+            *_format_adapter_usage(loader, name, rows, is_adapter_export=is_adapter_export),
             "```sh",
             *(f"{use}    # {purpose}" for purpose, use in commands),
             "```",
@@ -117,19 +123,19 @@ def build_model_card(
             "",
             "| setting | value |",
             "|---|---|",
-            *shown,
+            *setting_rows,
             "",
             "## Curves",
             "",
-            *_format_curve(metrics, "loss"),
-            *_format_curve(metrics, "eval_loss"),
-            *_format_evaluation(metrics),
+            *_format_curve_table(metrics, "loss"),
+            *_format_curve_table(metrics, "eval_loss"),
+            *_format_evaluation_table(metrics),
             "## Command",
             "",
             "`portable-train --config run.yaml`, with this file:",
             "",
             "```yaml",
-            _format_set_settings(config).rstrip("\n"),
+            _format_user_settings(config).rstrip("\n"),
             "```",
             "",
         ]
@@ -137,33 +143,40 @@ def build_model_card(
     return redact_credentials(text)
 
 
-def _format_head(
-    config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool
+def _format_front_matter(
+    config: RunConfig,
+    base_hub_id: str | None,
+    pipeline: str,
+    adapter_type: str | None,
+    *,
+    is_adapter_export: bool,
 ) -> str:
     from huggingface_hub import ModelCardData
 
     return ModelCardData(
-        base_model=on_hub,
-        base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
-        datasets=_list_datasets(config) or None,
-        library_name="peft" if alone else "transformers",
+        base_model=base_hub_id,
+        base_model_relation=None if base_hub_id is None else ("adapter" if is_adapter_export else "finetune"),
+        datasets=_list_hub_datasets(config) or None,
+        library_name="peft" if is_adapter_export else "transformers",
         pipeline_tag=pipeline,
-        tags=["portable-trainer", *([] if kind is None else [kind])],
+        tags=["portable-trainer", *([] if adapter_type is None else [adapter_type])],
     ).to_yaml()
 
 
-def _describe_origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, alone: bool) -> str:
+def _describe_origin(
+    config: RunConfig, adapter: Adapter | None, architecture: str, *, is_adapter_export: bool
+) -> str:
     base = "a model with random weights" if config.model.from_scratch else f"`{config.model.name_or_path}`"
     if adapter is None:
         return f"Architecture: {architecture}. Trained from {base}."
-    relation = "an adapter for it" if alone else "with an adapter merged into it"
+    relation = "an adapter for it" if is_adapter_export else "with an adapter merged into it"
     digest = adapter.identity["base"]
     return f"Base model: {base}, {relation}." + (
         f" Fingerprint of its weights: `{digest}`." if digest else ""
     )
 
 
-def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
+def _format_untrained_tensors(copied: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Describe the base model's tensors that transformers does not load, as lines of Markdown."""
     lines = []
     if copied:
@@ -175,24 +188,26 @@ def _describe_untrained(copied: Sequence[str], missing: Sequence[str]) -> list[s
     return lines
 
 
-def _format_usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:
-    if not alone or name is None:
+def _format_adapter_usage(
+    auto_class: str, base_name: str | None, num_embedding_rows: int | None, *, is_adapter_export: bool
+) -> list[str]:
+    if not is_adapter_export or base_name is None:
         return []
-    grown = [] if rows is None else [f"base.resize_token_embeddings({rows})"]
+    grown = [] if num_embedding_rows is None else [f"base.resize_token_embeddings({num_embedding_rows})"]
     return [
         "```python",
         "from peft import PeftModel",
-        f"from transformers import {loader}",
+        f"from transformers import {auto_class}",
         "",
-        f"base = {loader}.from_pretrained({json.dumps(name)})",
+        f"base = {auto_class}.from_pretrained({json.dumps(base_name)})",
         *grown,
-        f'model = PeftModel.from_pretrained(base, "{_HERE}")',
+        f'model = PeftModel.from_pretrained(base, "{_PATH_PLACEHOLDER}")',
         "```",
         "",
     ]
 
 
-def _list_datasets(config: RunConfig) -> list[str]:
+def _list_hub_datasets(config: RunConfig) -> list[str]:
     """The data sets of the hub that are trained on."""
     sources = [settings.source for settings in get_training_sources(config.data).values()]
     names = [
@@ -203,26 +218,29 @@ def _list_datasets(config: RunConfig) -> list[str]:
         for name in names
         if isinstance(name, str)
         and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
-        and not plugins.names_code(name)
+        and not plugins.is_plugin_name(name)
         and not Path(name).exists()
     ]
 
 
-def _format_curve(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+def _format_curve_table(metrics: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     """Up to ten points of one curve, as a table."""
     points = [(row["step"], row[key]) for row in metrics if isinstance(row.get(key), int | float)]
     if not points:
         return []
-    stride = -(-len(points) // _ROWS)
+    stride = -(-len(points) // _MAX_CURVE_ROWS)
     chosen = [*points[:-1:stride], points[-1]]
     return [f"| step | {key} |", "|---|---|", *(f"| {step} | {value:.4f} |" for step, value in chosen), ""]
 
 
-def _format_evaluation(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_evaluation_table(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """The last evaluation, as a table."""
-    rows = [row for row in metrics if any(map(is_evaluation, row))]
+    rows = [row for row in metrics if any(map(is_evaluation_metric, row))]
     values = {
-        n: v for row in rows[-1:] for n, v in row.items() if is_evaluation(n) and isinstance(v, int | float)
+        n: v
+        for row in rows[-1:]
+        for n, v in row.items()
+        if is_evaluation_metric(n) and isinstance(v, int | float)
     }
     if len(values) < 2:  # the curve shows it
         return []
@@ -234,28 +252,28 @@ def _format_evaluation(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _format_set_settings(config: RunConfig) -> str:
+def _format_user_settings(config: RunConfig) -> str:
     """The settings that the user gave, as YAML, without what only the user's machine has."""
     settings = {
-        key: _strip_folders(value)
+        key: _strip_parent_folders(value)
         for key, value in config.given().items()
-        if not key.startswith(_OF_THE_MACHINE)
+        if not key.startswith(_MACHINE_SETTINGS)
     }
-    return as_yaml(keys.to_plain(keys.nest_keys(settings)))
+    return format_yaml(keys.to_plain_value(keys.nest_dotted_keys(settings)))
 
 
-def _strip_folders(value: Any) -> Any:
+def _strip_parent_folders(value: Any) -> Any:
     """``value`` with the last part of each absolute path in its place."""
     if isinstance(value, str):
         return Path(value).name if value.startswith("/") else value
     if isinstance(value, list | tuple):
-        return [_strip_folders(item) for item in value]
-    return {k: _strip_folders(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_strip_parent_folders(item) for item in value]
+    return {k: _strip_parent_folders(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _format_value(value: Any) -> str:
+def _format_table_cell(value: Any) -> str:
     """Format a value for the table of settings, without characters that end a cell."""
-    value = keys.to_plain(value)
+    value = keys.to_plain_value(value)
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -272,14 +290,14 @@ class AutoClass(NamedTuple):
     pipeline: str
 
 
-AUTO = {
+AUTO_CLASSES = {
     "causal-lm": AutoClass("AutoModelForCausalLM", "text-generation"),
     "seq2seq-lm": AutoClass("AutoModelForSeq2SeqLM", "text2text-generation"),
     "sequence-classification": AutoClass("AutoModelForSequenceClassification", "text-classification"),
     "masked-lm": AutoClass("AutoModelForMaskedLM", "fill-mask"),
 }
 """The class of transformers that opens the model of a task, and the hub's name of its pipeline."""
-ASKED = {
+PIPELINE_PROMPTS = {
     "causal-lm": "'Once upon a time'",
     "sequence-classification": "'Once upon a time'",
     "masked-lm": "'Once upon a ' + p.tokenizer.mask_token",
@@ -287,11 +305,11 @@ ASKED = {
 """What to ask the pipelines that transformers has."""
 _CHAT_PROMPT = "[{'role': 'user', 'content': 'Write a short story.'}]"
 """What to ask a model that was trained on conversations, in the form of transformers' pipelines."""
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What ``vllm serve --max-lora-rank`` takes."""
 
 
-def is_adapter(config: RunConfig) -> bool:
+def exports_adapter(config: RunConfig) -> bool:
     """Whether the run's export is an adapter alone."""
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
@@ -303,15 +321,15 @@ class UsageCommand(NamedTuple):
     command: str
 
 
-def list_commands(
+def list_usage_commands(
     config: RunConfig,
     location: str,
     model_type: str,
     architecture: str,
     *,
-    base: str | None = None,
+    base_text: str | None = None,
     adapter: Adapter | None = None,
-    chat: bool = False,
+    is_chat_model: bool = False,
 ) -> list[UsageCommand]:
     """List what can be done with an exported model, with the command for each.
 
@@ -322,59 +340,66 @@ def list_commands(
         location: The export, as a path, a URL or a name on the hub.
         model_type: Model type in its ``config.json``.
         architecture: Class of the model.
-        base: Text for the base model in the commands. None for its path or name.
+        base_text: Text for the base model in the commands. None for its path or name.
         adapter: Adapter of the run.
-        chat: Whether the model was trained on conversations, so that it is asked with messages.
+        is_chat_model: Whether the model was trained on conversations, so that it is asked with messages.
 
     Returns:
         The commands, in the order in which they are shown.
     """
     task, name = config.model.task, str(config.model.name_or_path)
-    quoted_base = shlex.quote(base or name)
+    quoted_base = shlex.quote(base_text or name)
     folder = quoted_base if Path(name).is_dir() else f'"$(hf download {quoted_base})"'
-    merge = f" --merge-into {folder}" if is_adapter(config) else ""
+    merge = f" --merge-into {folder}" if exports_adapter(config) else ""
     run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name).lstrip("-") or "run"
     local = f"{run}-{'merged' if merge else 'model'}"
     gguf = (
         f"portable-convert {shlex.quote(location)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
     )
-    grown = adapter is not None and adapter.rows is not None  # vLLM and lm_eval do not resize embeddings
-    peft = merge and config.adapter.type == "lora" and not (grown or is_url(location))
-    peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
+    has_resized_embeddings = (
+        adapter is not None and adapter.grown_vocab_size is not None
+    )  # vLLM and lm_eval do not resize embeddings
+    serves_as_adapter = (
+        merge and config.adapter.type == "lora" and not (has_resized_embeddings or is_url(location))
+    )
+    serves_as_adapter = serves_as_adapter and not (config.adapter.use_dora or config.adapter.modules_to_save)
     commands: list[UsageCommand] = []
     model, loaded = shlex.quote(location), location  # as a word of the shell, and as it is
-    if (merge and not peft) or is_url(location):
+    if (merge and not serves_as_adapter) or is_url(location):
         purpose = "merge" if merge else "fetch"
         commands.append(UsageCommand(purpose, f"portable-convert {model} {local}{merge}"))
         model = loaded = local
-    loader, kind = AUTO[task]
-    custom = model_type not in list_model_types()
-    trust = custom and config.model.trust_remote_code
-    option = ", trust_remote_code=True" if trust else ""
-    opens = task in ASKED
-    if task == "causal-lm" and not custom and find_causal_lm_class(model_type) != architecture:
-        opens, loader = False, architecture  # a composite model, which the pipeline does not open
-    if opens:
-        prompt = _CHAT_PROMPT if chat and task == "causal-lm" else ASKED[task]
+    loader, kind = AUTO_CLASSES[task]
+    is_custom_type = model_type not in list_model_types()
+    trusts_remote_code = is_custom_type and config.model.trust_remote_code
+    option = ", trust_remote_code=True" if trusts_remote_code else ""
+    has_pipeline = task in PIPELINE_PROMPTS
+    if task == "causal-lm" and not is_custom_type and find_causal_lm_class(model_type) != architecture:
+        has_pipeline, loader = False, architecture  # a composite model, which the pipeline does not open
+    if has_pipeline:
+        prompt = _CHAT_PROMPT if is_chat_model and task == "causal-lm" else PIPELINE_PROMPTS[task]
         constructor = f"pipeline('{kind}', {loaded!r}{option})"
         code = f"from transformers import pipeline; p = {constructor}; print(p({prompt}, max_new_tokens=40))"
     else:
         code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}{option}))"
-    registered = custom and not trust
-    if registered:  # importing its module registers the type
+    needs_module_import = is_custom_type and not trusts_remote_code
+    if needs_module_import:  # importing its module registers the type
         module = str(config.model.function or "").partition(":")[0]
         if not all(map(str.isidentifier, module.split("."))):
             return commands
         code = f"import {module}; {code}"
-    commands.append(UsageCommand("transformers", f"python -c {_double_quote(code)}"))
-    if task != "causal-lm" or registered:
+    commands.append(UsageCommand("transformers", f"python -c {_quote_for_shell(code)}"))
+    if task != "causal-lm" or needs_module_import:
         return commands
-    serve, scored = f"vllm serve {model}", f"pretrained={model}"
-    if trust:
-        serve, scored = f"{serve} --trust-remote-code", f"{scored},trust_remote_code=True"
-    if peft:
+    serve, lm_eval_arguments = f"vllm serve {model}", f"pretrained={model}"
+    if trusts_remote_code:
+        serve, lm_eval_arguments = (
+            f"{serve} --trust-remote-code",
+            f"{lm_eval_arguments},trust_remote_code=True",
+        )
+    if serves_as_adapter:
         largest = config.adapter.r if adapter is None else adapter.largest_rank
-        rank = next((rank for rank in _RANKS if rank >= largest), _RANKS[-1])
+        rank = next((rank for rank in _VLLM_LORA_RANKS if rank >= largest), _VLLM_LORA_RANKS[-1])
         serve, lora_module = (
             f"vllm serve {quoted_base} --enable-lora --max-lora-rank {rank}",
             f"{run}={location}",
@@ -383,17 +408,17 @@ def list_commands(
             serve = f"{serve} --enable-mixed-moe-lora-format"
             lora_module = json.dumps({"name": run, "path": location, "is_3d_lora_weight": True})
         serve = f"{serve} --lora-modules {shlex.quote(lora_module)}"
-        scored = f"pretrained={quoted_base},peft={model}"
-    if not trust:
+        lm_eval_arguments = f"pretrained={quoted_base},peft={model}"
+    if not trusts_remote_code:
         commands.insert(0, UsageCommand("chat", f"portable-chat {model}"))
     commands.append(UsageCommand("vLLM", serve))
-    if model_type in MODELS:
+    if model_type in MODEL_TYPES:
         commands.append(UsageCommand("llama.cpp", gguf))
     commands.append(
-        UsageCommand("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag")
+        UsageCommand("lm_eval", f"lm_eval run --model hf --model_args {lm_eval_arguments} --tasks hellaswag")
     )
     return commands
 
 
-def _double_quote(code: str) -> str:
+def _quote_for_shell(code: str) -> str:
     return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from portable.callbacks import Callback
-from portable.paths import make_path_inside
+from portable.paths import prepare_path_inside
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.callbacks import Run
 
-WAIT, WARMUP, RECORDED = 2, 1, 3
+NUM_SKIPPED_STEPS, NUM_WARMUP_STEPS, NUM_RECORDED_STEPS = 2, 1, 3
 """Steps skipped, because the first ones compile and allocate; steps in which the profiler warms up; steps
 recorded."""
 
@@ -29,12 +29,14 @@ class Profiler(Callback):
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self.path = folder / f"rank{rank}.json.gz"
-        self.written = False
+        self.trace_path = folder / f"rank{rank}.json.gz"
+        self.has_written_trace = False
         # By default it records the host and every kind of device present.
         self._profile = profile(
-            schedule=schedule(wait=WAIT, warmup=WARMUP, active=RECORDED, repeat=1),
-            on_trace_ready=self._write,
+            schedule=schedule(
+                wait=NUM_SKIPPED_STEPS, warmup=NUM_WARMUP_STEPS, active=NUM_RECORDED_STEPS, repeat=1
+            ),
+            on_trace_ready=self._write_trace,
             record_shapes=True,
         )
         self._profile.start()
@@ -46,8 +48,8 @@ class Profiler(Callback):
         """Stop. A shorter trace is written too."""
         self._profile.stop()
 
-    def _write(self, recorded: profile) -> None:
+    def _write_trace(self, recorded: profile) -> None:
         recorded.export_chrome_trace(
-            str(make_path_inside(self._folder.parent, self._folder.name, self.path.name))
+            str(prepare_path_inside(self._folder.parent, self._folder.name, self.trace_path.name))
         )
-        self.written = True
+        self.has_written_trace = True

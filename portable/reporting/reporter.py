@@ -17,49 +17,54 @@ from portable.paths import REPORT_FILE
 from portable.plugins import convert_user_errors
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import (
-    History,
+    EventsFile,
     MetricsFile,
-    format_evaluation,
+    format_evaluation_line,
 )
 from portable.reporting.speed import SpeedMeter, SpeedUnits
-from portable.reporting.trackers import KEY, Tracker, open_trackers
-from portable.terminal import LOG, shows_run_bars, tell
+from portable.reporting.trackers import TRACKERS_KEY, Tracker, open_trackers
+from portable.terminal import LOG, print_status, shows_run_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from portable.callbacks import Run
     from portable.data.samples.loader import BatchIterator
-    from portable.output.output_dir import Output
-    from portable.progress import Progress
-    from portable.reporting.metrics import Kind
-    from portable.run.stages import Restored
+    from portable.output.output_dir import RunOutput
+    from portable.progress import RunProgress
+    from portable.reporting.metrics import EventKind
+    from portable.run.stages import RestoredRun
 
-_LONG_WAIT = 0.05
+_WAIT_SHARE_WARNING = 0.05
 """A larger share of the time in which a step waits for its batches causes a warning."""
-_REPORT_SHARE = 0.01
+_MAX_REPORT_TIME_SHARE = 0.01
 """Share of the training time that updates of the report may take."""
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
 
 
-class ProgressBar(Callback):
+class TrainingProgressBar(Callback):
     """Progress bar of a launch at a terminal.
 
     Args:
-        steps: Length of the schedule.
-        done: Steps of earlier launches.
+        total_steps: Length of the schedule.
+        completed_steps: Steps of earlier launches.
     """
 
-    def __init__(self, steps: int, done: int) -> None:
+    def __init__(self, total_steps: int, completed_steps: int) -> None:
         self._bar = tqdm(
-            total=steps, initial=done, unit="step", desc="training", dynamic_ncols=True, bar_format=_BAR
+            total=total_steps,
+            initial=completed_steps,
+            unit="step",
+            desc="training",
+            dynamic_ncols=True,
+            bar_format=_BAR_FORMAT,
         )
 
     def on_step(self, run: Run) -> None:
         self._bar.update(1)
 
-    def show(self, values: Mapping[str, str]) -> None:
+    def show_values(self, values: Mapping[str, str]) -> None:
         """Show values beside the bar."""
         # A bar of a hundred columns has no room for more.
         self._bar.set_postfix({name: value for name, value in values.items() if name != "mem"})
@@ -68,7 +73,7 @@ class ProgressBar(Callback):
         self._bar.close()
 
 
-class Reporter(Callback):
+class RunReporter(Callback):
     """Callback that reports one launch of a run, on rank 0.
 
     Opens the logs and records the start.
@@ -84,39 +89,41 @@ class Reporter(Callback):
         bar: Progress bar, which is a callback of the run as well. None if there is no terminal.
     """
 
-    def __init__(self, run: Run, output: Output, restored: Restored, batches: BatchIterator) -> None:
+    def __init__(self, run: Run, output: RunOutput, restored: RestoredRun, batches: BatchIterator) -> None:
         prepared, backend, config, progress = run.prepared, run.backend, run.config, run.progress
         source = restored.source
         self._backend = backend
         self._output = output
-        self._folder = folder = output.work
-        self._data = samples = prepared.data.train
-        self._rates = {
+        self._folder = folder = output.work_folder
+        self._training_samples = samples = prepared.data.train
+        self._learning_rate_ratios = {
             group.pattern: group.learning_rate / config.train.learning_rate
             for group in config.train.parameter_groups
             if group.learning_rate is not None
         }
         peak = backend.get_peak_flops(config.precision)
         self._speed_units = SpeedUnits(
-            tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
+            tokens_per_sample=config.data.seq_len
+            * samples.sequences_per_sample
+            * (1 - samples.padding_share),
             flops_per_token=prepared.flops_per_token,
             peak_flops=None if peak is None else peak * backend.world_size * backend.devices_per_rank,
         )
-        self._main = backend.rank == 0
+        self._is_rank0 = backend.rank == 0
         self._has_logged = self._has_warned = False
-        self._next_report = 0.0
+        self._next_report_time = 0.0
         self._log_every = config.log.every_steps
-        self._streams = bool(prepared.data.streams)
+        self._has_streams = bool(prepared.data.stream_names)
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
-        self._metrics: MetricsFile | None = None
-        self._history: History | None = None
+        self._metrics_file: MetricsFile | None = None
+        self._events_file: EventsFile | None = None
         self._trackers: list[Tracker] = []
-        self.bar: ProgressBar | None = None
-        if self._main:
-            self._metrics = MetricsFile(folder, from_step=progress.step)
-            self._history = History(folder)
-            self.record(
+        self.bar: TrainingProgressBar | None = None
+        if self._is_rank0:
+            self._metrics_file = MetricsFile(folder, from_step=progress.step)
+            self._events_file = EventsFile(folder)
+            self.record_event(
                 "start" if source is None else "resume",
                 progress,
                 backend=backend.name,
@@ -126,46 +133,57 @@ class Reporter(Callback):
                 device=backend.device.type,
                 precision=config.precision,
                 model=prepared.architecture,
-                parameters=prepared.parameters,
-                trained=prepared.trained,
+                parameters=prepared.num_parameters,
+                trained=prepared.num_trained_parameters,
                 steps=prepared.steps,
                 source=None if source is None else str(source),
-                changes="; ".join(change.arrow for change in restored.changes) or None,
+                changes="; ".join(change.arrow_text for change in restored.setting_changes) or None,
             )
             self._trackers = open_trackers(config.log, folder, config.fingerprint(), from_step=progress.step)
             # Without a terminal, each logged step is a line in the log file.
-            self.bar = ProgressBar(prepared.steps, progress.step) if shows_run_bars() else None
+            self.bar = (
+                TrainingProgressBar(prepared.steps, progress.step) if shows_run_progress_bars() else None
+            )
         self._total_steps = prepared.steps
         self._first_step = run.first_step
-        self.speed = SpeedMeter(prepared.plan.global_batch_size, batches)
+        self.speed = SpeedMeter(prepared.batch_plan.global_batch_size, batches)
 
     # -- hooks -------------------------------------------------------------------------------------------
 
     def log_step(self, run: Run) -> None:
-        run.health.check(run)
+        run.health.report_skipped_updates(run)
         result = run.result
-        loss, grad_norm, *metrics = self._backend.read([result.loss, result.grad_norm, result.metrics])
+        loss, grad_norm, *metrics = self._backend.read_to_host(
+            [result.loss, result.grad_norm, result.metrics]
+        )
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
-        of_loss = run.engine.objective.name_metrics(dict(zip(result.metric_names, metrics, strict=True)))
-        run.call("on_log", {**of_step, **of_loss})
+        of_loss = run.engine.objective.compute_logged_values(
+            dict(zip(result.metric_names, metrics, strict=True))
+        )
+        run.call_callbacks("on_log", {**of_step, **of_loss})
         samples_per_second = self.speed.measure_speed(run.step + 1 - self._first_step)
-        of_data = {"data_wait": self._compute_wait_share(), **self._data.compute_progress(run.samples)}
-        self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
+        of_data = {
+            "data_wait": self._get_wait_share_and_warn(),
+            **self._training_samples.compute_progress_metrics(run.samples),
+        }
+        self._log_values(
+            run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged_values()}
+        )
 
-    def _compute_wait_share(self) -> float:
+    def _get_wait_share_and_warn(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
         share = self.speed.wait_share
         # The first steps also wait because the queue has to be filled.
-        if share > _LONG_WAIT and self.speed.num_steps > self._log_every and not self._has_warned:
+        if share > _WAIT_SHARE_WARNING and self.speed.num_steps > self._log_every and not self._has_warned:
             self._has_warned = True
-            remedy = "raise data.num_workers" + (", or use more CPU cores" if self._streams else "")
-            self.say(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
+            remedy = "raise data.num_workers" + (", or use more CPU cores" if self._has_streams else "")
+            self.print_on_rank0(f"warning: steps wait for data {share:.0%} of the time (data_wait); {remedy}")
         self._has_logged = True
         return share
 
-    def _log(
+    def _log_values(
         self,
-        progress: Progress,
+        progress: RunProgress,
         samples_per_second: float,
         of_step: Mapping[str, float],
         numbers: Mapping[str, float],
@@ -173,27 +191,33 @@ class Reporter(Callback):
         """Record a step, and show it. ``numbers`` are those of the loss, the data and callbacks."""
         loss, learning_rate = of_step["loss"], of_step["learning_rate"]
         self.last_loss = loss
-        if self._metrics is None:
+        if self._metrics_file is None:
             return
         tokens_per_second = self._speed_units.compute_tokens_per_second(samples_per_second)
         memory = self._backend.measure_memory().current_bytes
         values = {
             **of_step,
-            **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
+            **{
+                f"learning_rate/{pattern}": learning_rate * ratio
+                for pattern, ratio in self._learning_rate_ratios.items()
+            },
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
             "memory": memory,
-            "skipped_steps": progress.skipped,
+            "skipped_steps": progress.skipped_updates,
             **self._backend.get_metrics(),
         }
-        if taken := next((name for name in numbers if name in (*values, "step", "samples", "time")), None):
+        if conflicting_name := next(
+            (name for name in numbers if name in (*values, "step", "samples", "time")), None
+        ):
             raise UserError(
-                f"{taken}: train.loss or a callback logs a value with the name of a metric; rename the value"
+                f"{conflicting_name}: train.loss or a callback logs a value with the name of a metric; "
+                "rename the value"
             )
         values |= numbers
         if (mfu := self._speed_units.compute_mfu(samples_per_second)) is not None:
             values["mfu"] = mfu
-        self._write(progress, values)
+        self._append_metrics(progress, values)
         shown = {
             "loss": f"{loss:.4f}",
             "lr": f"{learning_rate:.1e}",
@@ -203,7 +227,7 @@ class Reporter(Callback):
         if "mfu" in values:
             shown["mfu"] = f"{values['mfu']:.1%}"
         if self.bar is not None:
-            self.bar.show(shown)
+            self.bar.show_values(shown)
         pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
         line = f"step {progress.step}/{self._total_steps}  {pairs}"
         if self.speed.num_steps > 1:  # the first step, which compiles, does not tell
@@ -212,13 +236,13 @@ class Reporter(Callback):
         LOG.log(logging.INFO if self.bar is None else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
-        self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
-        self._update_report()
+        self.record_event("save", run.progress, checkpoint=f"step-{run.step:06d}")
+        self._update_report_if_due()
 
     def record_skipped_updates(self, run: Run, count: int, message: str) -> None:
         since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
-        self.say(f"warning: {since}{message}")
-        self.record("skip", run.progress, count=count, told=message)
+        self.print_on_rank0(f"warning: {since}{message}")
+        self.record_event("skip", run.progress, count=count, told=message)
 
     def record_pause(self, run: Run, seconds: float) -> None:
         self.speed.exclude_seconds(seconds)
@@ -227,27 +251,27 @@ class Reporter(Callback):
         """``values`` are numbers, and mappings that only ``metrics.jsonl`` gets."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         self.last_evaluation = numbers
-        self._write(run.progress, values)
-        self.say(f"step {run.step}  evaluation  {format_evaluation(numbers)}")
-        self._update_report()
+        self._append_metrics(run.progress, values)
+        self.print_on_rank0(f"step {run.step}  evaluation  {format_evaluation_line(numbers)}")
+        self._update_report_if_due()
 
     # -- called by the run -------------------------------------------------------------------------------
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation of this step is recorded, as far as this rank can tell."""
-        return True if self._metrics is None else self._metrics.has_evaluation(step)
+        return True if self._metrics_file is None else self._metrics_file.has_evaluation(step)
 
-    def record(self, kind: Kind, progress: Progress, **facts: Any) -> None:
+    def record_event(self, kind: EventKind, progress: RunProgress, **facts: Any) -> None:
         """Append an event to ``events.jsonl``."""
-        if self._history is not None:
-            self._history.record(kind, progress.step, samples=progress.samples, **facts)
+        if self._events_file is not None:
+            self._events_file.append_event(kind, progress.step, samples=progress.samples, **facts)
 
-    def say(self, line: str) -> None:
+    def print_on_rank0(self, line: str) -> None:
         """Print a line above the progress bar."""
-        if self._main:
-            tell(line)
+        if self._is_rank0:
+            print_status(line)
 
-    def format_summary(self, places: Sequence[tuple[str, str]]) -> str:
+    def format_launch_summary(self, output_rows: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
         seconds = time.perf_counter() - self.speed.start_time
         rate = self.speed.samples_per_second
@@ -277,48 +301,48 @@ class Reporter(Callback):
         if self.last_loss is not None:
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
-            rows.append(("evaluation", format_evaluation(self.last_evaluation)))
-        return format_table([*rows, *places], get_terminal_width(sys.stderr))
+            rows.append(("evaluation", format_evaluation_line(self.last_evaluation)))
+        return format_table([*rows, *output_rows], get_terminal_width(sys.stderr))
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._history is not None:
-            self._history.close()
-        self._update_report(last=True)
-        self._with_trackers(lambda tracker: tracker.finish())
+        if self._metrics_file is not None:
+            self._metrics_file.close()
+        if self._events_file is not None:
+            self._events_file.close()
+        self._update_report_if_due(is_last=True)
+        self._call_trackers(lambda tracker: tracker.finish())
         self._trackers = []
 
-    def _update_report(self, *, last: bool = False) -> None:
+    def _update_report_if_due(self, *, is_last: bool = False) -> None:
         """Write the report again if that takes a small share of the time, or for the last time."""
         now = time.perf_counter()
-        if not self._main or not self._has_logged or (now < self._next_report and not last):
+        if not self._is_rank0 or not self._has_logged or (now < self._next_report_time and not is_last):
             return
         warnings: list[str] = []
         try:
-            warnings = write_report([self._folder], self._folder / REPORT_FILE, live=not last)
+            warnings = write_report([self._folder], self._folder / REPORT_FILE, reloads=not is_last)
         except Exception as error:  # the run continues without a report
             warnings = [f"the report could not be written: {to_one_line(error)}"]
-        self._next_report = now + (time.perf_counter() - now) / _REPORT_SHARE
-        for warning in warnings if last else ():
-            self.say(f"warning: {warning}")
-        self._output.publish_soon()
+        self._next_report_time = now + (time.perf_counter() - now) / _MAX_REPORT_TIME_SHARE
+        for warning in warnings if is_last else ():
+            self.print_on_rank0(f"warning: {warning}")
+        self._output.publish_in_background()
 
-    def _write(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        if self._metrics is None:
+    def _append_metrics(self, progress: RunProgress, values: Mapping[str, Any]) -> None:
+        if self._metrics_file is None:
             return
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
-        self._metrics.write(row)
+        self._metrics_file.append_row(row)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self._with_trackers(lambda tracker: tracker.log(numbers, progress.step))
-        self._output.publish_soon()
+        self._call_trackers(lambda tracker: tracker.log(numbers, progress.step))
+        self._output.publish_in_background()
 
-    def _with_trackers(self, call: Callable[[Tracker], None]) -> None:
+    def _call_trackers(self, function: Callable[[Tracker], None]) -> None:
         """Call something of each. One that fails gets nothing more: ``metrics.jsonl`` has the numbers."""
         for tracker in tuple(self._trackers):
             try:
-                with convert_user_errors(f"{KEY}: {tracker.name}"):
-                    call(tracker)
+                with convert_user_errors(f"{TRACKERS_KEY}: {tracker.name}"):
+                    function(tracker)
             except UserError as error:
                 self._trackers.remove(tracker)
-                self.say(f"warning: {error}; the run goes on without it")
+                self.print_on_rank0(f"warning: {error}; the run goes on without it")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from portable.converters.console import escape_control_characters
-from portable.converters.storage.safe_open import open_without_links
+from portable.converters.storage.safe_open import open_for_writing
 from portable.errors import RunError, UserError, to_one_line
 from portable.terminal import LOG
 
@@ -23,26 +23,26 @@ LOG_FILE = "log.txt"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-class RunLog(logging.Handler):
+class RunLogHandler(logging.Handler):
     """Collects what is logged in this process, and writes it once there is a folder.
 
     Libraries print their warnings to stderr, in the middle of the progress bar. In this context those below
     errors go into the file alone. Without a folder (a run that was refused) they are printed at the end.
 
     Attributes:
-        foreign: warnings of libraries so far.
+        num_library_warnings: warnings of libraries so far.
         path: of the file.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.foreign = 0
+        self.num_library_warnings = 0
         self.path: Path | None = None
         self._rank = rank
-        self._file: logging.Handler | None = None
+        self._file_handler: logging.Handler | None = None
         self._pending_records: list[logging.LogRecord] = []
-        self._latest: logging.LogRecord | None = None
-        self._rerouted: list[logging.Handler] = []
+        self._latest_record: logging.LogRecord | None = None
+        self._console_handlers: list[logging.Handler] = []
         self._last_resort: logging.Handler | None = None
 
     def __enter__(self) -> Self:
@@ -54,44 +54,44 @@ class RunLog(logging.Handler):
             entry for entry in logging.root.manager.loggerDict.values() if isinstance(entry, logging.Logger)
         ]
         handlers = {handler for logger in (logging.root, *loggers) for handler in logger.handlers}
-        self._rerouted = [handler for handler in handlers if _is_console_handler(handler)]
+        self._console_handlers = [handler for handler in handlers if _is_console_handler(handler)]
         for logger in (LOG, logging.root):
             logger.addHandler(self)
-        for handler in self._rerouted:
-            handler.addFilter(self._reroute)
+        for handler in self._console_handlers:
+            handler.addFilter(self._take_console_record)
         return self
 
-    def open(self, folder: Path) -> None:
+    def open_log_file(self, folder: Path) -> None:
         """Write into ``folder`` what came so far and what will come; ranks other than 0 only if need be."""
         self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
-        self._file = _OwnFile(self.path, delay=self._rank != 0)
-        self._file.setFormatter(_Visible(_FORMAT))
+        self._file_handler = _LinkFreeFileHandler(self.path, delay=self._rank != 0)
+        self._file_handler.setFormatter(_EscapingFormatter(_FORMAT))
         records, self._pending_records = self._pending_records, []
         for record in records:
-            self._write(record)
+            self._write_record(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record is self._latest:  # it passes several handlers
+        if record is self._latest_record:  # it passes several handlers
             return
-        self._latest = record
-        self.foreign += record.name != LOG.name and record.levelno >= logging.WARNING
-        self._write(record)
+        self._latest_record = record
+        self.num_library_warnings += record.name != LOG.name and record.levelno >= logging.WARNING
+        self._write_record(record)
 
-    def _write(self, record: logging.LogRecord) -> None:
-        if self._file is None:
+    def _write_record(self, record: logging.LogRecord) -> None:
+        if self._file_handler is None:
             self._pending_records.append(record)
         elif self._rank == 0 or record.name != LOG.name:  # rank 0 tells for all
-            self._file.handle(record)
+            self._file_handler.handle(record)
 
     def record_failure(self, error: BaseException) -> None:
         """Record why the run ended; a bug with its traceback."""
         is_expected = isinstance(error, UserError | RunError)
         cause = None if is_expected else (type(error), error, error.__traceback__)
         record = logging.LogRecord(LOG.name, logging.ERROR, "", 0, to_one_line(error), None, cause)
-        if self._file is not None:
-            self._file.handle(record)
+        if self._file_handler is not None:
+            self._file_handler.handle(record)
 
-    def _reroute(self, record: logging.LogRecord) -> bool:
+    def _take_console_record(self, record: logging.LogRecord) -> bool:
         """Take the record; whether its own handler is to print it as well."""
         self.handle(record)
         return record.levelno >= logging.ERROR
@@ -99,8 +99,8 @@ class RunLog(logging.Handler):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handler in self._rerouted:
-            handler.removeFilter(self._reroute)
+        for handler in self._console_handlers:
+            handler.removeFilter(self._take_console_record)
         for logger in (LOG, logging.root):
             logger.removeHandler(self)
         if self._last_resort is not None:
@@ -109,17 +109,17 @@ class RunLog(logging.Handler):
         for record in self._pending_records:
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
                 print(escape_control_characters(record.getMessage()), file=sys.stderr)
-        if self._file is not None:
+        if self._file_handler is not None:
             with suppress(OSError):  # a full disk, which takes the last line no more
-                self._file.close()
+                self._file_handler.close()
 
 
-class _Visible(logging.Formatter):
+class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_characters(super().format(record))
 
 
-class _OwnFile(logging.FileHandler):
+class _LinkFreeFileHandler(logging.FileHandler):
     """Appends to a file of the run's, through no link."""
 
     def __init__(self, path: Path, *, delay: bool) -> None:
@@ -127,7 +127,7 @@ class _OwnFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8", delay=delay)
 
     def _open(self) -> TextIOWrapper:
-        descriptor = open_without_links(self._path, os.O_WRONLY | os.O_APPEND)
+        descriptor = open_for_writing(self._path, os.O_WRONLY | os.O_APPEND)
         return os.fdopen(descriptor, "a", encoding=self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name

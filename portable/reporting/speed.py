@@ -75,7 +75,7 @@ class SpeedMeter:
         self.wait_share = 0.0
         self._samples_per_step = samples_per_step
         self._batches = batches
-        self._waited_seconds = batches.waited
+        self._waited_seconds = batches.wait_seconds
         self._start = self._first_step_end = self._last_reading = self._read_clock()
 
     @property
@@ -103,7 +103,7 @@ class SpeedMeter:
         now = self._read_clock()
         if num_steps == 1:
             self._first_step_end = now
-        waited_seconds = self._batches.waited
+        waited_seconds = self._batches.wait_seconds
         self.wait_share = min(
             1.0,
             (waited_seconds - self._waited_seconds) / max(now.seconds - self._last_reading.seconds, 1e-9),

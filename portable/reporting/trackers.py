@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from portable import plugins
 from portable.errors import UserError
-from portable.paths import make_path_inside
+from portable.paths import prepare_path_inside
 from portable.private.accelerate_internals import get_tracker_classes
 from portable.reporting.metrics import read_events
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from portable.config.sections import LogConfig
 
-KEY = "log.trackers"
-_TAKES: dict[str, tuple[str, ...]] = {
+TRACKERS_KEY = "log.trackers"
+_TRACKER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("purge_step",),
     "wandb": ("name", "id", "resume"),
     "swanlab": ("name", "id", "resume"),
@@ -51,7 +51,7 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
         config: what the trackers show as the run's settings.
         from_step: the step that the launch goes on from.
     """
-    lasting, name = _build_lasting_id(folder), log.name or folder.name
+    lasting, name = _build_stable_run_id(folder), log.name or folder.name
     facts = {
         "name": name,
         "run_name": name,
@@ -65,17 +65,23 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
 
 
 def _open_tracker(
-    tracker: str, log: LogConfig, folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]
+    tracker_name: str, log: LogConfig, folder: Path, config: Mapping[str, Any], run_facts: Mapping[str, Any]
 ) -> Tracker:
     classes = get_tracker_classes()
-    kind: Any = classes[tracker] if tracker in classes else plugins.load_factory(KEY, tracker)
-    keywords = {name: facts[name] for name in _TAKES.get(tracker, ())}
+    kind: Any = (
+        classes[tracker_name]
+        if tracker_name in classes
+        else plugins.load_plugin_factory(TRACKERS_KEY, tracker_name)
+    )
+    keywords = {name: run_facts[name] for name in _TRACKER_ARGUMENTS.get(tracker_name, ())}
     writes_files = getattr(getattr(kind, "func", kind), "requires_logging_directory", False)
     if writes_files:  # beside config.yaml, which has the settings
-        keywords["logging_dir"] = str(make_path_inside(folder, tracker, "events").parent.parent)
-    project = log.project or os.environ.get(f"{tracker.upper()}_PROJECT") or folder.parent.name or "portable"
-    with plugins.convert_user_errors(f"{KEY}: {tracker}"):
-        opened = kind(tracker if writes_files else project, **keywords)
+        keywords["logging_dir"] = str(prepare_path_inside(folder, tracker_name, "events").parent.parent)
+    project = (
+        log.project or os.environ.get(f"{tracker_name.upper()}_PROJECT") or folder.parent.name or "portable"
+    )
+    with plugins.convert_user_errors(f"{TRACKERS_KEY}: {tracker_name}"):
+        opened = kind(tracker_name if writes_files else project, **keywords)
         opened.main_process_only = False  # this is the one rank that opens any
         opened.start()
         if not writes_files:
@@ -86,16 +92,18 @@ def _open_tracker(
     return instance
 
 
-def _build_lasting_id(folder: Path) -> str:
+def _build_stable_run_id(folder: Path) -> str:
     """The same in every launch of a run: its folder's name, and when it first started."""
     began = next((event["time"] for event in read_events(folder)), 0)
     return f"{re.sub('[^A-Za-z0-9_-]', '-', folder.name)[:40]}-{int(began * 1000):x}"
 
 
-def check_trackers(names: Sequence[str]) -> None:
+def check_trackers_available(names: Sequence[str]) -> None:
     """Raise UserError if the package of a tracker, or the user's class, is not there."""
     for name in names:
-        if plugins.names_code(name):
-            plugins.load_factory(KEY, name)
+        if plugins.is_plugin_name(name):
+            plugins.load_plugin_factory(TRACKERS_KEY, name)
         elif importlib.util.find_spec(name) is None:
-            raise UserError(f"{KEY}: {name} is not installed; run: pip install {name.replace('_', '-')}")
+            raise UserError(
+                f"{TRACKERS_KEY}: {name} is not installed; run: pip install {name.replace('_', '-')}"
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from portable.data.samples.loader import EvalLoader, TrainLoader
-from portable.terminal import shows_run_bars
+from portable.terminal import shows_run_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,67 +15,67 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.data.samples.base import Samples
     from portable.data.samples.loader import BatchIterator
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
 
 
-def build_train_loader(prepared: Prepared, position: int) -> TrainLoader:
+def build_train_loader(prepared: PreparedRun, first_sample: int) -> TrainLoader:
     """Build the loader of this rank's training micro-batches.
 
     Args:
         prepared: The run.
-        position: Index of the first sample, in the order of the run.
+        first_sample: Index of the first sample, in the order of the run.
     """
-    plan = prepared.plan
+    plan = prepared.batch_plan
     return TrainLoader(
         prepared.data.train,
         seed=prepared.config.seed,
-        position=position,
+        position=first_sample,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         rank=plan.rank,
         world_size=plan.world_size,
-        part=plan.part,
+        sequence_part=plan.sequence_part,
         num_workers=prepared.config.data.num_workers,
         pin_memory=_needs_pinned_memory(prepared),
     )
 
 
-def build_eval_loader(prepared: Prepared, samples: Samples) -> EvalLoader:
+def build_eval_loader(prepared: PreparedRun, samples: Samples) -> EvalLoader:
     """Build the loader of this rank's micro-batches in one evaluation."""
-    plan, limit = prepared.plan, prepared.config.train.eval_batches
+    plan, limit = prepared.batch_plan, prepared.config.train.eval_batches
     return EvalLoader(
         samples,
         batch_size=plan.micro_batch_size,
         rank=plan.rank,
         world_size=plan.world_size,
-        part=plan.part,
+        sequence_part=plan.sequence_part,
         pin_memory=_needs_pinned_memory(prepared),
         # In global batches, so that every world size evaluates the same samples.
-        most=None if limit is None else limit * plan.global_batch_size,
+        max_samples=None if limit is None else limit * plan.global_batch_size,
     )
 
 
-def show_progress(batches: BatchIterator, total: int, *, shown: bool) -> Iterable[Batch]:
+def show_evaluation_progress(batches: BatchIterator, num_batches: int, *, is_shown: bool) -> Iterable[Batch]:
     """Iterate over the batches of an evaluation with a progress bar.
 
     Args:
         batches: Batches of this rank.
-        total: Number of batches.
-        shown: Whether this rank shows the bar, if it runs at a terminal.
+        num_batches: Number of batches.
+        is_shown: Whether this rank shows the bar, if it runs at a terminal.
     """
     return tqdm(
         batches,
-        total=total,
+        total=num_batches,
         unit="batch",
         desc="evaluating",
         leave=False,
         delay=BAR_DELAY,
         dynamic_ncols=True,
-        disable=not shown or not shows_run_bars(),
+        disable=not is_shown or not shows_run_progress_bars(),
     )
 
 
-def _needs_pinned_memory(prepared: Prepared) -> bool:
+def _needs_pinned_memory(prepared: PreparedRun) -> bool:
     return prepared.backend.device.type != "cpu"

@@ -1,7 +1,7 @@
 """When a run saves a checkpoint, and what the checkpoint contains besides the shards.
 
 :meth:`portable.callbacks.Run.finish_step` requests a save after a step if ``checkpoint.every_steps`` or
-``checkpoint.every_epochs`` is due (:attr:`portable.callbacks.Run.save_is_due`), if a callback or an
+``checkpoint.every_epochs`` is due (:attr:`portable.callbacks.Run.is_save_due`), if a callback or an
 evaluation requests it, and after the last step of a launch. The callback in this module then writes the
 trainer state and the files of the model. :mod:`portable.checkpoint.store` completes the checkpoint and
 deletes old ones.
@@ -18,27 +18,29 @@ import torch
 
 from portable.callbacks import Callback
 from portable.checkpoint.trainer_state import TrainerState
-from portable.ranks.collectives import agree
-from portable.run.custom_code import compute_code_digests
+from portable.ranks.collectives import check_ranks_agree
+from portable.run.custom_code import compute_custom_code_digests
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
     from portable.callbacks import Run
-    from portable.checkpoint.store import Checkpoints
-    from portable.progress import Progress
+    from portable.checkpoint.store import CheckpointStore
+    from portable.progress import RunProgress
     from portable.ranks.watchdog import Watchdog
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 
-ADAPTER = "adapter"
+ADAPTER_KEY = "adapter"
 """Key in the metadata of a checkpoint for the identity of the adapter."""
-REFERENCE = "reference"
+REFERENCE_DIGEST_KEY = "reference"
 """Key in the metadata of a checkpoint for the digest of the weights that the loss compares with."""
 
 
-def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:
+def save_checkpoint(
+    prepared: PreparedRun, checkpoints: CheckpointStore[Any], engine: Engine, progress: RunProgress
+) -> None:
     """Save a checkpoint. Must be called on all ranks.
 
     If ``checkpoint.async`` is set, training continues while the files are written in the background.
@@ -56,9 +58,9 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
     config, backend = prepared.config, prepared.backend
     background = config.checkpoint.async_
     train = prepared.data.train
-    if prepared.data.streams:  # every rank has read the samples before the last step
-        consumed = train.digest_consumed(max(0, progress.samples - config.train.global_batch_size))
-        agree(backend, {"the parts of data.stream that were read": consumed})
+    if prepared.data.stream_names:  # every rank has read the samples before the last step
+        consumed = train.compute_consumed_digest(max(0, progress.samples - config.train.global_batch_size))
+        check_ranks_agree(backend, {"the parts of data.stream that were read": consumed})
     state = TrainerState(
         step=progress.step,
         samples=progress.samples,
@@ -70,26 +72,28 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         world_size=backend.world_size,
         data=prepared.data.fingerprint,
         metadata={
-            "skipped_steps": progress.skipped,
-            "code": compute_code_digests(config),
+            "skipped_steps": progress.skipped_updates,
+            "code": compute_custom_code_digests(config),
             "standing": progress.eval_history.to_json(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
-            **({} if prepared.reference is None else {REFERENCE: prepared.reference}),
-            **({"streams": json.dumps(train.state_dict())} if prepared.data.streams else {}),
-            **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
+            **(
+                {} if prepared.reference_digest is None else {REFERENCE_DIGEST_KEY: prepared.reference_digest}
+            ),
+            **({"streams": json.dumps(train.state_dict())} if prepared.data.stream_names else {}),
+            **({} if prepared.adapter is None else {ADAPTER_KEY: prepared.adapter.identity}),
         },
     )
-    checkpoints.begin(
+    checkpoints.begin_save(
         backend,
         state,
-        lambda folder: engine.save(folder, background=background),
+        lambda folder: engine.save_shards(folder, background=background),
         partial(write_model_files, prepared),
     )
     if not background:
-        checkpoints.finish()
+        checkpoints.finish_save()
 
 
-class Saving(Callback):
+class CheckpointCallback(Callback):
     """Callback that saves checkpoints.
 
     Args:
@@ -98,13 +102,13 @@ class Saving(Callback):
     """
 
     def __init__(self, run: Run, watchdog: Watchdog) -> None:
-        self._saved = run.step
+        self._last_saved_step = run.step
         self._watchdog = watchdog
-        run.checkpoints.on_complete = partial(run.call, "handle_completed_checkpoint")
+        run.checkpoints.on_complete = partial(run.call_callbacks, "handle_completed_checkpoint")
 
     def log_step(self, run: Run) -> None:
         """Finish a background save that has ended, so that its failure is reported soon."""
-        run.checkpoints.finish_if_written()
+        run.checkpoints.finish_save_if_written()
 
     def save_step(self, run: Run) -> None:
         """Save a checkpoint, unless this step is already saved or has values that are not finite.
@@ -112,23 +116,23 @@ class Saving(Callback):
         Raises:
             RunError: If the weights are not finite, too many updates were skipped, or the save fails.
         """
-        run.health.check(run)
-        if run.step <= self._saved:
+        run.health.report_skipped_updates(run)
+        if run.step <= self._last_saved_step:
             return
-        run.health.check_state(run)
-        with run.pause():
+        run.health.check_state_is_finite(run)
+        with run.measure_pause():
             with self._watchdog.pause():
-                save(run.prepared, run.checkpoints, run.engine, run.progress)
-            run.call("on_save")
-        self._saved = run.step
+                save_checkpoint(run.prepared, run.checkpoints, run.engine, run.progress)
+            run.call_callbacks("on_save")
+        self._last_saved_step = run.step
 
     def on_end(self, run: Run) -> None:
         """Wait for the last save, and retry it if the object store is unavailable."""
-        run.checkpoints.finish(last=True)
+        run.checkpoints.finish_save(is_last_save=True)
         run.backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
 
 
-def write_model_files(prepared: Prepared, folder: Path) -> None:
+def write_model_files(prepared: PreparedRun, folder: Path) -> None:
     """Write the files that ``from_pretrained`` needs besides the weights. Only called on rank 0.
 
     Args:
@@ -138,11 +142,11 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
     if prepared.adapter is not None:
         prepared.adapter.write_config(folder)
     else:
-        config = prepared.model_config
-        config.architectures = [prepared.architecture]
-        config.dtype = torch.float32  # dtype of the saved weights
-        config.save_pretrained(folder)
-        prepared.names.write_record(folder)
+        model_config = prepared.model_config
+        model_config.architectures = [prepared.architecture]
+        model_config.dtype = torch.float32  # dtype of the saved weights
+        model_config.save_pretrained(folder)
+        prepared.published_names.write_name_record(folder)
     generation = getattr(prepared.model, "generation_config", None)
     if generation is not None:
         try:
@@ -151,6 +155,10 @@ def write_model_files(prepared: Prepared, folder: Path) -> None:
             generation.to_json_file(folder / "generation_config.json")
     prepared.data.tokenizer.save_pretrained(folder)
     if prepared.adapter is None:
-        data = prepared.config.data
-        copies_tokenizer = data.tokenizer is None and data.chat_template is None and not data.added_tokens
-        prepared.names.write_small_files(folder, tokenizer=copies_tokenizer)
+        data_settings = prepared.config.data
+        copies_tokenizer = (
+            data_settings.tokenizer is None
+            and data_settings.chat_template is None
+            and not data_settings.added_tokens
+        )
+        prepared.published_names.copy_base_files(folder, tokenizer=copies_tokenizer)

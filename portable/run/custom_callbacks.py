@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable import plugins
 from portable.callbacks import Callback
 from portable.errors import UserError
-from portable.model.sharded_parameter_guard import WholeValues
+from portable.model.sharded_parameter_guard import ShardReadGuard
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ def list_callback_names(config: RunConfig, *, profile: bool = False) -> list[str
         config: Config of the run.
         profile: Whether the launch profiles some steps.
     """
-    custom = [_name(name) for name in config.train.callbacks]
+    custom = [_format_callback_name(name) for name in config.train.callbacks]
     profiling, uploading = ["profile"] * profile, ["upload"] * (config.hub.push is not None)
     return [*custom, *profiling, "report", "evaluate", "save", *uploading]
 
 
-def _name(name: str) -> str:
-    return f"train.callbacks: {name}"
+def _format_callback_name(plugin_name: str) -> str:
+    return f"train.callbacks: {plugin_name}"
 
 
-class UserCallback(Callback):
+class CustomCallback(Callback):
     """Custom callback. An error in its code ends the run with one line.
 
     Args:
@@ -53,26 +53,29 @@ class UserCallback(Callback):
         self._name = name
         for hook in HOOKS:
             if (function := getattr(custom, hook, None)) is not None:
-                setattr(self, hook, partial(self._call, hook, function))
+                setattr(self, hook, partial(self._call_hook, hook, function))
 
-    def _call(self, method: str, function: Callable[..., None], run: Run, *values: Any) -> None:
+    def _call_hook(self, hook_name: str, function: Callable[..., None], run: Run, *values: Any) -> None:
         """Call a method of the custom object.
 
         Raises:
             UserError: If the method fails or changes parameters of the model.
         """
-        name, before = f"{self._name}: {method}", _get_parameter_versions(run.model)
-        with plugins.convert_user_errors(name), WholeValues(name, differentiated=False):
+        name, versions_before = f"{self._name}: {hook_name}", _get_parameter_versions(run.model)
+        with plugins.convert_user_errors(name), ShardReadGuard(name, in_loss=False):
             function(run, *values)
-        after = _get_parameter_versions(run.model)
-        if any(before.get(parameter, version) != version for parameter, version in after.items()):
+        versions_after = _get_parameter_versions(run.model)
+        if any(
+            versions_before.get(parameter, version) != version
+            for parameter, version in versions_after.items()
+        ):
             raise UserError(
                 f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
                 "model.function, train.loss or train.optimizer"
             )
 
 
-def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
+def load_custom_callbacks(names: Sequence[str]) -> dict[str, CustomCallback]:
     """Load the custom callbacks.
 
     Args:
@@ -86,13 +89,15 @@ def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
     """
     callbacks = {}
     for name in names:
-        custom = plugins.load("train.callbacks", name)
+        custom = plugins.load_plugin("train.callbacks", name)
         if not any(hasattr(custom, hook) for hook in HOOKS):
             raise UserError(f"train.callbacks: {name}: has none of the methods {', '.join(HOOKS)}")
-        wrong = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
-        if wrong:
-            raise UserError(f"train.callbacks: {name}: there is no {wrong[0]}; there are {', '.join(HOOKS)}")
-        callbacks[_name(name)] = UserCallback(_name(name), custom)
+        unknown_hooks = [hook for hook in dir(custom) if hook.startswith("on_") and hook not in HOOKS]
+        if unknown_hooks:
+            raise UserError(
+                f"train.callbacks: {name}: there is no {unknown_hooks[0]}; there are {', '.join(HOOKS)}"
+            )
+        callbacks[_format_callback_name(name)] = CustomCallback(_format_callback_name(name), custom)
     return callbacks
 
 
@@ -101,4 +106,4 @@ def _get_parameter_versions(model: nn.Module) -> dict[int, int]:
 
     After a forward pass, the model may have other parameters, such as gathered ones.
     """
-    return {id(parameter): torch_internals.get_version(parameter) for parameter in model.parameters()}
+    return {id(parameter): torch_internals.get_tensor_version(parameter) for parameter in model.parameters()}

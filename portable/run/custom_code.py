@@ -13,55 +13,59 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
-def prepare_code(config: RunConfig) -> None:
+def install_and_check_custom_code(config: RunConfig) -> None:
     """Define the modules of a notebook in this process, and check the custom code that settings name.
 
     Raises:
         UserError: If custom code cannot be imported or does not have the required interface.
     """
-    plugins.install(config.documents.get(plugins.SOURCES, {}))
+    plugins.install_notebook_modules(config.documents.get(plugins.SOURCES_KEY, {}))
     if config.model.function is not None:
-        plugins.load("model.function", config.model.function)
+        plugins.load_plugin("model.function", config.model.function)
     if config.train.loss is not None:
         from portable.model.training_loss import build_training_loss
-        from portable.run.precompute import check_once
+        from portable.run.precompute import check_precompute_settings
 
-        check_once(config, build_training_loss(config))
-    if plugins.names_code(config.train.optimizer):
+        check_precompute_settings(config, build_training_loss(config))
+    if plugins.is_plugin_name(config.train.optimizer):
         from portable.optim import custom_optimizer
 
-        custom_optimizer.check(config)
-    if plugins.names_code(config.train.schedule):
-        schedule = plugins.load("train.schedule", config.train.schedule)
+        custom_optimizer.check_custom_optimizer(config)
+    if plugins.is_plugin_name(config.train.schedule):
+        schedule = plugins.load_plugin("train.schedule", config.train.schedule)
         require(
             callable(schedule),
             f"train.schedule: {config.train.schedule}: is a {type(schedule).__name__}; give a function of "
             "step and total_steps, or a class of such objects",
         )
     if config.train.callbacks:
-        from portable.run.custom_callbacks import load_callbacks
+        from portable.run.custom_callbacks import load_custom_callbacks
 
-        load_callbacks(config.train.callbacks)
+        load_custom_callbacks(config.train.callbacks)
 
 
-def find_named_code(config: RunConfig) -> dict[str, str]:
+def collect_custom_code_names(config: RunConfig) -> dict[str, str]:
     """Return the names of the custom code that steps and evaluations call, keyed by setting."""
     train = config.train
-    alone = {"train.loss": train.loss, "model.function": config.model.function}
-    code_by_key = {key: name for key, name in alone.items() if name is not None}
+    optional_names = {"train.loss": train.loss, "model.function": config.model.function}
+    code_by_key = {key: name for key, name in optional_names.items() if name is not None}
     for key in ("train.optimizer", "train.schedule"):
-        if plugins.names_code(config.get(key)):
+        if plugins.is_plugin_name(config.get(key)):
             code_by_key[key] = config.get(key)
-    code_by_key |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
+    code_by_key |= {
+        f"train.metrics {name}": name for name in train.metrics or () if plugins.is_plugin_name(name)
+    }
     return code_by_key | {f"train.callbacks {name}": name for name in train.callbacks}
 
 
-def compute_code_digests(config: RunConfig) -> dict[str, str]:
+def compute_custom_code_digests(config: RunConfig) -> dict[str, str]:
     """Compute a digest of each piece of custom code, keyed by setting.
 
     Code that defines data is not included, because the tokens themselves are compared.
     """
-    all_digests = {key: plugins.digest(name) for key, name in find_named_code(config).items()}
+    all_digests = {
+        key: plugins.compute_plugin_digest(name) for key, name in collect_custom_code_names(config).items()
+    }
     return {key: value for key, value in all_digests.items() if value}
 
 
@@ -74,13 +78,13 @@ class CodeChanges(NamedTuple):
     """Metrics and callbacks."""
 
 
-def find_changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> CodeChanges:
-    """Compare two results of :func:`compute_code_digests`.
+def compare_custom_code(stored_digests: Mapping[str, str], current_digests: Mapping[str, str]) -> CodeChanges:
+    """Compare two results of :func:`compute_custom_code_digests`.
 
     Args:
-        before: Digests at the checkpoint.
-        now: Digests of this launch.
+        stored_digests: Digests at the checkpoint.
+        current_digests: Digests of this launch.
     """
-    differ = [key for key, value in now.items() if before.get(key, value) != value]
+    differ = [key for key, value in current_digests.items() if stored_digests.get(key, value) != value]
     harmless = [key for key in differ if key.startswith(("train.metrics", "train.callbacks"))]
     return CodeChanges([key for key in differ if key not in harmless], harmless)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.callbacks import Callback
 from portable.errors import UserError
-from portable.evaluation.best_tracker import BestTracker, Decision
+from portable.evaluation.best_tracker import BestTracker, EvalDecision
 from portable.evaluation.metrics import evaluate
-from portable.reporting.metrics import EVALUATION
-from portable.run.batches import build_eval_loader, show_progress
+from portable.reporting.metrics import EVALUATION_PREFIX
+from portable.run.batches import build_eval_loader, show_evaluation_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from portable.backend import Engine
     from portable.callbacks import Run
     from portable.config import RunConfig
-    from portable.data.dataset import Data
+    from portable.data.dataset import RunData
     from portable.data.samples.loader import BatchIterator
     from portable.evaluation.metrics import MetricSet
-    from portable.progress import Progress
+    from portable.progress import RunProgress
     from portable.ranks.watchdog import Watchdog
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 
-def evaluate_all(
-    prepared: Prepared,
+def evaluate_all_sources(
+    prepared: PreparedRun,
     engine: Engine,
-    watch: Callable[[BatchIterator], AbstractContextManager[Any]] = nullcontext,
+    watch_batches: Callable[[BatchIterator], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """Evaluate all metrics on all sources. Must be called on all ranks.
 
     Args:
         prepared: The run.
         engine: Engine of this rank.
-        watch: Function that returns a context around an evaluation, given its batches.
+        watch_batches: Function that returns a context around an evaluation, given its batches.
 
     Returns:
         The values, keyed by their names in ``metrics.jsonl``.
@@ -49,17 +49,19 @@ def evaluate_all(
     for source, samples in prepared.data.evals.items():
         loader = build_eval_loader(prepared, samples)
         batches = iter(loader)
-        with watch(batches):
-            shown = show_progress(batches, len(loader), shown=prepared.backend.rank == 0)
-            values = evaluate(prepared.backend, engine, shown, prepared.metrics)
-        results |= {_name(value, source): number for value, number in values.items()}
+        with watch_batches(batches):
+            batches_with_bar = show_evaluation_progress(
+                batches, len(loader), is_shown=prepared.backend.rank == 0
+            )
+            values = evaluate(prepared.backend, engine, batches_with_bar, prepared.metrics)
+        results |= {_format_metric_key(value, source): number for value, number in values.items()}
     if averaged:
         engine.swap_ema_weights()
     return results
 
 
-def _name(value: str, source: str) -> str:
-    return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
+def _format_metric_key(metric: str, source: str) -> str:
+    return f"{EVALUATION_PREFIX}{metric}/{source}" if source else f"{EVALUATION_PREFIX}{metric}"
 
 
 def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
@@ -82,18 +84,20 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
         return None
     if not sources:
         raise UserError("data.eval_fraction: the data is too small to hold any out; set data.eval")
-    metric = checkpoint.best_metric or _name("loss", next(iter(sources)))
-    value, _, source = metric.removeprefix(EVALUATION).partition("/")
-    names = metrics.names
-    available = [_name(name, evaluated) for evaluated in sources for name in names or ("loss",)]
-    is_custom = names is None and metric.startswith(EVALUATION) and source in sources
+    metric = checkpoint.best_metric or _format_metric_key("loss", next(iter(sources)))
+    metric_name, _, source = metric.removeprefix(EVALUATION_PREFIX).partition("/")
+    names = metrics.value_names
+    available = [_format_metric_key(name, evaluated) for evaluated in sources for name in names or ("loss",)]
+    is_custom = names is None and metric.startswith(EVALUATION_PREFIX) and source in sources
     if metric not in available and not is_custom:
-        more = "" if names is not None else ", and those of your own metrics"
+        custom_hint = "" if names is not None else ", and those of your own metrics"
         raise UserError(
             f"checkpoint.best_metric: no evaluation of this run has {metric}; it has "
-            f"{', '.join(available)}{more}"
+            f"{', '.join(available)}{custom_hint}"
         )
-    mode = metrics.get_mode(value) if checkpoint.best_mode == "auto" else checkpoint.best_mode
+    mode = (
+        metrics.get_better_direction(metric_name) if checkpoint.best_mode == "auto" else checkpoint.best_mode
+    )
     if mode is None:
         raise UserError(
             f"checkpoint.best_mode: nothing tells whether a higher {metric} is better; set min or max"
@@ -102,55 +106,55 @@ def build_best_tracker(config: RunConfig, sources: Collection[str], metrics: Met
     return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 
 
-class Evaluations(Callback):
+class EvaluationCallback(Callback):
     """Callback that evaluates, and requests saves and the end of the run depending on the results.
 
     Args:
         run: The run that owns this callback.
-        recorded: Function that returns whether the evaluation of a step is recorded.
+        is_recorded: Function that returns whether the evaluation of a step is recorded.
         watchdog: Watchdog, which also observes the batches of evaluations.
     """
 
-    def __init__(self, run: Run, recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
+    def __init__(self, run: Run, is_recorded: Callable[[int], bool], watchdog: Watchdog) -> None:
         self._run = run
         self._prepared = run.prepared
-        self._recorded = recorded
+        self._is_recorded = is_recorded
         self._watchdog = watchdog
-        self._any = run.backend.reduce_any
+        self._reduce_any = run.backend.reduce_any
 
     def on_start(self, run: Run) -> None:
         """Run an evaluation that the last launch missed, and end the run if early stopping has ended it."""
-        progress, counts = run.progress, self._is_counted(run)
+        progress, counts = run.progress, self._counts_for_best(run)
         if not self._prepared.data.evals:
             return
-        due = counts or run.step == run.until
-        if progress.step > 0 and due and self.is_missing(progress, counts=counts):
+        due = counts or run.step == run.end_step
+        if progress.step > 0 and due and self.is_evaluation_missing(progress, counts=counts):
             self(progress, counts=counts)
         best_tracker = self._prepared.best_tracker
-        progress.ended = best_tracker is not None and self._any(
-            best_tracker.should_stop(progress.eval_history)
+        progress.has_ended = best_tracker is not None and self._reduce_any(
+            best_tracker.should_end_run(progress.eval_history)
         )
 
     def evaluate_step(self, run: Run) -> None:
         """Evaluate after the latest step. Must be called on all ranks."""
         if not self._prepared.data.evals:
             return
-        run.health.check(run)
-        decision = self(run.progress, counts=self._is_counted(run))
-        run.progress.ended = decision.stop
-        run.saving = run.saving or decision.save or decision.stop
+        run.health.report_skipped_updates(run)
+        decision = self(run.progress, counts=self._counts_for_best(run))
+        run.progress.has_ended = decision.stop
+        run.is_save_requested = run.is_save_requested or decision.save or decision.stop
 
-    def _is_counted(self, run: Run) -> bool:
+    def _counts_for_best(self, run: Run) -> bool:
         """Return whether the settings request an evaluation after the latest step.
 
         Only such evaluations count for the best checkpoints and for early stopping. An evaluation at the end
         of a launch may be additional.
         """
         train = run.config.train
-        at_end = run.step == run.until == run.steps
-        return at_end or run.due(train.eval_every, train.eval_every_epochs)
+        at_end = run.step == run.end_step == run.steps
+        return at_end or run.is_interval_reached(train.eval_every, train.eval_every_epochs)
 
-    def __call__(self, progress: Progress, *, counts: bool) -> Decision:
+    def __call__(self, progress: RunProgress, *, counts: bool) -> EvalDecision:
         """Evaluate and report. Must be called on all ranks.
 
         Args:
@@ -160,17 +164,19 @@ class Evaluations(Callback):
         Returns:
             Whether to save a checkpoint, and whether to end the run.
         """
-        with self._run.pause():
-            values = evaluate_all(self._prepared, self._run.engine, self._watchdog.watch_temporarily)
-            self._run.call("on_evaluation", values)
+        with self._run.measure_pause():
+            values = evaluate_all_sources(
+                self._prepared, self._run.engine, self._watchdog.watch_batches_temporarily
+            )
+            self._run.call_callbacks("on_evaluation", values)
         best_tracker = self._prepared.best_tracker
         if best_tracker is None or not counts:
-            return Decision()
+            return EvalDecision()
         decision = best_tracker(progress.eval_history, progress.step, values)
         # All ranks have the same values. Decide together anyway, because ranks that disagree would deadlock.
-        return Decision(self._any(decision.save), self._any(decision.stop))
+        return EvalDecision(self._reduce_any(decision.save), self._reduce_any(decision.stop))
 
-    def is_missing(self, progress: Progress, *, counts: bool) -> bool:
+    def is_evaluation_missing(self, progress: RunProgress, *, counts: bool) -> bool:
         """Return whether the evaluation after the latest step is missing on any rank. A collective call.
 
         Args:
@@ -178,12 +184,12 @@ class Evaluations(Callback):
             counts: Whether the evaluation counts for the best checkpoints and for early stopping.
         """
         judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
-        return self._any((counts and not judged) or not self._recorded(progress.step))
+        return self._reduce_any((counts and not judged) or not self._is_recorded(progress.step))
 
 
-def describe_end(run: Run) -> str:
+def describe_early_end(run: Run) -> str:
     """Describe why a run has ended before its last step."""
-    if run.stopping:
+    if run.is_stop_requested:
         return f"ended at step {run.step}, as a callback asked"
     eval_history = run.progress.eval_history
     mark = "" if eval_history.mark is None else f" beyond {eval_history.mark:.4f}"
@@ -193,7 +199,7 @@ def describe_end(run: Run) -> str:
     )
 
 
-def check_evaluation_data(data: Data) -> None:
+def check_evaluation_data(data: RunData) -> None:
     """Raise UserError if there is nothing to evaluate on."""
     if not data.evals:
         raise UserError(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from portable.batch_plan import total_steps
-from portable.config.derived_defaults import BY_TRAINING, classify_training, compute_warmup_steps
+from portable.batch_plan import compute_total_steps
+from portable.config.derived_defaults import (
+    DEFAULTS_BY_TRAINING_KIND,
+    classify_training_kind,
+    compute_warmup_steps,
+)
 from portable.formatting import format_count
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import World
-    from portable.run.stages import Resolved
+    from portable.run.stages import ResolvedRun
 
-SEQ_LEN = "data.seq_len"
-FEW_STEPS = 30
+SEQ_LEN_KEY = "data.seq_len"
+MIN_USEFUL_STEPS = 30
 """Optimizer steps below which a run over all data hardly changes a model."""
-MANY_STEPS = 1000
+MAX_STEPS_BETWEEN_CHECKPOINTS = 1000
 """Steps between checkpoints above which a run prints a warning, because a crash would lose them."""
 
 
@@ -28,29 +32,34 @@ def describe_warmup(config: RunConfig, steps: int) -> str:
     return f"{format_count(compute_warmup_steps(train, steps), 'step')}{ratio}"
 
 
-def explain_seq_len(resolved: Resolved, positions: int | None) -> str | None:
+def explain_chosen_seq_len(resolved: ResolvedRun, max_positions: int | None) -> str | None:
     """Explain the value of ``data.seq_len`` if it was chosen for the model.
 
     Args:
         resolved: The resolved run.
-        positions: Number of positions of the model. None if the number is not limited.
+        max_positions: Number of positions of the model. None if the number is not limited.
 
     Returns:
         The text of a note. None if the user, the existing run or the kind of training determines the value.
     """
     config = resolved.config
-    is_chosen = config.is_set_or_put(SEQ_LEN) and not config.is_set(SEQ_LEN) and SEQ_LEN not in resolved.unset
+    is_chosen = (
+        config.is_set_or_put(SEQ_LEN_KEY)
+        and not config.is_set(SEQ_LEN_KEY)
+        and SEQ_LEN_KEY not in resolved.inherited_settings
+    )
     if not is_chosen:
         return None
-    length, longest = config.data.seq_len, BY_TRAINING[SEQ_LEN].get(classify_training(config))
-    bound = "has no maximum length" if positions is None else f"has {positions:,} positions"
-    padded = "" if config.data.packing else ", and every sample is padded to this length"
-    return (
-        f"{SEQ_LEN} is {length:,}, because the model {bound} and the default is at most {longest:,}{padded}"
+    length, longest = (
+        config.data.seq_len,
+        DEFAULTS_BY_TRAINING_KIND[SEQ_LEN_KEY].get_default(classify_training_kind(config)),
     )
+    bound = "has no maximum length" if max_positions is None else f"has {max_positions:,} positions"
+    padded = "" if config.data.packing else ", and every sample is padded to this length"
+    return f"{SEQ_LEN_KEY} is {length:,}, because the model {bound} and the default is at most {longest:,}{padded}"
 
 
-def describe_length(config: RunConfig, steps: int, samples: int | None) -> str:
+def format_run_length(config: RunConfig, steps: int, samples: int | None) -> str:
     """Describe the number of steps together with the epochs, such as ``87: 3 epochs of 464 samples``.
 
     Args:
@@ -64,8 +73,8 @@ def describe_length(config: RunConfig, steps: int, samples: int | None) -> str:
     return f"{steps:,}: {_describe_epochs(epochs, samples)}"
 
 
-def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> str | None:
-    """Return a warning if ``train.epochs`` gives fewer than :data:`FEW_STEPS` optimizer steps.
+def build_few_steps_warning(config: RunConfig, samples: int | None, world: World) -> str | None:
+    """Return a warning if ``train.epochs`` gives fewer than :data:`MIN_USEFUL_STEPS` optimizer steps.
 
     A number of steps that the user has set is taken as intended.
 
@@ -75,11 +84,11 @@ def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> s
         world: Ranks of the launch, among which a global batch is divided.
     """
     epochs, batch = config.train.epochs, config.train.global_batch_size
-    if epochs is None or not samples or (steps := total_steps(config, samples)) >= FEW_STEPS:
+    if epochs is None or not samples or (steps := compute_total_steps(config, samples)) >= MIN_USEFUL_STEPS:
         return None
     devices = max(1, world.devices // config.ranks_together)
-    remedies = [f"raise train.epochs to {math.ceil(FEW_STEPS * batch / samples)}"]
-    smaller = int(epochs * samples / FEW_STEPS) // devices * devices
+    remedies = [f"raise train.epochs to {math.ceil(MIN_USEFUL_STEPS * batch / samples)}"]
+    smaller = int(epochs * samples / MIN_USEFUL_STEPS) // devices * devices
     if 0 < smaller < batch:
         remedies.insert(0, f"lower train.global_batch_size to {smaller}")
     return (
@@ -88,8 +97,8 @@ def warn_of_few_steps(config: RunConfig, samples: int | None, world: World) -> s
     )
 
 
-def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | None:
-    """Return a warning if checkpoints are more than :data:`MANY_STEPS` apart because of the default.
+def build_rare_checkpoints_warning(config: RunConfig, samples: int | None) -> str | None:
+    """Return a warning if checkpoints are more than :data:`MAX_STEPS_BETWEEN_CHECKPOINTS` apart because of the default.
 
     Args:
         config: Config of the run.
@@ -99,7 +108,10 @@ def warn_of_rare_checkpoints(config: RunConfig, samples: int | None) -> str | No
     if epochs is None or not samples or config.is_set_or_put("checkpoint.every_epochs"):
         return None
     steps = int(epochs * samples / config.train.global_batch_size)
-    if steps <= MANY_STEPS or total_steps(config, samples) <= MANY_STEPS:
+    if (
+        steps <= MAX_STEPS_BETWEEN_CHECKPOINTS
+        or compute_total_steps(config, samples) <= MAX_STEPS_BETWEEN_CHECKPOINTS
+    ):
         return None
     return (
         f"checkpoint.every_epochs: an epoch has {steps:,} steps, and a crash loses the steps since the last "

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from portable import plugins
-from portable.adapters.settings import find_adapter_folder, find_weights_file
+from portable.adapters.settings import find_adapter_weights, resolve_adapter_folder
 from portable.config.sources import get_training_sources
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.fingerprints import compute_fingerprint
@@ -27,11 +27,11 @@ from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
 from portable.errors import UserError, to_one_line
 from portable.model.loss import PrecomputePass
-from portable.model.pretrained import fetch_snapshot
+from portable.model.pretrained import fetch_model_folder
 from portable.model.training_loss import build_training_loss
 from portable.paths import get_default_cache_dir
-from portable.temporary_folder import create_scratch_folder, open_or_build
-from portable.terminal import shows_run_bars
+from portable.temporary_folder import create_scratch_folder, open_or_build_cache_folder
+from portable.terminal import shows_run_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend, Engine
     from portable.config import RunConfig
-    from portable.data.dataset import Data
+    from portable.data.dataset import RunData
     from portable.data.samples.base import Arrays, Samples
     from portable.model.training_loss import TrainingLoss
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
-_BETWEEN = 64  # micro-batches between two exchanges of the ranks' results
+_MICRO_BATCHES_PER_EXCHANGE = 64  # micro-batches between two exchanges of the ranks' results
 _VALUES, _META = "values.bin", "meta.json"
 _FLOAT = np.dtype("<f4")
 
 
-def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
+def check_precompute_settings(config: RunConfig, loss: TrainingLoss | None) -> None:
     """Check that the settings allow a loss to compute values of all samples before the training.
 
     Args:
@@ -89,11 +89,11 @@ def compute_reference_digest(config: RunConfig) -> str | None:
     # The seed determines the weights that are in no file: those of a new adapter, and the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
     if loss.reference is not None:
-        folders = {loss.key: fetch_snapshot(loss.reference, f"{loss.key}: reference")}
+        folders = {loss.key: fetch_model_folder(loss.reference, f"{loss.key}: reference")}
     elif not model.from_scratch:
-        folders["model.name_or_path"] = fetch_snapshot(str(model.name_or_path))
+        folders["model.name_or_path"] = fetch_model_folder(str(model.name_or_path))
     if loss.reference is None and adapter is not None:
-        folders["adapter.name_or_path"] = find_weights_file(find_adapter_folder(adapter))
+        folders["adapter.name_or_path"] = find_adapter_weights(resolve_adapter_folder(adapter))
     fingerprints = {}
     for key, folder in folders.items():
         try:
@@ -103,10 +103,12 @@ def compute_reference_digest(config: RunConfig) -> str | None:
     return hashlib.blake2b(json.dumps(fingerprints).encode(), digest_size=16).hexdigest()
 
 
-def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> None:
+def attach_precomputed_tables(
+    config: RunConfig, backend: Backend, data: RunData, reference: str | None
+) -> None:
     """Attach to each set of samples of ``data`` the table of values that the loss computes once, if it does.
 
-    The tables may not exist yet; see :func:`find_missing_samples`.
+    The tables may not exist yet; see :func:`find_samples_to_precompute`.
 
     Args:
         config: Config of the run.
@@ -120,7 +122,7 @@ def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str
     loss = build_training_loss(config)
     if loss is None or loss.once is None:
         return
-    check_once(config, loss)
+    check_precompute_settings(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(
             f"{loss.key}: on several hosts, XLA cannot compute numbers before the training; name a reference"
@@ -131,12 +133,14 @@ def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str
         f"evaluation {name}": eval_samples for name, eval_samples in data.evals.items()
     }
     for name, samples in samples_by_name.items():
-        samples.computed = PrecomputedTable(
-            root / "computed" / _digest(config, data, name, samples, reference)
+        samples.compute_extra_columns = PrecomputedTable(
+            root / "computed" / _compute_table_digest(config, data, name, samples, reference)
         )
 
 
-def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
+def _compute_table_digest(
+    config: RunConfig, data: RunData, name: str, samples: Samples, reference: str | None
+) -> str:
     """Compute a digest of everything that the values of ``samples`` depend on."""
     model, settings = config.model, config.data
     content = [
@@ -145,10 +149,10 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples, referenc
         data.fingerprint,
         dict(data.eval_fingerprints),
         config.train.loss,
-        plugins.digest(config.train.loss or ""),
+        plugins.compute_plugin_digest(config.train.loss or ""),
         model.model_dump(mode="json"),
         config.adapter.model_dump(mode="json"),
-        plugins.digest(model.function or ""),
+        plugins.compute_plugin_digest(model.function or ""),
         reference,
         config.precision,
         (settings.seq_len, settings.truncation, settings.eval_fraction, settings.packing),
@@ -156,38 +160,40 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples, referenc
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-def find_missing_samples(prepared: Prepared) -> list[Samples]:
+def find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
     """Find the sets of samples whose tables are missing on the machine of any rank. A collective call."""
     incomplete = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
-        if isinstance(table := samples.computed, PrecomputedTable):
-            lacks = table.check_intact(table.folder) is None
-            if prepared.backend.reduce_any(lacks):
+        if isinstance(table := samples.compute_extra_columns, PrecomputedTable):
+            is_missing = table.open_if_intact(table.folder) is None
+            if prepared.backend.reduce_any(is_missing):
                 incomplete.append(samples)
     return incomplete
 
 
-def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
-    """Compute the tables of ``wanted`` with the current weights of ``engine``. A collective call."""
-    for samples in wanted:
-        table, samples.computed = samples.computed, None
+def precompute_columns(prepared: PreparedRun, engine: Engine, incomplete_samples: list[Samples]) -> None:
+    """Compute the tables of ``incomplete_samples`` with the current weights of ``engine``. A collective call."""
+    for samples in incomplete_samples:
+        table, samples.compute_extra_columns = samples.compute_extra_columns, None
         assert isinstance(table, PrecomputedTable)
         shapes: dict[str, list[int]] = {}
-        rows = _compute_rows(prepared, engine, samples, shapes)
+        rows = _iter_computed_rows(prepared, engine, samples, shapes)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             # Compute into a scratch folder first: a rank that waits for the lock of the cache would block the
             # collectives of the other ranks.
             with create_scratch_folder("portable-computed") as draft:
-                write_table(draft, shapes, rows)
-                open_or_build(table.folder, table.check_intact, partial(copytree, draft, dirs_exist_ok=True))
+                write_precomputed_table(draft, shapes, rows)
+                open_or_build_cache_folder(
+                    table.folder, table.open_if_intact, partial(copytree, draft, dirs_exist_ok=True)
+                )
         for _ in rows:  # ranks that do not write take part in the collectives
             pass
-        samples.computed = table
+        samples.compute_extra_columns = table
         prepared.backend.barrier()
 
 
-def _compute_rows(
-    prepared: Prepared, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
+def _iter_computed_rows(
+    prepared: PreparedRun, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
     """Yield blocks of rows of the table, in the order of the samples. A collective call.
 
@@ -200,22 +206,22 @@ def _compute_rows(
     Yields:
         Values of consecutive samples of all ranks, float64 ``[samples, numbers]``.
     """
-    backend, size, remaining = prepared.backend, prepared.plan.micro_batch_size, len(samples)
+    backend, size, remaining = prepared.backend, prepared.batch_plan.micro_batch_size, len(samples)
     loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
     bar = tqdm(
         loader, unit="batch", desc="computing once", leave=False, delay=1.0,
-        disable=backend.rank != 0 or not shows_run_bars(),
+        disable=backend.rank != 0 or not shows_run_progress_bars(),
     )  # fmt: skip
     pending: list[Any] = []
     for number, batch in enumerate(bar, start=1):
-        columns = engine.evaluate(backend.place(batch), PrecomputePass(), {})
+        columns = engine.evaluate_batch(backend.copy_to_device(batch), PrecomputePass(), {})
         shapes |= {name: list(value.shape[1:]) for name, value in columns.items()}
-        flat = np.array(backend.read(list(columns.values())))
+        flat = np.array(backend.read_to_host(list(columns.values())))
         counts = np.cumsum([value.numel() for value in columns.values()])[:-1]
         parts = [part.reshape(size, -1) for part in np.split(flat, counts)]
         pending.append(np.concatenate(parts, axis=1).tolist())
-        if number % _BETWEEN == 0 or number == len(loader):
-            ranks = [json.loads(text) for text in backend.gather(json.dumps(pending))]
+        if number % _MICRO_BATCHES_PER_EXCHANGE == 0 or number == len(loader):
+            ranks = [json.loads(text) for text in backend.gather_text(json.dumps(pending))]
             rows = np.array([row for batches in zip(*ranks, strict=True) for part in batches for row in part])
             pending = []
             yield rows[:remaining]
@@ -225,17 +231,20 @@ def _compute_rows(
 # -- the table ---------------------------------------------------------------------------------------------
 
 
-def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.NDArray[Any]]) -> None:
+def write_precomputed_table(
+    folder: Path, shapes: dict[str, list[int]], row_blocks: Iterable[npt.NDArray[Any]]
+) -> None:
     """Write a table with one row for each sample into an empty folder.
 
     Args:
         folder: Folder of the table.
-        shapes: Shape of one row of each column, keyed by the column's name. May be filled while ``rows`` is
+        shapes: Shape of one row of each column, keyed by the column's name. May be filled while
+        ``row_blocks`` is
             read.
-        rows: Blocks of rows ``[samples, numbers]``, in order.
+        row_blocks: Blocks of rows ``[samples, numbers]``, in order.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)
-    for part in rows:
+    for part in row_blocks:
         file.write(part)
         count += len(part)
     file.close()
@@ -257,19 +266,19 @@ class PrecomputedTable:
     """Columns that are computed for each sample before the training, in a folder of the cache."""
 
     folder: Path
-    _opened: TableContents | None = field(default=None, init=False, repr=False)
+    _contents: TableContents | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a data worker, which opens the file itself."""
         return {"folder": self.folder, "_opened": None}
 
-    def open(self) -> TableContents:
+    def open_contents(self) -> TableContents:
         """Open the table, if it is not open yet.
 
         Raises:
             CacheDamagedError: If the folder does not exist or is damaged.
         """
-        if self._opened is None:
+        if self._contents is None:
             path = self.folder / _VALUES
             try:
                 meta = json.loads((self.folder / _META).read_text("utf-8"))
@@ -277,27 +286,27 @@ class PrecomputedTable:
                 if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
                     raise CacheDamagedError(f"{path}: damaged")
                 sums = np.array(meta["sums"], dtype="<u4")
-                self._opened = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
+                self._contents = TableContents(meta["shapes"], CheckedArray(path, _FLOAT, sums, width))
             except (CacheDamagedError, MemoryError):
                 raise
             except Exception as error:  # the file may hold any values
                 raise CacheDamagedError(f"{self.folder}: {to_one_line(error)}") from error
-        return self._opened
+        return self._contents
 
-    def check_intact(self, _: Path) -> PrecomputedTable | None:
+    def open_if_intact(self, _: Path) -> PrecomputedTable | None:
         """Return this table if it can be opened, otherwise None.
 
-        The signature is the one of ``open_or_build``.
+        The signature is the one of ``open_or_build_cache_folder``.
         """
         try:
-            self.open()
+            self.open_contents()
         except CacheDamagedError:
             return None
         return self
 
     def __call__(self, indices: Sequence[int]) -> Arrays:
         """Return the columns of some samples, float32 ``[len(indices), *shape]``, keyed by name."""
-        shapes, values = self.open()
+        shapes, values = self.open_contents()
         rows, offset, arrays = values[list(indices)], 0, {}
         for name, shape in shapes.items():
             width = int(np.prod(shape))

@@ -6,47 +6,56 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portable.adapters.assemble import assemble, build_tokenizer_hints
-from portable.batch_plan import build_batch_plan, total_steps
+from portable.adapters.assemble import assemble_model, build_data_arguments
+from portable.batch_plan import compute_batch_plan_of_rank, compute_total_steps
 from portable.config.origins import format_short_value
-from portable.converters.writers.parallel_jobs import count_cores
+from portable.converters.writers.parallel_jobs import count_usable_cores
 from portable.data.dataset import build_data
-from portable.data.samples.classes import SINGLE
-from portable.data.sources.documents import format_names
+from portable.data.samples.classes import SINGLE_LABEL
+from portable.data.sources.documents import format_name_list
 from portable.errors import UserError
 from portable.evaluation.builtin_metrics import MetricSettings, build_metrics
 from portable.formatting import format_count, format_short_count
 from portable.model import build as models
-from portable.model.auxiliary_losses import adds_router_loss
-from portable.model.document_attention import list_packing_notes
+from portable.model.auxiliary_losses import enables_router_loss_by_default
+from portable.model.document_attention import build_packing_notes
 from portable.model.flops import compute_flops_per_token, count_parameters, count_trained_parameters
-from portable.model.freezing import build_tie_notes
-from portable.model.labels import adopt_labels, build_label_hints, find_known_classes, get_problem_type
-from portable.model.padding import explain_padding
+from portable.model.freezing import build_tied_parameter_notes
+from portable.model.labels import (
+    build_label_arguments,
+    find_known_classes,
+    read_problem_type,
+    set_config_labels,
+)
+from portable.model.padding import explain_padding_dependence
 from portable.model.published_names import PublishedNames
-from portable.model.special_tokens import SpecialTokens
-from portable.model.unused_parameters import get_unreached_names, summarize_parameters
+from portable.model.special_tokens import ModelSpecialTokens
+from portable.model.unused_parameters import get_unreached_names, summarize_parameter_names
 from portable.optim.schedule import build_schedule, explain_long_warmup
 from portable.registry import load_backend_package
 from portable.run.evaluation import build_best_tracker
-from portable.run.length import explain_seq_len, warn_of_few_steps, warn_of_rare_checkpoints
+from portable.run.length import (
+    build_few_steps_warning,
+    build_rare_checkpoints_warning,
+    explain_chosen_seq_len,
+)
 from portable.run.resolve import resolve_precision
-from portable.run.stages import Prepared
-from portable.terminal import shows_bars
+from portable.run.stages import PreparedRun
+from portable.terminal import shows_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.adapters.assemble import Assembled
+    from portable.adapters.assemble import AssembledModel
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.data.dataset import Data
-    from portable.data.samples.classes import Classes
+    from portable.data.dataset import RunData
+    from portable.data.samples.classes import LabelMapping
     from portable.data.sizes import DataSizes
-    from portable.run.stages import Resolved
+    from portable.run.stages import ResolvedRun
 
 
-def prepare(resolved: Resolved, backend: Backend) -> Prepared:
+def prepare_run(resolved: ResolvedRun, backend: Backend) -> PreparedRun:
     """Build the tokenizer, the data, the model on the meta device, the batch plan, and the schedule.
 
     Must be called before :meth:`portable.backend.Backend.start`, because the search for a micro-batch size
@@ -65,44 +74,46 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     resolved = resolve_precision(resolved)
     config = resolved.config
     model_config = models.load_model_config(config.model)
-    models.check_length(model_config, config)
-    special_tokens = SpecialTokens(model_config, config.model)
+    models.check_seq_len(model_config, config)
+    special_tokens = ModelSpecialTokens(model_config, config.model)
     if config.checkpoint.export == "like_base":
-        from portable.model.pretrained import open_export_layout
+        from portable.model.pretrained import open_quantized_base
 
-        open_export_layout(config.model)  # otherwise the run would fail after the last step
-    data = open_data(config, model_config, special_tokens)
-    of_task = config.model.task if data.classes is None else data.classes.problem
-    label_notes = [] if data.classes is None else _adopt_classes(data.classes, model_config, config, data)
+        open_quantized_base(config.model)  # otherwise the run would fail after the last step
+    data = open_run_data(config, model_config, special_tokens)
+    problem_type = config.model.task if data.classes is None else data.classes.problem_type
+    label_notes = (
+        [] if data.classes is None else _add_classes_to_model_config(data.classes, model_config, config, data)
+    )
     setting = MetricSettings(
-        of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None
+        problem_type, data.label_names, data.tokenizer, user_loss=config.train.loss is not None
     )
     metrics = build_metrics(config.train.metrics, setting)
     if metrics.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(metrics.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     best_tracker = build_best_tracker(config, data.evals, metrics)
-    assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
+    assembled = assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
     if adapter is not None and config.checkpoint.export in ("merged", "like_base"):
-        from portable.adapters.merge_check import check_merge
+        from portable.adapters.merge_check import check_adapter_can_be_merged
 
-        check_merge(adapter)  # otherwise the run would fail after the last step
+        check_adapter_can_be_merged(adapter)  # otherwise the run would fail after the last step
     reference = None
     if config.train.loss is not None:
-        from portable.run.precompute import add_computed, compute_reference_digest
+        from portable.run.precompute import attach_precomputed_tables, compute_reference_digest
 
         reference = compute_reference_digest(config)
-        add_computed(config, backend, data, reference)
-    config = _with_micro_batch(resolved, backend, model_config, data)
-    length = total_steps(config, data.train.epoch_samples)
-    if (reason := explain_long_warmup(config.train, length)) is not None:
+        attach_precomputed_tables(config, backend, data, reference)
+    config = _resolve_micro_batch_size(resolved, backend, model_config, data)
+    num_steps = compute_total_steps(config, data.train.epoch_samples)
+    if (reason := explain_long_warmup(config.train, num_steps)) is not None:
         raise UserError(reason)
     published = PublishedNames(config.model, model)
     if adapter is None and config.checkpoint.export == "like_base":
-        published.check_like_base()  # otherwise the run would fail after the last step
-    notes = [*build_notes(resolved, assembled, model_config, data.sizes), *label_notes]
-    return Prepared(
+        published.check_export_like_base()  # otherwise the run would fail after the last step
+    notes = [*build_start_notes(resolved, assembled, model_config, data.sizes), *label_notes]
+    return PreparedRun(
         resolved=resolved,
         config=config,
         backend=backend,
@@ -110,30 +121,30 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         data=data,
         model=model,
         adapter=adapter,
-        names=published,
-        grown_from=assembled.grown_from,
+        published_names=published,
+        vocabulary_size_before_growth=assembled.grown_from,
         architecture=type(model).__name__,
-        parameters=count_parameters(model),
-        trained=count_trained_parameters(model),
-        frozen="" if adapter is not None else describe_frozen(model),
+        num_parameters=count_parameters(model),
+        num_trained_parameters=count_trained_parameters(model),
+        frozen_description="" if adapter is not None else describe_unreached_parameters(model),
         flops_per_token=compute_flops_per_token(
-            model, model_config, data.train.context or config.data.seq_len
+            model, model_config, data.train.mean_context_length or config.data.seq_len
         ),
-        plan=build_batch_plan(config, backend),
-        steps=length,
-        until=min(length, config.train.stop_after or length),
-        schedule=build_schedule(config.train, length),
+        batch_plan=compute_batch_plan_of_rank(config, backend),
+        steps=num_steps,
+        end_step=min(num_steps, config.train.stop_after or num_steps),
+        schedule=build_schedule(config.train, num_steps),
         metrics=metrics,
         best_tracker=best_tracker,
-        reference=reference,
+        reference_digest=reference,
         notes=tuple(notes),
     )
 
 
-_PARTS_SHOWN = 4
+_MAX_PARTS_SHOWN = 4
 
 
-def describe_frozen(model: PreTrainedModel) -> str:
+def describe_unreached_parameters(model: PreTrainedModel) -> str:
     """Describe the parameters that are frozen because the loss does not depend on them.
 
     Args:
@@ -146,30 +157,32 @@ def describe_frozen(model: PreTrainedModel) -> str:
     frozen = {name: p for name, p in model.named_parameters() if name in unreached and not p.requires_grad}
     if not frozen:
         return ""
-    parts = summarize_parameters(model, frozen)
-    more = f" and {len(parts) - _PARTS_SHOWN} more" if len(parts) > _PARTS_SHOWN else ""
+    parts = summarize_parameter_names(model, frozen)
+    more = f" and {len(parts) - _MAX_PARTS_SHOWN} more" if len(parts) > _MAX_PARTS_SHOWN else ""
     count = format_short_count(sum(p.numel() for p in frozen.values()))
     share = f"{count} of {format_short_count(count_parameters(model))} parameters are not reached by text"
-    return f"{', '.join(parts[:_PARTS_SHOWN])}{more} ({share})"
+    return f"{', '.join(parts[:_MAX_PARTS_SHOWN])}{more} ({share})"
 
 
-def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
+def open_run_data(
+    config: RunConfig, model_config: PretrainedConfig, special_tokens: ModelSpecialTokens
+) -> RunData:
     """Open the data of a run, and tokenize it if it is not cached."""
     classifies = config.model.task == "sequence-classification"
     return build_data(
         config.data,
         task=config.model.task,
         seed=config.seed,
-        decoder_start_token_id=special_tokens.find_decoder_start,
+        decoder_start_token_id=special_tokens.compute_decoder_start,
         label_shift=special_tokens.build_label_shift,
         global_batch_size=config.train.global_batch_size,
-        progress=shows_bars(),  # only the rank that builds the cache shows it
-        **(build_label_hints(model_config, config.model) if classifies else {}),
-        **build_tokenizer_hints(config, model_config),
+        progress=shows_progress_bars(),  # only the rank that builds the cache shows it
+        **(build_label_arguments(model_config, config.model) if classifies else {}),
+        **build_data_arguments(config, model_config),
     )
 
 
-def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
+def agree_on_micro_batch_size(prepared: PreparedRun) -> PreparedRun:
     """Use the smallest micro-batch size of all ranks if ``train.micro_batch_size`` is ``auto``.
 
     A collective call.
@@ -179,15 +192,15 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     from portable.run import micro_batch
 
     backend, config = prepared.backend, prepared.config
-    size = prepared.plan.micro_batch_size
-    config = micro_batch.with_micro_batch(
-        config, micro_batch.find_smallest_over_ranks(size, config, prepared.resolved.world, backend)
+    size = prepared.batch_plan.micro_batch_size
+    config = micro_batch.replace_micro_batch_size(
+        config, micro_batch.agree_on_smallest_size(size, config, prepared.resolved.world, backend)
     )
-    return replace(prepared, config=config, plan=build_batch_plan(config, backend))
+    return replace(prepared, config=config, batch_plan=compute_batch_plan_of_rank(config, backend))
 
 
-def _with_micro_batch(
-    resolved: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
+def _resolve_micro_batch_size(
+    resolved: ResolvedRun, backend: Backend, model_config: PretrainedConfig, data: RunData
 ) -> RunConfig:
     """Replace ``train.micro_batch_size: auto`` by the largest size that fits this rank's device."""
     config = resolved.config
@@ -195,15 +208,17 @@ def _with_micro_batch(
         return config
     from portable.run import micro_batch
 
-    size = micro_batch.get_previous_size(config, resolved.existing, resolved.place, resolved.world)
+    size = micro_batch.read_previous_micro_batch_size(
+        config, resolved.existing, resolved.output_place, resolved.world
+    )
     if size is None:
-        search = micro_batch.Search(backend, config, model_config, data.train, resolved.world)
+        search = micro_batch.MicroBatchSearch(backend, config, model_config, data.train, resolved.world)
         size = micro_batch.find_largest_micro_batch(search)
-    return micro_batch.with_micro_batch(config, size)
+    return micro_batch.replace_micro_batch_size(config, size)
 
 
-def _adopt_classes(
-    classes: Classes, model_config: PretrainedConfig, config: RunConfig, data: Data
+def _add_classes_to_model_config(
+    classes: LabelMapping, model_config: PretrainedConfig, config: RunConfig, data: RunData
 ) -> list[str]:
     """Add the classes of the labels to the model's config.
 
@@ -212,22 +227,22 @@ def _adopt_classes(
     """
     notes = []
     problem, model_classes = (
-        get_problem_type(model_config, config.model),
+        read_problem_type(model_config, config.model),
         find_known_classes(model_config, config.model),
     )
-    if problem is None and classes.problem != SINGLE:
-        notes.append(f"note: problem_type is {classes.problem}, as the labels and num_labels have it")
-    if model_classes is not None and model_classes.is_renaming(data.label_names):
+    if problem is None and classes.problem_type != SINGLE_LABEL:
+        notes.append(f"note: problem_type is {classes.problem_type}, as the labels and num_labels have it")
+    if model_classes is not None and model_classes.would_rename_classes(data.label_names):
         notes.append(
-            f"note: {model_classes.key} does not name its classes; they are taken for "
-            f"{format_names(data.label_names)}, in this order"
+            f"note: {model_classes.setting_key} does not name its classes; they are taken for "
+            f"{format_name_list(data.label_names)}, in this order"
         )
-    adopt_labels(model_config, classes)
+    set_config_labels(model_config, classes)
     return notes
 
 
-def build_notes(
-    resolved: Resolved, assembled: Assembled, model_config: PretrainedConfig, data: DataSizes
+def build_start_notes(
+    resolved: ResolvedRun, assembled: AssembledModel, model_config: PretrainedConfig, data: DataSizes
 ) -> list[str]:
     """Build the notes and warnings that are printed before the first step, one line each.
 
@@ -240,25 +255,29 @@ def build_notes(
     lines = [
         f"note: {note}" for note in load_backend_package(resolved.config.backend).build_notes(resolved.config)
     ]
-    if resolved.unset:
-        values = ", ".join(f"{key}: {format_short_value(value)}" for key, value in resolved.unset.items())
-        lines.append(f"note: the run in {resolved.place} keeps its settings that are not set here: {values}")
-    if (length := explain_seq_len(resolved, models.get_max_positions(model_config))) is not None:
+    if resolved.inherited_settings:
+        values = ", ".join(
+            f"{key}: {format_short_value(value)}" for key, value in resolved.inherited_settings.items()
+        )
+        lines.append(
+            f"note: the run in {resolved.output_place} keeps its settings that are not set here: {values}"
+        )
+    if (length := explain_chosen_seq_len(resolved, models.get_max_positions(model_config))) is not None:
         lines.append(f"note: {length}")
     if resolved.config.data.format == "auto":
         lines.append(
             "note: data.format is detected after the data is downloaded; if the data has conversations or "
             "pairs, the defaults for fine-tuning apply"
         )
-    if assembled.aligned:
-        taken = "; ".join(assembled.aligned)
-        lines.append(f"note: the model takes over the tokenizer's special tokens: {taken}")
+    if assembled.replaced_tokens:
+        special_tokens_text = "; ".join(assembled.replaced_tokens)
+        lines.append(f"note: the model takes over the tokenizer's special tokens: {special_tokens_text}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if adds_router_loss(model_config, resolved.config.model):
+    if enables_router_loss_by_default(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
             "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
@@ -271,25 +290,31 @@ def build_notes(
         )
     if assembled.adapter is not None:
         lines += [f"note: {note}" for note in assembled.adapter.notes]
-    lines += [f"note: {note}" for note in list_packing_notes(resolved.config, assembled.model)]
-    if resolved.config.train.freezes:
-        lines += [f"note: {note}" for note in build_tie_notes(assembled.model, resolved.config.train)]
-    if (padding := explain_padding(model_config, resolved.config)) is not None:
+    lines += [f"note: {note}" for note in build_packing_notes(resolved.config, assembled.model)]
+    if resolved.config.train.has_frozen_patterns:
+        lines += [
+            f"note: {note}" for note in build_tied_parameter_notes(assembled.model, resolved.config.train)
+        ]
+    if (padding := explain_padding_dependence(model_config, resolved.config)) is not None:
         lines.append(f"warning: {padding}")
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
-    if workers > (count := count_cores()):
+    if workers > (count := count_usable_cores()):
         lines.append(
             f"note: data.num_workers: {workers} processes on {format_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
-    if (few := warn_of_few_steps(resolved.config, data.train_samples, resolved.world)) is not None:
-        lines.append(f"warning: {few}")
-    if (rare := warn_of_rare_checkpoints(resolved.config, data.train_samples)) is not None:
-        lines.append(f"warning: {rare}")
-    step = resolved.config.train.global_batch_size
-    if data.train_samples is not None and 0 < data.train_samples < step:
+    if (
+        few_steps_warning := build_few_steps_warning(resolved.config, data.train_samples, resolved.world)
+    ) is not None:
+        lines.append(f"warning: {few_steps_warning}")
+    if (
+        rare_checkpoints_warning := build_rare_checkpoints_warning(resolved.config, data.train_samples)
+    ) is not None:
+        lines.append(f"warning: {rare_checkpoints_warning}")
+    global_batch_size = resolved.config.train.global_batch_size
+    if data.train_samples is not None and 0 < data.train_samples < global_batch_size:
         lines.append(
-            f"note: train.global_batch_size: a step takes {step} samples and the data has "
+            f"note: train.global_batch_size: a step takes {global_batch_size} samples and the data has "
             f"{data.train_samples}: each comes more than once in a step"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]

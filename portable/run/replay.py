@@ -20,11 +20,11 @@ from portable.data.tokens.bounded_tokenizer import decode
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_table
 from portable.loop import iter_steps
-from portable.paths import place_of
-from portable.ranks.collectives import agree
+from portable.paths import parse_place_setting
+from portable.ranks.collectives import check_ranks_agree
 from portable.run.batches import build_train_loader
-from portable.run.restore import restore
-from portable.terminal import tell
+from portable.run.restore import restore_run
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend, Engine
     from portable.batch import Batch
-    from portable.converters.storage.path_or_url import Place
-    from portable.progress import Progress
-    from portable.run.stages import Prepared
+    from portable.converters.storage.path_or_url import AnyPath
+    from portable.progress import RunProgress
+    from portable.run.stages import PreparedRun
 
-_SHOWN = 160  # characters of a sample's text
+_MAX_SAMPLE_CHARACTERS = 160  # characters of a sample's text
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class ReplayedMicroBatch:
     """Result of one micro-batch of the repeated step.
 
     Attributes:
@@ -67,7 +67,7 @@ class MicroBatch:
     bad_sample: int | None
 
 
-def replay_step(run: Prepared, step: int) -> int:
+def replay_and_print_step(run: PreparedRun, step: int) -> int:
     """Repeat a step, and print its losses, outputs and gradients that are not finite. A collective call.
 
     Starts from the last checkpoint before the step.
@@ -86,56 +86,60 @@ def replay_step(run: Prepared, step: int) -> int:
     if not 1 <= step <= run.steps:
         raise UserError(f"--replay: {step} is no step of this run, which has {run.steps:,}")
     source = _find_checkpoint_before(run, step)
-    agree(backend, {"the checkpoint to replay from": source.name if source is not None else "none"})
-    restored = restore(run, source)
+    check_ranks_agree(
+        backend, {"the checkpoint to replay from": source.name if source is not None else "none"}
+    )
+    restored = restore_run(run, source)
     engine, progress = restored.engine, restored.progress
     if progress.step >= step:
         raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
-        tell(f"going from {start} to step {step}, which is number {step - progress.step}")
+        print_status(f"going from {start} to step {step}, which is number {step - progress.step}")
     batches = iter(build_train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
-        micro_batches, loss = _run_with_hooks(run, engine, batches, progress)
-        gradients = _gather_lists(backend, engine.find_nonfinite_gradients())
-        (norm,) = backend.read(
-            [engine.update(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
+        micro_batches, loss = _run_step_with_hooks(run, engine, batches, progress)
+        gradients = _gather_json_lists(backend, engine.find_nonfinite_gradients())
+        (norm,) = backend.read_to_host(
+            [engine.take_optimizer_step(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
         )
     finally:
         batches.close()
-    everything = [
-        MicroBatch(**record)
-        for record in _gather_lists(backend, [asdict(micro_batch) for micro_batch in micro_batches])
+    all_micro_batches = [
+        ReplayedMicroBatch(**record)
+        for record in _gather_json_lists(backend, [asdict(micro_batch) for micro_batch in micro_batches])
     ]
     if run.config.tensor_parallel_size > 1:
-        everything = drop_duplicates(everything)
+        all_micro_batches = drop_tensor_parallel_duplicates(all_micro_batches)
     backend.barrier()
     if backend.rank == 0:
-        print_line("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
+        print_line(
+            "\n".join(_format_replay_report(run, engine, step, all_micro_batches, set(gradients), norm))
+        )
     return 0
 
 
-def _find_checkpoint_before(run: Prepared, step: int) -> Place | None:
+def _find_checkpoint_before(run: PreparedRun, step: int) -> AnyPath | None:
     """Return the newest checkpoint before ``step``, or None to start at the beginning."""
-    complete = open_checkpoints(run.resolved.place).list_complete()
-    before: list[Place] = [folder for done, folder in complete if done < step]
+    complete = open_checkpoints(run.resolved.output_place).list_complete()
+    before: list[AnyPath] = [folder for done_steps, folder in complete if done_steps < step]
     if before:
         return before[-1]
     if run.config.checkpoint.resume in ("auto", "never"):
         return None
-    begun = place_of("checkpoint.resume", run.config.checkpoint.resume)
-    return begun if begun.exists() else None
+    start_checkpoint = parse_place_setting("checkpoint.resume", run.config.checkpoint.resume)
+    return start_checkpoint if start_checkpoint.exists() else None
 
 
 def _take_steps_before(
-    step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
+    step: int, run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> None:
     """Train until the step before ``step``."""
     start = progress.step
     for _ in iter_steps(run, engine, batches, progress, step - 1):
         pass
-    health = engine.read_health()
+    health = engine.read_update_health()
     if health.halted:
         assert health.first_bad_update is not None
         earlier = start + health.first_bad_update + 1
@@ -145,82 +149,87 @@ def _take_steps_before(
 class HookedStep(NamedTuple):
     """Forward and backward passes of a step, without its update."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[ReplayedMicroBatch]
     """Results of this rank's micro-batches."""
     loss: Tensor
     """Loss of the global batch, a device scalar."""
 
 
-def _run_with_hooks(
-    run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
+def _run_step_with_hooks(
+    run: PreparedRun, engine: Engine, batches: Iterator[Batch], progress: RunProgress
 ) -> HookedStep:
     """Run the forward and backward passes of the next step while checking the output of each module."""
-    backend, plan = run.backend, run.plan
+    backend, plan = run.backend, run.batch_plan
     step_batches = [next(batches) for _ in range(plan.accumulation_steps)]
-    valid = backend.total(sum(engine.objective.compute_weight(batch) for batch in step_batches))
-    (all_tokens,) = backend.read([valid])
+    valid = backend.sum_host_numbers(sum(engine.objective.compute_weight(batch) for batch in step_batches))
+    (all_tokens,) = backend.read_to_host([valid])
     # Index of the first sample in this rank's share of the global batch.
     share = plan.global_batch_size // plan.world_size
-    first = progress.samples + plan.rank * share
+    first_sample = progress.samples + plan.rank * share
     results, losses = [], []
     for index, batch in enumerate(step_batches):
-        backend.seed(plan.compute_dropout_seed(progress.samples, index))
+        backend.seed_device_generator(plan.compute_dropout_seed(progress.samples, index))
         rows, tokens = batch["labels"].shape[0], engine.objective.compute_weight(batch)
         if backend.one_program:  # the loss includes the samples of all ranks
-            tokens = backend.read([backend.total(tokens)])[0]
-        with _Outputs(engine.model, rows) as outputs:
+            tokens = backend.read_to_host([backend.sum_host_numbers(tokens)])[0]
+        with _NonFiniteOutputRecorder(engine.model, rows) as outputs:
             last = index == plan.accumulation_steps - 1
-            losses.append(engine.accumulate(backend.place(batch), valid, last=last).values[0])
-        value, *firsts = backend.read([losses[-1], *outputs.flags])
+            losses.append(
+                engine.accumulate_gradients(
+                    backend.copy_to_device(batch), valid, is_last_micro_batch=last
+                ).values[0]
+            )
+        value, *firsts = backend.read_to_host([losses[-1], *outputs.first_bad_rows])
         bad_index = next((number for number, row in enumerate(firsts) if row < rows), None)
         row = None if bad_index is None else int(firsts[bad_index])
         results.append(
-            MicroBatch(
+            ReplayedMicroBatch(
                 rank=backend.rank,
                 number=index + 1,
-                first_sample=first + index * rows,
+                first_sample=first_sample + index * rows,
                 samples=rows,
                 tokens=int(tokens),
                 loss=value * all_tokens / max(tokens, 1),
                 module=None if bad_index is None else outputs.names[bad_index],
-                bad_sample=None if row is None or row < 0 else first + index * rows + row,
+                bad_sample=None if row is None or row < 0 else first_sample + index * rows + row,
             )
         )
-    return HookedStep(results, backend.sum(torch.stack(losses).sum()))
+    return HookedStep(results, backend.sum_tensor_over_ranks(torch.stack(losses).sum()))
 
 
-def drop_duplicates(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+def drop_tensor_parallel_duplicates(micro_batches: Sequence[ReplayedMicroBatch]) -> list[ReplayedMicroBatch]:
     """Keep one result for each micro-batch, because tensor-parallel ranks process the same samples.
 
     Prefers the result of a rank that has found an output that is not finite.
     """
-    taken: dict[int, MicroBatch] = {}
+    by_first_sample: dict[int, ReplayedMicroBatch] = {}
     for micro_batch in micro_batches:
         if (
-            taken.setdefault(micro_batch.first_sample, micro_batch).module is None
+            by_first_sample.setdefault(micro_batch.first_sample, micro_batch).module is None
             and micro_batch.module is not None
         ):
-            taken[micro_batch.first_sample] = micro_batch
-    return list(taken.values())
+            by_first_sample[micro_batch.first_sample] = micro_batch
+    return list(by_first_sample.values())
 
 
-class _Outputs:
+class _NonFiniteOutputRecorder:
     """Checks the output of each module for values that are not finite, within a context.
 
     Attributes:
         names: Names and classes of the modules, in the order in which their forward passes end.
-        flags: For each output, a scalar on the device: the first row (sample) that is not finite, -1 if an
+        first_bad_rows: For each output, a scalar on the device: the first row (sample) that is not finite, -1
+        if an
             output without a row for each sample is not finite, or ``rows`` if the output is finite.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self.names: list[str] = []
-        self.flags: list[Tensor] = []
+        self.first_bad_rows: list[Tensor] = []
         self._model = model
         self._rows = rows
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> _Outputs:
+    def __enter__(self) -> _NonFiniteOutputRecorder:
         for name, module in self._model.named_modules():
             label = f"{name or 'the model'} ({type(module).__name__})"
             self._hooks.append(module.register_forward_hook(self._make_hook(label)))
@@ -231,13 +240,13 @@ class _Outputs:
             hook.remove()
 
     def _make_hook(self, label: str) -> Any:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
+        def record_output(_: nn.Module, __: Any, output: Any) -> None:
             with torch.no_grad():
                 for tensor in _iter_floating_tensors(output):
                     self.names.append(label)
-                    self.flags.append(self._find_first_bad_row(tensor.detach()))
+                    self.first_bad_rows.append(self._find_first_bad_row(tensor.detach()))
 
-        return look
+        return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
@@ -260,15 +269,15 @@ def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
             yield from _iter_floating_tensors(value)
 
 
-def _gather_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
-    return [value for text in backend.gather(json.dumps(values)) for value in json.loads(text)]
+def _gather_json_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
+    return [value for text in backend.gather_text(json.dumps(values)) for value in json.loads(text)]
 
 
-def _report(
-    run: Prepared,
+def _format_replay_report(
+    run: PreparedRun,
     engine: Engine,
     step: int,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[ReplayedMicroBatch],
     gradients: set[str],
     norm: float,
 ) -> list[str]:
@@ -308,13 +317,13 @@ def _report(
     return lines
 
 
-def _format_row(batch: MicroBatch) -> tuple[str, str]:
+def _format_row(batch: ReplayedMicroBatch) -> tuple[str, str]:
     last = batch.first_sample + batch.samples - 1
     text = f"samples {batch.first_sample} to {last}: loss {batch.loss:.6g} over {batch.tokens} tokens"
     return f"rank {batch.rank}, micro-batch {batch.number}", text
 
 
-def _format_sample(run: Prepared, position: int) -> str:
+def _format_sample(run: PreparedRun, position: int) -> str:
     """Format a sample with its document, source and the beginning of its text.
 
     Args:
@@ -322,13 +331,15 @@ def _format_sample(run: Prepared, position: int) -> str:
         position: Index of the sample, in the order of the run.
     """
     samples = run.data.train
-    epoch, index = samples.locate(position, run.config.seed)
-    documents = samples.list_documents(index)
-    which = f"document {documents[0]}"
+    epoch, index = samples.locate_sample(position, run.config.seed)
+    documents = samples.list_document_numbers(index)
+    document_numbers = f"document {documents[0]}"
     if len(documents) > 1:
         in_a_row = isinstance(documents, range)
-        which += f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
+        document_numbers += (
+            f" to {documents[-1]}" if in_a_row else "".join(f", {number}" for number in documents[1:])
+        )
     tokens = samples.build_batch([EpochIndex(epoch, index)])["input_ids"][0]
     text = to_one_line(decode(run.data.tokenizer, tokens.tolist()))
     source = samples.get_source_name(index) or "the source"
-    return f"sample {position}, of {which} of {source}: {text[:_SHOWN]!r}"
+    return f"sample {position}, of {document_numbers} of {source}: {text[:_MAX_SAMPLE_CHARACTERS]!r}"

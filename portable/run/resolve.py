@@ -10,42 +10,42 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portable.adapters.settings import resolve_adapter
-from portable.batch_plan import BatchPlan, plan_batches
-from portable.checks import check
-from portable.config.changed_settings import find_unset_changes
+from portable.adapters.settings import resolve_adapter_config
+from portable.batch_plan import BatchPlan, compute_batch_plan
+from portable.checks import check_config
+from portable.config.changed_settings import find_inherited_values
 from portable.data.sources.source_kinds import detect_run_format
-from portable.model.build import choose_seq_len
-from portable.model.document_attention import choose_packing
-from portable.output.existing_run import ExistingRun, check_same_run, read_existing_run
+from portable.model.build import apply_default_seq_len
+from portable.model.document_attention import apply_default_packing
+from portable.output.existing_run import ExistingRun, check_may_continue_run, read_existing_run
 from portable.output.output_dir import open_output
-from portable.paths import convert_storage_errors, place_of
+from portable.paths import convert_storage_errors, parse_place_setting
 from portable.registry import load_backend_package
-from portable.reporting.trackers import check_trackers
-from portable.run.custom_code import prepare_code
-from portable.run.stages import Resolved
+from portable.reporting.trackers import check_trackers_available
+from portable.run.custom_code import install_and_check_custom_code
+from portable.run.stages import ResolvedRun
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import World
 
 
-def resolve(
+def resolve_run(
     config: RunConfig,
     backend_name: str,
     ranks: int = 1,
     *,
-    writes: bool = True,
-    downloads: bool | None = None,
-) -> Resolved:
+    writes_output: bool = True,
+    may_download: bool | None = None,
+) -> ResolvedRun:
     """Resolve and check a config. Does not open a device.
 
     Args:
         config: Config as the user wrote it.
         backend_name: Name of the backend, such as ``cuda``.
         ranks: Number of ranks that this process will start, or 1 if this process is a rank itself.
-        writes: Whether the launch writes into ``output_dir``.
-        downloads: Whether data may be downloaded. None to download data only if the launch writes.
+        writes_output: Whether the launch writes into ``output_dir``.
+        may_download: Whether data may be downloaded. None to download data only if the launch writes.
 
     Returns:
         The resolved run.
@@ -55,10 +55,10 @@ def resolve(
     """
     package = load_backend_package(backend_name)
     world = package.get_world(ranks)
-    place = place_of("output_dir", config.output_dir)
+    place = parse_place_setting("output_dir", config.output_dir)
     existing = read_existing_run(place)
-    check(config)  # before settings are replaced, so that messages show the user's values
-    config = resolve_adapter(package.adopt(config, world))
+    check_config(config)  # before settings are replaced, so that messages show the user's values
+    config = resolve_adapter_config(package.adopt_engine_file(config, world))
     resolved_values: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
         precision = _find_resumed_precision(config, existing) or package.choose_default_precision(
@@ -66,29 +66,31 @@ def resolve(
         )
         resolved_values |= {} if precision is None else {"precision": precision}
     resolved_values["data.format"] = detect_run_format(
-        config.data, config.model.task, downloads=writes if downloads is None else downloads
+        config.data, config.model.task, downloads=writes_output if may_download is None else may_download
     )
     config = config.replaced(resolved_values)
-    check(config)
-    prepare_code(config)
-    launched, config = config, choose_seq_len(config)
-    unset = {} if existing.config is None else find_unset_changes(existing.config, launched, config)
-    config = choose_packing(config.replaced(unset))
-    check(config, late=True)
-    package.check(config, world)
-    check_trackers(config.log.trackers)
-    check_same_run(place, existing, config)
-    if writes:
+    check_config(config)
+    install_and_check_custom_code(config)
+    config_as_launched, config = config, apply_default_seq_len(config)
+    inherited_settings = (
+        {} if existing.config is None else find_inherited_values(existing.config, config_as_launched, config)
+    )
+    config = apply_default_packing(config.replaced(inherited_settings))
+    check_config(config, is_resolved=True)
+    package.check_config(config, world)
+    check_trackers_available(config.log.trackers)
+    check_may_continue_run(place, existing, config)
+    if writes_output:
         open_output(config).check_writable()
-    plan_first_rank(config, world)
-    if writes and config.hub.push is not None and os.environ.get("RANK", "0") == "0":
-        from portable.output.hub import Hub
+    plan_batches_of_rank_0(config, world)
+    if writes_output and config.hub.push is not None and os.environ.get("RANK", "0") == "0":
+        from portable.output.hub import HubRepository
 
-        Hub(config).check()
-    return Resolved(config, place, existing, world, unset)
+        HubRepository(config).check_access()
+    return ResolvedRun(config, place, existing, world, inherited_settings)
 
 
-def resolve_precision(resolved: Resolved) -> Resolved:
+def resolve_precision(resolved: ResolvedRun) -> ResolvedRun:
     """Replace ``precision: auto`` by the precision for the device of this rank."""
     config = resolved.config
     if config.precision != "auto":
@@ -97,14 +99,14 @@ def resolve_precision(resolved: Resolved) -> Resolved:
     return replace(resolved, config=config.replaced({"precision": precision}))
 
 
-def plan_first_rank(config: RunConfig, world: World) -> BatchPlan:
+def plan_batches_of_rank_0(config: RunConfig, world: World) -> BatchPlan:
     """Compute the batch plan of rank 0, and check that the global batch can be divided.
 
     The plan assumes a micro-batch of one sequence if ``train.micro_batch_size`` is still ``auto``.
     """
     if config.train.micro_batch_size == "auto":
         config = config.replaced({"train.micro_batch_size": 1})
-    return plan_batches(config, world_size=world.ranks, rank=0, devices_per_rank=world.devices_per_rank)
+    return compute_batch_plan(config, world_size=world.ranks, rank=0, devices_per_rank=world.devices_per_rank)
 
 
 def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | None:
@@ -116,5 +118,5 @@ def _find_resumed_precision(config: RunConfig, existing: ExistingRun) -> str | N
     from portable.checkpoint.external import read_run_state
 
     with convert_storage_errors("checkpoint.resume"):
-        state = read_run_state(place_of("checkpoint.resume", config.checkpoint.resume))
+        state = read_run_state(parse_place_setting("checkpoint.resume", config.checkpoint.resume))
     return None if state is None else str(state.run["precision"])

@@ -8,41 +8,41 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import find_changes
-from portable.config.changed_settings import may_change_in_new_folder
+from portable.config.changed_settings import is_allowed_in_new_folder
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.storage.path_or_url import resolve_links
 from portable.errors import DamagedError, RunError, UserError, to_one_line
 from portable.evaluation.best_tracker import EvalHistory
-from portable.model.freezing import keep_as_stored
+from portable.model.freezing import set_frozen_dtypes
 from portable.model.initialize import InitialWeights
 from portable.model.unused_parameters import get_unreached_names
-from portable.node_folder import build_once, remove_shared_files
-from portable.paths import convert_storage_errors, read_json
-from portable.progress import Progress
-from portable.ranks.collectives import agree
-from portable.run.checkpointing import ADAPTER, REFERENCE
-from portable.run.custom_code import compute_code_digests, find_changed_code
-from portable.run.stages import Restored
-from portable.terminal import tell
+from portable.node_folder import remove_shared_files, write_once_per_node
+from portable.paths import convert_storage_errors, read_json_file
+from portable.progress import RunProgress
+from portable.ranks.collectives import check_ranks_agree
+from portable.run.checkpointing import ADAPTER_KEY, REFERENCE_DIGEST_KEY
+from portable.run.custom_code import compare_custom_code, compute_custom_code_digests
+from portable.run.stages import RestoredRun
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from portable.backend import Backend, Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
-    from portable.checkpoint.store import Checkpoints
+    from portable.checkpoint.store import CheckpointStore
     from portable.config.changed_settings import SettingChange
     from portable.converters import Checkpoint
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
     from portable.model.weight_sources import ReadableTensor
-    from portable.run.stages import Prepared
+    from portable.run.stages import PreparedRun
 
 
-def restore(
-    prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None = None
-) -> Restored:
+def restore_run(
+    prepared: PreparedRun, source: AnyPath | None, checkpoints: CheckpointStore[Any] | None = None
+) -> RestoredRun:
     """Build the engine and load its weights. A collective call.
 
     Args:
@@ -60,7 +60,7 @@ def restore(
         RunError: If only another rank could not read ``source``.
     """
     try:
-        restored = _restore(prepared, source, checkpoints)
+        restored = _build_and_load_engine(prepared, source, checkpoints)
         if source is not None:
             # Otherwise a fast rank would remove a file that a slow rank of its node has not opened, and the
             # slow rank would write the file again.
@@ -70,21 +70,23 @@ def restore(
         remove_shared_files()  # because they are large
 
 
-def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[Any] | None) -> Restored:
-    """Build the engine, and load the newest checkpoint that all ranks can read; see :func:`restore`."""
+def _build_and_load_engine(
+    prepared: PreparedRun, source: AnyPath | None, checkpoints: CheckpointStore[Any] | None
+) -> RestoredRun:
+    """Build the engine, and load the newest checkpoint that all ranks can read; see :func:`restore_run`."""
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
-        prepared.adapter.check_given()
-    uncomputed = _find_uncomputed(prepared)
+        prepared.adapter.check_source_adapter()
+    samples_to_precompute = _find_samples_to_precompute(prepared)
     blueprint, pretrained = None, None
-    if source is None or uncomputed:
+    if source is None or samples_to_precompute:
         blueprint = _build_blueprint(prepared)
-        pretrained = _open_pretrained(prepared, blueprint)
+        pretrained = _load_pretrained_weights(prepared, blueprint)
     if source is None:
         assert blueprint is not None
-        engine = _build_engine(prepared, dict if pretrained is None else lambda: pretrained.found)
-        _begin(engine, blueprint, pretrained, prepared, uncomputed)
-        return Restored(engine, Progress(0, 0))
+        engine = _build_engine(prepared, dict if pretrained is None else lambda: pretrained.tensors)
+        _start_from_initial_weights(engine, blueprint, pretrained, prepared, samples_to_precompute)
+        return RestoredRun(engine, RunProgress(0, 0))
     own_checkpoints = (
         [folder for _, folder in reversed(checkpoints.list_complete())] if checkpoints is not None else []
     )
@@ -92,52 +94,52 @@ def _restore(prepared: Prepared, source: Place | None, checkpoints: Checkpoints[
         None if source in own_checkpoints else _adopt_external(prepared, source)
     )  # before the engine is built, because it may raise
     candidates = own_checkpoints[own_checkpoints.index(source) :] if source in own_checkpoints else [source]
-    stored = (
-        partial(_read_tensors, candidates, backend)
+    read_stored_tensors = (
+        partial(_read_newest_tensors, candidates, backend)
         if external is None
         else lambda: external.checkpoint.tensors
     )
-    engine = _build_engine(prepared, stored)
+    engine = _build_engine(prepared, read_stored_tensors)
     if blueprint is not None:
-        _begin(engine, blueprint, pretrained, prepared, uncomputed)
-    damaged: list[tuple[Place, DamagedError | None]] = []
+        _start_from_initial_weights(engine, blueprint, pretrained, prepared, samples_to_precompute)
+    damaged: list[tuple[AnyPath, DamagedError | None]] = []
     for candidate in candidates:
-        outcome: Progress | DamagedError
+        outcome: RunProgress | DamagedError
         try:
             # Compared as text, because one may be a folder and the other a URL.
             same_folder = str(resolve_links(candidate)).startswith(
-                f"{resolve_links(prepared.resolved.place)}/"
+                f"{resolve_links(prepared.resolved.output_place)}/"
             )
-            outcome = load(engine, candidate, external, prepared, same_folder=same_folder)
+            outcome = load_checkpoint(engine, candidate, external, prepared, same_folder=same_folder)
         except DamagedError as error:
             outcome = error
         # A rank reads only its own shards, so it only notices damage of these.
         unreadable = backend.reduce_any(isinstance(outcome, DamagedError))
-        if not unreadable and isinstance(outcome, Progress):
+        if not unreadable and isinstance(outcome, RunProgress):
             if checkpoints is not None and backend.rank == 0:
-                _set_aside(damaged, checkpoints, candidate)
-            return Restored(
-                engine, outcome, candidate, external, _read_changes(candidate, external, prepared)
+                _set_damaged_aside(damaged, checkpoints, candidate)
+            return RestoredRun(
+                engine, outcome, candidate, external, _find_changed_settings(candidate, external, prepared)
             )
         damaged.append((candidate, outcome if isinstance(outcome, DamagedError) else None))
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
 
-def _find_uncomputed(prepared: Prepared) -> list[Samples]:
+def _find_samples_to_precompute(prepared: PreparedRun) -> list[Samples]:
     """Find the samples for which the loss needs values of the start weights that are not computed yet."""
     if prepared.config.train.loss is None:
         return []
-    from portable.run.precompute import find_missing_samples
+    from portable.run.precompute import find_samples_to_precompute
 
-    return find_missing_samples(prepared)
+    return find_samples_to_precompute(prepared)
 
 
-def _begin(
+def _start_from_initial_weights(
     engine: Engine,
     blueprint: InitialWeights,
     pretrained: PretrainedWeights | None,
-    prepared: Prepared,
-    uncomputed: list[Samples],
+    prepared: PreparedRun,
+    samples_to_precompute: list[Samples],
 ) -> None:
     """Load the weights that the run starts from, and compute the values that the loss needs of them.
 
@@ -146,105 +148,113 @@ def _begin(
         blueprint: Recorded initialization of the model.
         pretrained: Pretrained weights, or None for a model with random weights.
         prepared: The run.
-        uncomputed: Samples for which values are computed with these weights.
+        samples_to_precompute: Samples for which values are computed with these weights.
     """
-    _initialize(engine, blueprint, pretrained, prepared)
+    _load_start_weights(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
         engine.load_weights(
-            prepared.adapter.get_initial_values({} if pretrained is None else pretrained.found)
+            prepared.adapter.get_initial_values({} if pretrained is None else pretrained.tensors)
         )
-    if uncomputed:
-        from portable.run.precompute import compute
+    if samples_to_precompute:
+        from portable.run.precompute import precompute_columns
 
-        compute(prepared, engine, uncomputed)
+        precompute_columns(prepared, engine, samples_to_precompute)
 
 
-def _build_engine(prepared: Prepared, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
+def _build_engine(prepared: PreparedRun, read_tensors: Callable[[], Mapping[str, Any]]) -> Engine:
     """Build the engine of the run, in which frozen parameters have room for exactly their stored values.
 
     Args:
         prepared: The run.
         read_tensors: Function that returns the stored tensors. It is called only if parameters are frozen.
     """
-    if prepared.config.train.freezes or (prepared.adapter is None and get_unreached_names(prepared.model)):
-        keep_as_stored(prepared.model, read_tensors(), prepared.config.precision)
-    return prepared.backend.prepare(prepared.model, prepared.config)
+    if prepared.config.train.has_frozen_patterns or (
+        prepared.adapter is None and get_unreached_names(prepared.model)
+    ):
+        set_frozen_dtypes(prepared.model, read_tensors(), prepared.config.precision)
+    return prepared.backend.build_engine(prepared.model, prepared.config)
 
 
-def _read_tensors(candidates: Sequence[Place], backend: Backend) -> Mapping[str, Any]:
+def _read_newest_tensors(candidates: Sequence[AnyPath], backend: Backend) -> Mapping[str, Any]:
     """Return the tensors of the newest readable checkpoint. The dtypes are the same in all of them."""
     for candidate in candidates:
         try:
-            return _open(candidate, backend).tensors
-        except CheckpointError:  # `load` reports it
+            return _open_own_checkpoint(candidate, backend).tensors
+        except CheckpointError:  # `load_checkpoint` reports it
             continue
     return {}
 
 
-def _open(source: Place, backend: Backend) -> Checkpoint:
+def _open_own_checkpoint(source: AnyPath, backend: Backend) -> Checkpoint:
     """Open a checkpoint of this program, reading only what this rank needs."""
     rank = backend.rank, backend.world_size
-    return open_checkpoint(source, rank=rank, build_once=build_once if backend.world_size > 1 else None)
+    return open_checkpoint(
+        source, rank=rank, build_once=write_once_per_node if backend.world_size > 1 else None
+    )
 
 
-def _set_aside(
-    damaged: list[tuple[Place, DamagedError | None]], checkpoints: Checkpoints[Any], instead: Place
+def _set_damaged_aside(
+    damaged: list[tuple[AnyPath, DamagedError | None]],
+    checkpoints: CheckpointStore[Any],
+    used_checkpoint: AnyPath,
 ) -> None:
     """Mark damaged checkpoints, and warn about each of them. Only called on rank 0.
 
     Args:
         damaged: Damaged checkpoints, each with the error of this rank. None if only another rank failed.
         checkpoints: Checkpoints of the run.
-        instead: Checkpoint from which the run continues.
+        used_checkpoint: Checkpoint from which the run continues.
     """
     for folder, reason in damaged:
-        aside = checkpoints.set_aside(folder)
+        aside = checkpoints.mark_damaged(folder)
         why = to_one_line(reason or "another rank could not read it")
-        tell(f"warning: {why}; set aside as {aside}, going on from {instead}")
+        print_status(f"warning: {why}; set aside as {aside}, going on from {used_checkpoint}")
 
 
-def _adopt_external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
+def _adopt_external(prepared: PreparedRun, source: AnyPath) -> AdoptedCheckpoint | None:
     """Open a checkpoint of another program, and match it to the run. A collective call.
 
     Returns:
         The matched checkpoint, or None if this program wrote ``source``.
     """
-    from portable.checkpoint.external import open_for_model
-    from portable.checkpoint.resume_external import adopt_checkpoint
+    from portable.checkpoint.external import open_external_for_model
+    from portable.checkpoint.resume_external import adopt_external_checkpoint
 
     backend, config = prepared.backend, prepared.config
-    taken, error = None, None
+    adopted, error = None, None
     try:
-        shares = build_once if backend.world_size > 1 else None
-        foreign = open_for_model(source, prepared.model, prepared.adapter, build_once=shares)
-        if foreign is not None:
-            taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
-    except UserError as found:
-        error = found
+        build_file_once = write_once_per_node if backend.world_size > 1 else None
+        external = open_external_for_model(
+            source, prepared.model, prepared.adapter, build_once=build_file_once
+        )
+        if external is not None:
+            adopted = adopt_external_checkpoint(external, config, prepared.model, prepared.schedule)
+    except UserError as refusal:
+        error = refusal
     if backend.reduce_any(error is not None):
         raise error or RunError(f"checkpoint.resume: {source} could not be read by another rank")
-    if taken is not None:
-        agree(backend, {f"where {source.name} stands": [taken.step, taken.samples]})
+    if adopted is not None:
+        check_ranks_agree(backend, {f"where {source.name} stands": [adopted.step, adopted.samples]})
         if backend.rank == 0:
-            for warning in taken.warnings:
-                tell(f"warning: {warning}")
-    return taken
+            for warning in adopted.warnings:
+                print_status(f"warning: {warning}")
+    return adopted
 
 
-def load(
+def load_checkpoint(
     engine: Engine,
-    source: Place,
-    external: AdoptedCheckpoint | None,
-    prepared: Prepared,
+    source: AnyPath,
+    adopted: AdoptedCheckpoint | None,
+    prepared: PreparedRun,
     *,
     same_folder: bool = True,
-) -> Progress:
+) -> RunProgress:
     """Load a checkpoint into ``engine``.
 
     Args:
         engine: Engine to fill.
         source: The checkpoint.
-        external: Its contents if another program wrote it.
+        adopted: Its contents if another program wrote it.
         prepared: The run.
         same_folder: Whether the checkpoint belongs to the run in ``output_dir``. A run in another folder may
             change more settings, and its data.
@@ -258,27 +268,29 @@ def load(
     """
     try:
         with convert_storage_errors("checkpoint.resume"):  # not damage of the checkpoint
-            if external is not None:
+            if adopted is not None:
                 if prepared.adapter is not None:
                     blueprint = _build_blueprint(prepared)
-                    _initialize(engine, blueprint, _open_pretrained(prepared, blueprint), prepared)
-                engine.load(external.checkpoint)
-                return Progress(external.step, external.samples)
-            rank = prepared.backend.rank, prepared.backend.world_size
-            checkpoint = _open(source, prepared.backend)
+                    _load_start_weights(
+                        engine, blueprint, _load_pretrained_weights(prepared, blueprint), prepared
+                    )
+                engine.load_checkpoint(adopted.checkpoint)
+                return RunProgress(adopted.step, adopted.samples)
+            rank_and_world_size = prepared.backend.rank, prepared.backend.world_size
+            checkpoint = _open_own_checkpoint(source, prepared.backend)
             state = TrainerState.read(checkpoint.root)
-            warning = state.check_files(checkpoint.root, *rank)
+            warning = state.verify_files(checkpoint.root, *rank_and_world_size)
             if warning is not None and prepared.backend.rank == 0:
-                tell(f"warning: {warning}")
+                print_status(f"warning: {warning}")
             changes = find_changes(state.run, prepared.config.fingerprint())
             for change in changes:
-                if not (change.is_adjustable or (not same_folder and may_change_in_new_folder(change))):
+                if not (change.is_adjustable or (not same_folder and is_allowed_in_new_folder(change))):
                     raise UserError(
                         f"checkpoint.resume: {source} belongs to another run ({change}); set "
                         f"{change.setting} as that run has it, or set checkpoint.resume: never"
                     )
             changed_loss = any(change.setting == "train.loss" for change in changes)
-            _check_code(source, state, prepared, changed_loss=changed_loss)
+            _check_custom_code(source, state, prepared, changed_loss=changed_loss)
             same_data = state.data == prepared.data.fingerprint
             if not same_data and same_folder:
                 raise UserError(
@@ -289,19 +301,25 @@ def load(
                 )
             if not same_data:
                 _check_vocabulary(source, prepared)
-            if not changed_loss and state.metadata.get(REFERENCE, prepared.reference) != prepared.reference:
+            if (
+                not changed_loss
+                and state.metadata.get(REFERENCE_DIGEST_KEY, prepared.reference_digest)
+                != prepared.reference_digest
+            ):
                 raise UserError(
                     f"checkpoint.resume: {source} was trained against another reference: the weights that "
                     f"{prepared.config.train.loss} compares with have changed since; restore them, or "
                     "choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint only contains the adapter
-                prepared.adapter.check(state.metadata.get(ADAPTER), source)
+                prepared.adapter.check_stored_identity(state.metadata.get(ADAPTER_KEY), source)
                 blueprint = _build_blueprint(prepared)
-                _initialize(engine, blueprint, _open_pretrained(prepared, blueprint), prepared)
-            engine.load(checkpoint)
-            prepared.names.resume(checkpoint)
-            if prepared.data.streams and same_data:
+                _load_start_weights(
+                    engine, blueprint, _load_pretrained_weights(prepared, blueprint), prepared
+                )
+            engine.load_checkpoint(checkpoint)
+            prepared.published_names.adopt_recorded_rules(checkpoint)
+            if prepared.data.stream_names and same_data:
                 try:
                     prepared.data.train.load_state_dict(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
@@ -309,21 +327,23 @@ def load(
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     if same_folder:
-        return Progress(state.step, state.samples, state.skipped_steps, state.eval_history)
-    return _find_start(source, state, prepared, changed=bool(changes) or not same_data, same_data=same_data)
+        return RunProgress(state.step, state.samples, state.skipped_steps, state.eval_history)
+    return _compute_start_progress(
+        source, state, prepared, is_changed=bool(changes) or not same_data, is_same_data=same_data
+    )
 
 
-def _find_start(
-    source: Place, state: TrainerState, prepared: Prepared, *, changed: bool, same_data: bool
-) -> Progress:
+def _compute_start_progress(
+    source: AnyPath, state: TrainerState, prepared: PreparedRun, *, is_changed: bool, is_same_data: bool
+) -> RunProgress:
     """Find the position at which a run in another folder continues.
 
     Args:
         source: Checkpoint of the other run.
         state: Its trainer state.
         prepared: The run that starts from it.
-        changed: Whether the runs differ in settings or data.
-        same_data: Whether both runs have the same samples in the same order.
+        is_changed: Whether the runs differ in settings or data.
+        is_same_data: Whether both runs have the same samples in the same order.
 
     Returns:
         The position. Other data begins at its first sample.
@@ -333,19 +353,21 @@ def _find_start(
     """
     settings = prepared.config.checkpoint
     step = state.step if settings.resume_step is None else settings.resume_step
-    samples = state.samples if same_data else 0
+    samples = state.samples if is_same_data else 0
     samples = samples if settings.resume_samples is None else settings.resume_samples
-    if (changed or step != state.step) and step >= prepared.until:
+    if (is_changed or step != state.step) and step >= prepared.end_step:
         raise UserError(
-            f"checkpoint.resume: {source} is at step {step}, and this run ends after step {prepared.until}; "
-            "raise train.steps (or train.stop_after), or set checkpoint.resume_step to 0 to restart the "
-            "schedule"
+            f"checkpoint.resume: {source} is at step {step}, and this run ends after step "
+            f"{prepared.end_step}; raise train.steps (or train.stop_after), or set checkpoint.resume_step to "
+            "0 to restart the schedule"
         )
-    return Progress(step, samples, state.skipped_steps, EvalHistory() if changed else state.eval_history)
+    return RunProgress(
+        step, samples, state.skipped_steps, EvalHistory() if is_changed else state.eval_history
+    )
 
 
-def _read_changes(
-    source: Place, external: AdoptedCheckpoint | None, prepared: Prepared
+def _find_changed_settings(
+    source: AnyPath, external: AdoptedCheckpoint | None, prepared: PreparedRun
 ) -> tuple[SettingChange, ...]:
     """Find the settings of the run that differ from its checkpoint's. Only rank 0 reports them."""
     if external is not None or prepared.backend.rank != 0:
@@ -353,10 +375,10 @@ def _read_changes(
     return tuple(find_changes(TrainerState.read(source).run, prepared.config.fingerprint()))
 
 
-def _check_vocabulary(source: Place, prepared: Prepared) -> None:
+def _check_vocabulary(source: AnyPath, prepared: PreparedRun) -> None:
     """Raise UserError if the checkpoint's tokenizer gives tokens other numbers than the run's."""
     try:
-        stored = read_json(source / "tokenizer.json")["model"]["vocab"]
+        stored = read_json_file(source / "tokenizer.json")["model"]["vocab"]
         vocabulary = json.loads(prepared.data.tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not a tokenizer of this library
         return
@@ -367,44 +389,46 @@ def _check_vocabulary(source: Place, prepared: Prepared) -> None:
         )
 
 
-def _check_code(source: Place, state: TrainerState, prepared: Prepared, *, changed_loss: bool) -> None:
+def _check_custom_code(
+    source: AnyPath, state: TrainerState, prepared: PreparedRun, *, changed_loss: bool
+) -> None:
     """Compare the custom code with the code at the checkpoint.
 
     Raises:
         UserError: If the code of the model or the loss has changed.
     """
-    refused, harmless = find_changed_code(
-        state.metadata.get("code", {}), compute_code_digests(prepared.config)
+    affecting_training, harmless = compare_custom_code(
+        state.metadata.get("code", {}), compute_custom_code_digests(prepared.config)
     )
-    refused = [key for key in refused if key != "train.loss" or not changed_loss]
-    if refused:
+    affecting_training = [key for key in affecting_training if key != "train.loss" or not changed_loss]
+    if affecting_training:
         raise UserError(
-            f"checkpoint.resume: {source} was trained with other code of {refused[0]}; restore that, or "
-            "choose another output_dir"
+            f"checkpoint.resume: {source} was trained with other code of {affecting_training[0]}; restore "
+            "that, or choose another output_dir"
         )
     if harmless and prepared.backend.rank == 0:
-        tell(f"note: the code of {', '.join(harmless)} has changed since {source}")
+        print_status(f"note: the code of {', '.join(harmless)} has changed since {source}")
 
 
-def _build_blueprint(prepared: Prepared) -> InitialWeights:
+def _build_blueprint(prepared: PreparedRun) -> InitialWeights:
     """Return the recorded initialization of the model, or of the base model if there is an adapter."""
     if prepared.adapter is not None:
         return prepared.adapter.blueprint
     return InitialWeights.from_model(prepared.model, prepared.config.model.function)
 
 
-def _open_pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeights | None:
+def _load_pretrained_weights(prepared: PreparedRun, blueprint: InitialWeights) -> PretrainedWeights | None:
     """Open the pretrained weights, or return None if the model starts from random weights."""
     settings = prepared.config.model
     if settings.from_scratch:
         return None
     from portable.model.pretrained import load_pretrained_weights
 
-    return load_pretrained_weights(settings, blueprint.model, prepared.grown_from)
+    return load_pretrained_weights(settings, blueprint.model, prepared.vocabulary_size_before_growth)
 
 
-def _initialize(
-    engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: Prepared
+def _load_start_weights(
+    engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: PreparedRun
 ) -> None:
     """Load the initial or pretrained weights of the model, or of the base model if there is an adapter."""
     config, adapter = prepared.config, prepared.adapter
@@ -413,11 +437,11 @@ def _initialize(
         engine.load_weights(weights if adapter is None else adapter.map_base_weights(weights))
 
     def draw_weights() -> Mapping[str, ReadableTensor]:
-        weights = blueprint.build_weights(config.seed)
-        if blueprint.not_recorded is not None and prepared.backend.rank == 0:
-            tell(
+        weights = blueprint.build_lazy_weights(config.seed)
+        if blueprint.recording_failure is not None and prepared.backend.rank == 0:
+            print_status(
                 "note: every rank computes the initial weights of the whole model, because its construction "
-                f"cannot be recorded ({blueprint.not_recorded})"
+                f"cannot be recorded ({blueprint.recording_failure})"
             )
         return weights
 
@@ -425,14 +449,14 @@ def _initialize(
         load_weights(draw_weights())
         return
     if adapter is not None:
-        adapter.check_base(pretrained.missing)
+        adapter.check_missing_base_weights(pretrained.missing)
     if prepared.backend.rank == 0:
-        names = prepared.names
-        notes = [] if adapter is not None else names.build_notes(reported=pretrained.unexpected)
+        names = prepared.published_names
+        notes = [] if adapter is not None else names.build_base_tensor_notes(reported=pretrained.unexpected)
         for note in (*pretrained.build_notes(), *notes):
-            tell(note)
+            print_status(note)
     if pretrained.missing:
         # Some weights are missing, such as those of a new head: initialize them, then load the others.
         missing = set(pretrained.missing)
         load_weights({name: weight for name, weight in draw_weights().items() if name in missing})
-    load_weights(pretrained.found)
+    load_weights(pretrained.tensors)

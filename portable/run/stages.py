@@ -16,41 +16,42 @@ if TYPE_CHECKING:
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
     from portable.config.changed_settings import SettingChange
-    from portable.converters.storage.path_or_url import Place
-    from portable.data.dataset import Data
+    from portable.converters.storage.path_or_url import AnyPath
+    from portable.data.dataset import RunData
     from portable.evaluation.best_tracker import BestTracker
     from portable.evaluation.metrics import MetricSet
     from portable.model.published_names import PublishedNames
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
-    from portable.progress import Progress
+    from portable.progress import RunProgress
     from portable.registry import World
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRun:
     """Resolved config of a run, with the facts that resolving it has found. Result of the first stage.
 
     Attributes:
         config: Config in which ``backend: auto`` and the values of a DeepSpeed JSON are resolved.
             ``precision`` is still ``auto`` if only a rank may open the device to choose it; see
             :func:`portable.run.resolve.resolve_precision`.
-        place: Folder or URL of ``output_dir``.
+        output_place: Folder or URL of ``output_dir``.
         existing: The run that ``output_dir`` already contains, possibly empty.
         world: Ranks and devices of this launch.
-        unset: Settings that this launch does not set and takes from the existing run, keyed by setting.
+        inherited_settings: Settings that this launch does not set and takes from the existing run, keyed by
+        setting.
             Contains only settings whose values would otherwise differ.
     """
 
     config: RunConfig
-    place: Place
+    output_place: AnyPath
     existing: ExistingRun
     world: World
-    unset: Mapping[str, Any] = field(default_factory=dict)
+    inherited_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """Everything that a rank builds before it loads weights. Result of the second stage.
 
     Attributes:
@@ -61,61 +62,61 @@ class Prepared:
         data: Tokenizer, samples, and their order.
         model: Model on the meta device. An engine fills it later.
         adapter: Adapter in ``model``, or None if the model itself is trained.
-        names: Names and shapes of the tensors of ``model`` in published files.
-        grown_from: Rows of the vocabulary before ``data.added_tokens``, or None if no rows were added.
-        architecture: Name of the class of ``model``, before a strategy wraps it.
-        parameters: Number of parameters of ``model``. Tied parameters are counted once.
-        trained: Number of trained parameters.
-        frozen: Description of the parameters that text input does not reach. Empty if there are none.
-        flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
-        plan: Division of a global batch into the micro-batches of this rank.
+        published_names: Names and shapes of the tensors of ``model`` in published files.
+        vocabulary_size_before_growth: Rows of the vocabulary before ``data.added_tokens``, or None if no rows
+        were added. architecture: Name of the class of ``model``, before a strategy wraps it.
+        num_parameters: Number of parameters of ``model``. Tied parameters are counted once.
+        num_trained_parameters: Number of trained parameters.
+        frozen_description: Description of the parameters that text input does not reach. Empty if there are
+        none. flops_per_token: FLOPs of the forward and backward pass per token, counted as in the PaLM paper.
+        batch_plan: Division of a global batch into the micro-batches of this rank.
         steps: Length of the schedule in optimizer steps.
-        until: Step at which this launch ends.
+        end_step: Step at which this launch ends.
         schedule: Function that returns the learning rate of a step.
         metrics: Metrics of an evaluation.
         best_tracker: Tracker for best checkpoints and early stopping, or None if both are off.
-        reference: Digest of the weights that the loss compares with, or None if the loss has no reference.
-        notes: Notes and warnings for the user, one line each.
+        reference_digest: Digest of the weights that the loss compares with, or None if the loss has no
+        reference. notes: Notes and warnings for the user, one line each.
     """
 
-    resolved: Resolved
+    resolved: ResolvedRun
     config: RunConfig
     backend: Backend
     model_config: PretrainedConfig
-    data: Data
+    data: RunData
     model: PreTrainedModel
     adapter: Adapter | None
-    names: PublishedNames
-    grown_from: int | None
+    published_names: PublishedNames
+    vocabulary_size_before_growth: int | None
     architecture: str
-    parameters: int
-    trained: int
-    frozen: str
+    num_parameters: int
+    num_trained_parameters: int
+    frozen_description: str
     flops_per_token: float
-    plan: BatchPlan
+    batch_plan: BatchPlan
     steps: int
-    until: int
+    end_step: int
     schedule: Schedule
     metrics: MetricSet
     best_tracker: BestTracker | None
-    reference: str | None
+    reference_digest: str | None
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """Engine that is ready to train. Result of the third stage.
 
     Attributes:
         engine: Engine with its weights, and with the optimizer state if the run resumes.
         progress: Position of the run, which the training loop advances.
         source: Checkpoint from which the run resumes, or None for a new run.
-        external: Contents of ``source`` if another program wrote it, otherwise None.
-        changes: Settings that differ from the settings of the checkpoint.
+        adopted: Contents of ``source`` if another program wrote it, otherwise None.
+        setting_changes: Settings that differ from the settings of the checkpoint.
     """
 
     engine: Engine
-    progress: Progress
-    source: Place | None = None
-    external: AdoptedCheckpoint | None = None
-    changes: tuple[SettingChange, ...] = ()
+    progress: RunProgress
+    source: AnyPath | None = None
+    adopted: AdoptedCheckpoint | None = None
+    setting_changes: tuple[SettingChange, ...] = ()

@@ -7,12 +7,12 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from portable.callbacks import Callback
-from portable.checkpoint.store import run_in_background
-from portable.checkpoint.trainer_state import parse_step
-from portable.converters.storage.path_or_url import in_store
+from portable.checkpoint.store import start_background_call
+from portable.checkpoint.trainer_state import parse_checkpoint_step
+from portable.converters.storage.path_or_url import is_in_store
 from portable.errors import to_one_line
 from portable.formatting import format_count
-from portable.terminal import tell
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.callbacks import Run
-    from portable.converters.storage.path_or_url import Place
-    from portable.output.hub import Hub
+    from portable.converters.storage.path_or_url import AnyPath
+    from portable.output.hub import HubRepository
 
 
 class UploadOutcome(NamedTuple):
@@ -33,56 +33,65 @@ class UploadOutcome(NamedTuple):
     """Descriptions of what was not uploaded, one line each."""
 
 
-class Uploads(Callback):
+class HubUploadCallback(Callback):
     """Callback that uploads exports to the hub, one at a time.
 
     If a checkpoint is completed during an upload, it waits. A newer checkpoint replaces a waiting one, so
     that uploads do not fall behind if they are slower than saves. A failed upload only prints a warning;
-    :meth:`finish` reports what is missing.
+    :meth:`finish_uploads` reports what is missing.
 
     Args:
         hub: Repository on the hub.
-        export: Function that writes the export of a checkpoint into a folder.
-        scratch: Local folder for the exports.
-        checkpoints: Whether to upload every checkpoint, or only the final model.
+        export_checkpoint: Function that writes the export of a checkpoint into a folder.
+        scratch_folder: Local folder for the exports.
+        uploads_checkpoints: Whether to upload every checkpoint, or only the final model.
     """
 
     def __init__(
-        self, hub: Hub, export: Callable[[Place, Path], None], scratch: Path, *, checkpoints: bool = True
+        self,
+        hub: HubRepository,
+        export_checkpoint: Callable[[AnyPath, Path], None],
+        scratch_folder: Path,
+        *,
+        uploads_checkpoints: bool = True,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints = uploads_checkpoints
         self._hub = hub
-        self._export = export
-        self._scratch = scratch
+        self._export = export_checkpoint
+        self._scratch = scratch_folder
         self._lock = threading.Lock()
-        self._waiting: Place | None = None
-        self._reading: Place | None = None
+        self._waiting_checkpoint: AnyPath | None = None
+        self._checkpoint_being_read: AnyPath | None = None
         self._worker: Future[None] | None = None
-        self._missed = 0
-        self._reason = ""
-        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed launch
+        self._num_missed = 0
+        self._last_failure = ""
+        shutil.rmtree(scratch_folder, ignore_errors=True)  # left by a killed launch
 
-    def handle_completed_checkpoint(self, run: Run, checkpoint: Place) -> None:
+    def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
         """Request an upload of the checkpoint if every checkpoint is uploaded."""
         if self._checkpoints:
-            self.add(checkpoint)
+            self.request_upload(checkpoint)
 
-    def add(self, checkpoint: Place) -> None:
+    def request_upload(self, checkpoint: AnyPath) -> None:
         """Request an upload of the export of a complete checkpoint. Returns at once."""
         with self._lock:
-            if self._waiting is not None:
-                self._missed, self._reason = self._missed + 1, "a newer one came"
-            self._waiting = checkpoint
+            if self._waiting_checkpoint is not None:
+                self._num_missed, self._last_failure = self._num_missed + 1, "a newer one came"
+            self._waiting_checkpoint = checkpoint
             if self._worker is None:
-                self._worker = run_in_background(self._upload_waiting, name="hub")
+                self._worker = start_background_call(self._upload_waiting, name="hub")
 
-    def list_steps_in_use(self) -> set[int]:
+    def get_steps_in_use(self) -> set[int]:
         """Return the steps of checkpoints that are waiting for an upload or being read."""
         with self._lock:
-            steps = [parse_step(place.name) for place in (self._waiting, self._reading) if place is not None]
+            steps = [
+                parse_checkpoint_step(place.name)
+                for place in (self._waiting_checkpoint, self._checkpoint_being_read)
+                if place is not None
+            ]
         return {step for step in steps if step is not None}
 
-    def finish(self, final: Place | None, checkpoint: Place | None) -> UploadOutcome:
+    def finish_uploads(self, final: AnyPath | None, checkpoint: AnyPath | None) -> UploadOutcome:
         """Wait for the upload in progress, and upload the final model.
 
         Args:
@@ -94,25 +103,25 @@ class Uploads(Callback):
         """
         if final is not None:
             with self._lock:
-                self._waiting = None  # the final model is uploaded instead
+                self._waiting_checkpoint = None  # the final model is uploaded instead
         while (worker := self._worker) is not None:
             worker.result()
         url, problems = None, list[str]()
-        if self._missed:
-            missed = format_count(self._missed, "checkpoint")
-            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._reason})")
+        if self._num_missed:
+            missed = format_count(self._num_missed, "checkpoint")
+            problems.append(f"hub.push: {missed} not uploaded to {self._hub.name} ({self._last_failure})")
         if final is not None and checkpoint is not None:
-            message = f"Final model, step {parse_step(checkpoint.name)}"
+            message = f"Final model, step {parse_checkpoint_step(checkpoint.name)}"
             try:
-                if not in_store(final):
-                    url = self._hub.push(final, message)
+                if not is_in_store(final):
+                    url = self._hub.push_export(final, message)
                 else:
-                    url = self._upload(checkpoint, message)
+                    url = self._export_and_upload(checkpoint, message)
             except Exception as error:
                 problems.append(
                     f"hub.push: {final} was not uploaded ({to_one_line(error)}); upload it by hand: "
-                    + ("" if not in_store(final) else "copy it to a local folder, FOLDER, and run: ")
-                    + self._hub.format_upload_command("FOLDER" if in_store(final) else final)
+                    + ("" if not is_in_store(final) else "copy it to a local folder, FOLDER, and run: ")
+                    + self._hub.format_upload_command("FOLDER" if is_in_store(final) else final)
                 )
         return UploadOutcome(url, problems)
 
@@ -120,30 +129,34 @@ class Uploads(Callback):
         """Upload waiting checkpoints until none is left. Runs in a background thread."""
         while True:
             with self._lock:
-                self._reading, self._waiting = self._waiting, None
-                if (checkpoint := self._reading) is None:
+                self._checkpoint_being_read, self._waiting_checkpoint = self._waiting_checkpoint, None
+                if (checkpoint := self._checkpoint_being_read) is None:
                     self._worker = None
                     return
             try:
-                self._upload(checkpoint, f"Step {parse_step(checkpoint.name)}")
+                self._export_and_upload(checkpoint, f"Step {parse_checkpoint_step(checkpoint.name)}")
             except Exception as error:
                 self._record_failure(error)
 
-    def _upload(self, checkpoint: Place, message: str) -> str:
+    def _export_and_upload(self, checkpoint: AnyPath, message: str) -> str:
         """Export a checkpoint, upload the export, and return the URL of the repository."""
         folder = self._scratch / checkpoint.name
         try:
             self._scratch.mkdir(parents=True, exist_ok=True)
             self._export(checkpoint, folder)
             with self._lock:
-                self._reading = None  # the checkpoint may be deleted now
-            return self._hub.push(folder, message)
+                self._checkpoint_being_read = None  # the checkpoint may be deleted now
+            return self._hub.push_export(folder, message)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _record_failure(self, error: Exception) -> None:
         """Record a failed upload, and print a warning about the first failure."""
         with self._lock:
-            first, self._missed, self._reason = not self._missed, self._missed + 1, to_one_line(error)
+            first, self._num_missed, self._last_failure = (
+                not self._num_missed,
+                self._num_missed + 1,
+                to_one_line(error),
+            )
         if first:
-            tell(f"warning: hub.push: {self._reason}; the run goes on")
+            print_status(f"warning: hub.push: {self._last_failure}; the run goes on")

@@ -24,9 +24,9 @@ from portable.converters import (
 )
 from portable.converters.cli import main
 from portable.converters.formats.dcp.checksums import CHECKSUMS
-from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata
+from portable.converters.formats.dcp.metadata import TensorEntry, read_folder_metadata
 from portable.converters.manifest import MANIFEST, read_manifest
-from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.tensors.dtypes import FROM_TORCH
 
 
@@ -197,7 +197,7 @@ class FileCache:
 def remove_tables(folder: Path) -> None:
     """Turn a DCP folder of this project into a folder as earlier versions wrote it, without tables."""
     items: dict[str, dict[str, int]] = {}
-    for entry in read_metadata(Folder(folder)).values():
+    for entry in read_folder_metadata(CheckpointFolder(folder)).values():
         for item in entry.items.values() if isinstance(entry, TensorEntry) else (entry.item,):
             assert item.checksum is not None
             items.setdefault(item.file, {})[str(item.offset)] = item.checksum

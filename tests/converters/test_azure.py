@@ -21,7 +21,7 @@ from portable.converters.storage import completion_markers as completion
 from portable.converters.storage.folder_operations import remove_folder
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.storage.store_errors import ConflictError, RemoteError
-from portable.converters.writers.store_output import UploadedFile
+from portable.converters.writers.store_output import FileUpload
 from portable.output.lease import Lease
 
 ACCOUNT = "devstoreaccount1"
@@ -67,29 +67,29 @@ def _make_container(endpoint: str) -> None:
 
 
 def test_azure(container: str, tmp_path: Path) -> None:
-    folder = RemotePath.of(f"{container}/run")
+    folder = RemotePath.from_url(f"{container}/run")
     assert not folder.exists()
-    token = completion.begin(folder)
+    token = completion.mark_folder_incomplete(folder)
     data = os.urandom(20 << 20)
     (tmp_path / "file").write_bytes(data)
     (folder / "a" / "b").upload_file(tmp_path / "file")
-    file = UploadedFile(folder / "c", len(data))
+    file = FileUpload(folder / "c", len(data))
     file.write(data)
     file.close()
     assert (folder / "a/b").read_bytes() == (folder / "c").read_bytes() == data
     assert (folder / "c").read_range(1, 3) == data[1:3]
-    completion.complete(folder, token)
-    assert (folder / completion.COMPLETE).is_file()
+    completion.mark_folder_complete(folder, token)
+    assert (folder / completion.COMPLETE_MARKER).is_file()
     (folder / "c").move_to(folder / "d")
-    assert list(folder.objects()) == ["_COMPLETE", "a/b", "d"]
-    first = (folder / "x").write_bytes(b"1", replacing="")
-    (folder / "x").write_bytes(b"2", replacing=first)
+    assert list(folder.list_objects()) == ["_COMPLETE", "a/b", "d"]
+    first = (folder / "x").write_bytes(b"1", expected_version="")
+    (folder / "x").write_bytes(b"2", expected_version=first)
     for stale in ("", first):
         with pytest.raises(ConflictError):
-            (folder / "x").write_bytes(b"3", replacing=stale)
+            (folder / "x").write_bytes(b"3", expected_version=stale)
     remove_folder(folder)
     assert not folder.exists()
     with Lease(folder) as lease:
-        lease.check()
+        lease.check_not_taken()
     with pytest.raises(RemoteError, match="there is no such bucket"):
-        RemotePath.of("az://nowhere/x").exists()
+        RemotePath.from_url("az://nowhere/x").exists()

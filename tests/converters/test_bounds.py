@@ -17,10 +17,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from portable.converters import CheckpointError, open_checkpoint
-from portable.converters.containers.pickle_reader import unpickle
-from portable.converters.names.canonical import split_flat_keys, split_state_key
-from portable.converters.names.index_keys import fit_in_order
-from portable.converters.tensors.tiling import check_boxes_tile
+from portable.converters.containers.pickle_reader import unpickle_without_code
+from portable.converters.names.canonical import infer_key_paths, split_state_key
+from portable.converters.names.index_keys import match_groups_to_parameters
+from portable.converters.tensors.tiling import check_boxes_cover_once
 from tests.converters.compare import rewrite
 
 # Numbers that Python's hash cannot tell apart.
@@ -57,7 +57,7 @@ def test_keys_of_one_hash(shape: str) -> None:
     data = {"dict": b"}(" + pairs + b"u.", "set": b"\x8f(" + numbers + b"\x90.",
             "instance": b"cm\nC\n)\x81(" + pairs + b"u."}[shape]  # fmt: skip
     with quick(), pytest.raises(CheckpointError, match="too large a number"):
-        unpickle(b"\x80\x04" + data, location="f", standins={"m.C": None})
+        unpickle_without_code(b"\x80\x04" + data, location="f", standins={"m.C": None})
 
 
 def test_params_of_one_hash(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_names_have_a_length(tmp_path: Path) -> None:
 def test_a_run_has_few_optimizers() -> None:
     keys = [f"c{i}.param_groups" for i in range(20_000)] + [f"w{i}.x" for i in range(20_000)]
     with quick(), pytest.raises(CheckpointError, match="f: damaged, its keys name 20,000 optimizers"):
-        split_flat_keys(keys, location="f")
+        infer_key_paths(keys, location="f")
 
 
 def with_numbers(metadata: Any) -> None:
@@ -148,20 +148,20 @@ def test_pieces_that_all_share_a_slab() -> None:
     n = 6000
     pieces = [piece for i in range(n) for piece in (((i, 0), (1, i + 1)), ((i, i + 1), (1, n - i)))]
     with quick():
-        check_boxes_tile("t", (n, n + 1), pieces)
+        check_boxes_cover_once("t", (n, n + 1), pieces)
     pieces[7], pieces[8] = ((3, 3), (1, n - 3)), ((4, 0), (1, 6))
     with quick(), pytest.raises(CheckpointError, match="overlap"):
-        check_boxes_tile("t", (n, n + 1), pieces)
+        check_boxes_cover_once("t", (n, n + 1), pieces)
     cuts = [((0,) * 40, (2,) * 40)] * 2
     with quick(), pytest.raises(CheckpointError):
-        check_boxes_tile("t", (4,) * 40, cuts)
+        check_boxes_cover_once("t", (4,) * 40, cuts)
 
 
 def test_groups_that_fit_in_many_ways() -> None:
     candidates = [(f"a{i}", (1,)) for i in range(1500)]
     with quick():
-        assert fit_in_order(candidates, [[None] * 500, [None] * 500]) == 2
-        assert fit_in_order(candidates, [[None]] * 1500) == 2
-        assert fit_in_order([(f"a{i}", (i,)) for i in range(300)], [[(i,)] for i in range(300)]) == {
-            f"a{i}": (i, 0) for i in range(300)
-        }
+        assert match_groups_to_parameters(candidates, [[None] * 500, [None] * 500]) == 2
+        assert match_groups_to_parameters(candidates, [[None]] * 1500) == 2
+        assert match_groups_to_parameters(
+            [(f"a{i}", (i,)) for i in range(300)], [[(i,)] for i in range(300)]
+        ) == {f"a{i}": (i, 0) for i in range(300)}

@@ -22,7 +22,7 @@ import torch
 from benchmarks.convert import sparse_checkpoint
 from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
-from portable.converters.storage.path_or_url import expanded, place
+from portable.converters.storage.path_or_url import expand_user_and_variables, parse_path_or_url
 from tests.converters.compare import bits, error_of, load, tree
 
 
@@ -292,6 +292,6 @@ def test_places_are_as_in_a_shell(written: str, meant: str | None, monkeypatch: 
     monkeypatch.delenv("NOT_SET", raising=False)
     if meant is None:
         with pytest.raises(CheckpointError, match=r"NOT_SET is not set|home folder of ~nobody"):
-            place(written)
+            parse_path_or_url(written)
     else:
-        assert expanded(written) == expanded(meant) == meant
+        assert expand_user_and_variables(written) == expand_user_and_variables(meant) == meant

@@ -28,9 +28,9 @@ COPIED = {
     "words.txt",
 }
 EXCLUDED = {
-    "modeling_own.py": files.CODE,
-    "custom_generate/generate.py": files.CODE,
-    "custom_generate/requirements.txt": files.CODE,
+    "modeling_own.py": files.CUSTOM_CODE,
+    "custom_generate/generate.py": files.CUSTOM_CODE,
+    "custom_generate/requirements.txt": files.CUSTOM_CODE,
     "mm_projector.bin": files.OTHER_WEIGHTS,
     "non_lora_trainables.bin": files.OTHER_WEIGHTS,
     "v_head.safetensors": files.OTHER_WEIGHTS,
@@ -68,11 +68,13 @@ def test_small_files_are_copied(model: Path, tmp_path: Path, capsys: pytest.Capt
     (note,) = [line for line in messages.splitlines() if line.startswith("note: not copied: ")]
     assert note.endswith("; --trust-remote-code copies the code")
     for name, reason in excluded.items():
-        assert (f"{name} ({reason})" in note) == (reason in (files.CODE, files.OTHER_WEIGHTS, "a folder"))
+        assert (f"{name} ({reason})" in note) == (
+            reason in (files.CUSTOM_CODE, files.OTHER_WEIGHTS, "a folder")
+        )
     # The same conversion may replace an output with such files, but another conversion may not.
     assert main([str(model), str(tmp_path / "out"), "--overwrite", "--trust-remote-code", "--quiet"]) == 0
     assert list_written_files(tmp_path / "out") == COPIED | {
-        name for name, reason in EXCLUDED.items() if reason == files.CODE
+        name for name, reason in EXCLUDED.items() if reason == files.CUSTOM_CODE
     }
     tiny_model("llama").save_pretrained(tmp_path / "plain")
     assert main([str(tmp_path / "plain"), str(tmp_path / "out"), "--overwrite", "--quiet"]) == 2

@@ -24,8 +24,8 @@ from portable.converters import (
     write_shard_checksums,
 )
 from portable.converters.cli import main
-from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata
-from portable.converters.storage.folder import Folder
+from portable.converters.formats.dcp.metadata import TensorEntry, read_folder_metadata
+from portable.converters.storage.folder import CheckpointFolder
 from tests.converters.compare import (
     FileCache,
     assert_model,
@@ -307,7 +307,7 @@ def test_a_file_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
     for version, run in ((b"1.0.0", tmp_path / "one"), (b"1.0.1", tmp_path / "other")):
         dcp_save({"model": {"w": torch.randn(64, 3)}}, checkpoint_id=run, no_dist=True)
         (run / ".metadata").write_bytes((run / ".metadata").read_bytes().replace(b"1.0.0", version))
-        entry = read_metadata(Folder(run))["model.w"]
+        entry = read_folder_metadata(CheckpointFolder(run))["model.w"]
         assert isinstance(entry, TensorEntry)
         (item,) = entry.items.values()
         (checksum,) = read_item_checksums(run, [(item.file, item.offset, item.length)])

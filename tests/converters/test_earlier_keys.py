@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from portable.converters.names.earlier_keys import add_earlier_keys, remove_earlier_keys
+from portable.converters.names.earlier_keys import add_earlier_keys_to_config, remove_earlier_keys
 from tests.earlier_keys import FILE, build_probed_config
 
 transformers: Any = pytest.importorskip("transformers")
@@ -27,9 +27,9 @@ def test_transformers_5_reads_the_same_values_with_and_without_earlier_keys(type
         paths = TYPES[model_type]
         config = build_probed_config(model_type, paths)
         added = copy.deepcopy(config)
-        assert add_earlier_keys(added) and added.keys() - config.keys() == set(paths), model_type
+        assert add_earlier_keys_to_config(added) and added.keys() - config.keys() == set(paths), model_type
         assert remove_earlier_keys(added) == config
-        assert not add_earlier_keys(added)
+        assert not add_earlier_keys_to_config(added)
         read, wanted = (
             transformers.CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values)).to_dict()
             for values in (added, config)
@@ -41,7 +41,7 @@ def test_transformers_5_reads_the_same_values_with_and_without_earlier_keys(type
 
 def test_values_of_the_source_are_kept() -> None:
     config = {"model_type": "llama", "rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}}
-    add_earlier_keys(config)
+    add_earlier_keys_to_config(config)
     assert config["rope_theta"] == 5.0
     assert remove_earlier_keys(config)["rope_theta"] == 5.0
 
@@ -49,7 +49,7 @@ def test_values_of_the_source_are_kept() -> None:
 def test_sections_of_multimodal_positions_are_kept() -> None:
     rope = {"rope_type": "default", "rope_theta": 5.0, "mrope_section": [1, 1, 2]}
     config: dict[str, Any] = {"model_type": "qwen3_vl_text", "rope_parameters": rope}
-    assert add_earlier_keys(config)
+    assert add_earlier_keys_to_config(config)
     assert config["rope_scaling"] == {"rope_type": "default", "mrope_section": [1, 1, 2]}
 
 
@@ -57,6 +57,6 @@ def test_nested_configs_get_earlier_keys() -> None:
     rope = {"sliding_attention": {"rope_theta": 2.0}, "full_attention": {"rope_theta": 3.0}}
     text: dict[str, Any] = {"model_type": "gemma3_text", "rope_parameters": rope}
     config = {"model_type": "gemma3", "text_config": text}
-    assert add_earlier_keys(config)
+    assert add_earlier_keys_to_config(config)
     assert text["rope_theta"] == 3.0 and text["rope_local_base_freq"] == 2.0 and text["rope_scaling"] is None
     assert config.keys() == {"model_type", "text_config"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from portable.converters import CheckpointError, open_checkpoint
-from portable.converters.formats.fsdp_ranks.flat import _find_units
+from portable.converters.formats.fsdp_ranks.flat import _find_wrapped_modules
 from tests.converters.compare import assert_model, assert_optimizer, load
 
 SAMPLES = Path(__file__).parent / "rank_samples"
@@ -53,9 +53,9 @@ def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
 def test_wrapped_modules_follow_from_the_lengths_or_are_not_guessed() -> None:
     layers = [(f"layers.{i}.{name}", (size,)) for i in range(3) for name, size in (("up", 12), ("down", 8))]
     sizes = [("embed", (10,)), *layers, ("head", (10,))]
-    found = _find_units(sizes, [[10] * 2, [10] * 2, [10] * 2, [10] * 2], 2)
+    found = _find_wrapped_modules(sizes, [[10] * 2, [10] * 2, [10] * 2, [10] * 2], 2)
     assert found == [["embed", "head"], *([f"layers.{i}.up", f"layers.{i}.down"] for i in range(3))]
     # One layer wrapped, but which: the embedding and the other two are the root's.
-    assert _find_units(sizes, [[30] * 2, [10] * 2], 2) == 2
-    assert _find_units(sizes, [[30] * 2, [9] * 2], 2) == 0
-    assert _find_units(sizes, [[30, 29], [10] * 2], 2) == 0
+    assert _find_wrapped_modules(sizes, [[30] * 2, [10] * 2], 2) == 2
+    assert _find_wrapped_modules(sizes, [[30] * 2, [9] * 2], 2) == 0
+    assert _find_wrapped_modules(sizes, [[30, 29], [10] * 2], 2) == 0

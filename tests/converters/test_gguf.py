@@ -24,12 +24,12 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from portable.converters import open_checkpoint, write_checkpoint
 from portable.converters.cli import main
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.storage.object_store import RemotePath
-from portable.converters.tensors.ggml import KINDS, quantize_to_ggml
+from portable.converters.tensors.ggml import GGML_KINDS, quantize_to_ggml
 from portable.converters.tensors.tensor import Tensor
-from portable.converters.writers.gguf_models import MODELS, read_settings
-from portable.converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe
+from portable.converters.writers.gguf_models import MODEL_TYPES, parse_gguf_settings
+from portable.converters.writers.gguf_tokenizer import _LLAMA3, convert_byte_level_bpe_to_gguf
 from tests.converters.compare import error_of
 from tests.object_store import ObjectStore
 
@@ -383,17 +383,20 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 def test_defaults_are_those_of_transformers() -> None:
     known = {"query_pre_attn_scalar", "rope_parameters"}
-    for kind, model in MODELS.items():
+    for kind, model in MODEL_TYPES.items():
         config = transformers.AutoConfig.for_model(kind)
         written_out = {**config.to_dict(), **DIFFERENT.get(kind, {})}
-        read_settings(json.loads(json.dumps(written_out, default=str)), model, Path("model"))
+        parse_gguf_settings(json.loads(json.dumps(written_out, default=str)), model, Path("model"))
         ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
         values = {**config.to_dict(), **ropes.get("full_attention", ropes)}
-        for key, value in {**model.absent, "rms_norm_eps": model.absent.get("rms_norm_eps", 1e-6)}.items():
+        for key, value in {
+            **model.defaults,
+            "rms_norm_eps": model.defaults.get("rms_norm_eps", 1e-6),
+        }.items():
             if key in values and key not in known:
                 assert values[key] == value, (kind, key)
-        for key, allowed in model.only.items():
-            if key in values and key not in model.absent:
+        for key, allowed in model.allowed_values.items():
+            if key in values and key not in model.defaults:
                 assert values[key] == allowed[0] or values[key] in allowed, (kind, key)
 
 
@@ -414,13 +417,15 @@ def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(GGML_KINDS))
 def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
-    monkeypatch.setattr("portable.converters.tensors.computed_rows.BLOCK", 200)
-    tensor = quantize_to_ggml(Tensor.from_source("x", "F32", values.shape, Memory(values.tobytes())), kind)
+    monkeypatch.setattr("portable.converters.tensors.computed_rows.BLOCK_ELEMENTS", 200)
+    tensor = quantize_to_ggml(
+        Tensor.from_source("x", "F32", values.shape, InMemorySource(values.tobytes())), kind
+    )
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     assert tensor.read().tobytes() == theirs.tobytes()
@@ -448,13 +453,13 @@ def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.Captu
     assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 2
     assert "exists already" in capfd.readouterr().err
     assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
-    assert list(RemotePath.of(s3.url("b")).objects()) == ["m.gguf"]
+    assert list(RemotePath.from_url(s3.url("b")).list_objects()) == ["m.gguf"]
 
 
 def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:
     known = json.loads(tokenizer("llama").to_str())
     config = {"vocab_size": VOCAB, "bos_token_id": 0}
-    assert convert_byte_level_bpe(known, config, [0]) is not None
+    assert convert_byte_level_bpe_to_gguf(known, config, [0]) is not None
     changes: list[dict[str, Any]] = [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
@@ -464,7 +469,7 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_p
         {"post_processor": {"type": "BertProcessing"}},
     ]
     for change in changes:
-        assert convert_byte_level_bpe({**known, **change}, config, [0]) is None, change
+        assert convert_byte_level_bpe_to_gguf({**known, **change}, config, [0]) is None, change
     shutil.copytree(llama, tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_text("{")
     write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf")

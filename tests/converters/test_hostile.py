@@ -19,10 +19,10 @@ import torch
 
 from portable.converters import CheckpointError, open_checkpoint, write_safetensors
 from portable.converters.cli import main
-from portable.converters.names.canonical import strip_prefixes
-from portable.converters.storage.path_or_url import place
+from portable.converters.names.canonical import strip_common_prefixes
+from portable.converters.storage.path_or_url import parse_path_or_url
 from portable.converters.writers import replace_folder as exchange_module
-from portable.converters.writers.atomic_output import FolderOutput, check_output, open_output
+from portable.converters.writers.atomic_output import FolderOutput, open_atomic_output, validate_output_path
 from tests.converters.compare import error_of
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is not valid Unicode" in error_of(capsys, source, tmp_path / "out")
     index.unlink()
     with pytest.raises(CheckpointError, match="is not a string"):
-        strip_prefixes({("a", 1): 0, "b": 1}, location="f")  # type: ignore[dict-item]
+        strip_common_prefixes({("a", 1): 0, "b": 1}, location="f")  # type: ignore[dict-item]
     safetensors.torch.save_file({"a.exp_avg": torch.zeros(6)}, source / "optimizer.safetensors")
     for groups in ([{"params": None}], [{"params": "a"}], [{"params": ["a"], "lr": "\ud800"}]):
         (source / "optimizer.json").write_text(json.dumps({"param_groups": groups}))
@@ -192,7 +192,7 @@ def test_a_slash_too_few_is_no_folder(url: str, tmp_path: Path, capsys: pytest.C
         assert "two slashes" in line and "SECRET" not in line
     assert not Path("s3:").exists() and not Path("gs:").exists()
     (tmp_path / "a:").mkdir()
-    assert place(str(tmp_path / "a:")) == tmp_path / "a:"
+    assert parse_path_or_url(str(tmp_path / "a:")) == tmp_path / "a:"
 
 
 # -- an output that cannot be told of ------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with open_output(target, needed=0, overwrite=True) as output:
+    with open_atomic_output(target, needed_bytes=0, overwrite=True) as output:
         assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
 
@@ -258,7 +258,7 @@ def replace(target: Path, content: str) -> None:
 def test_without_an_exchange_it_is_replaced_or_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
+    monkeypatch.setattr(exchange_module, "exchange_paths", lambda *_: False)
     target = tmp_path / "out"
     for content in ("old", "new"):
         replace(target, content)
@@ -266,7 +266,7 @@ def test_without_an_exchange_it_is_replaced_or_restored(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     # Killed between the two steps.
     target.rename(tmp_path / ".out.old-1234-abcdef")
-    check_output(target, [], overwrite=True)
+    validate_output_path(target, [], overwrite=True)
     assert (target / "config.json").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -282,7 +282,7 @@ def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
     descriptor = os.open(living, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
-        check_output(target, [], overwrite=True)
+        validate_output_path(target, [], overwrite=True)
     finally:
         os.close(descriptor)
     kept = {path.name for path in tmp_path.iterdir()}
@@ -295,7 +295,7 @@ def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     for attempt in range(30):
         if attempt == 15:
-            monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
+            monkeypatch.setattr(exchange_module, "exchange_paths", lambda *_: False)
         pid = os.fork()
         if not pid:
             for _ in range(1000):
@@ -304,6 +304,6 @@ def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        check_output(target, [], overwrite=True)
+        validate_output_path(target, [], overwrite=True)
         assert (target / "config.json").read_text() == "whole"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -17,10 +17,10 @@ import pytest
 
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.cli import main as cli
-from portable.converters.integrity import find_problems
+from portable.converters.integrity import find_model_problems
 from portable.converters.naming import rename_to_published
 from portable.converters.opening import open_checkpoint
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.tensor import Tensor
 from tests import architectures
 from tests.converters.compare import REFUSALS, error_of
@@ -60,7 +60,7 @@ REPEATED = next(case for case in SAMPLED if case.name == "repeated expert")
 
 def build_checkpoint(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Checkpoint:
     """Build a checkpoint whose tensors have shapes, but no values, beside a file with its config."""
-    empty = Memory(b"")
+    empty = InMemorySource(b"")
     tensors = {name: Tensor.from_source(name, "F32", tuple(shape), empty) for name, shape in shapes.items()}
     file = Path(create_folder().name) / "config.json"
     file.write_text(json.dumps(config))
@@ -95,10 +95,10 @@ def iterate_verdicts(
     config = AutoConfig.for_model(model_type) if full_size else create_config(model_type, task)
     shapes, content = build_shapes(config, find_class(model_type, task))
     checkpoint = build_checkpoint(shapes, content)
-    yield "live", list(map(str, find_problems(checkpoint, read_values=False)))
+    yield "live", list(map(str, find_model_problems(checkpoint, read_values=False)))
     published = rename_to_published(checkpoint)
     if published.tensors.keys() != checkpoint.tensors.keys():
-        yield "published", list(map(str, find_problems(published, read_values=False)))
+        yield "published", list(map(str, find_model_problems(published, read_values=False)))
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids=lambda pair: pair[0])
@@ -238,7 +238,7 @@ def test_empty_tensors_name_their_cause(
 def test_complete_checkpoints_have_no_problems(format: str, damaged: Path) -> None:
     folders = sorted(damaged.glob(f"complete-*-{format}"))
     assert len(folders) == 8
-    problems = {folder.name: find_problems(open_checkpoint(folder)) for folder in folders}
+    problems = {folder.name: find_model_problems(open_checkpoint(folder)) for folder in folders}
     kinds = {name: [problem.kind for problem in values] for name, values in problems.items() if values}
     # This file has the stacks of experts that transformers has in memory.
     in_memory = {"complete-qwen3_moe-safetensors": ["names in memory"]}
@@ -359,7 +359,7 @@ def test_invalid_settings_are_refused_as_in_transformers(key: str) -> None:
     for value in INVALID[key]:
         changed = {**config, key: value}
         assert not builds_same_model(changed, state)
-        problems = find_problems(build_checkpoint(shapes, changed), read_values=False)
+        problems = find_model_problems(build_checkpoint(shapes, changed), read_values=False)
         assert any(key in str(problem) or "experts, but" in str(problem) for problem in problems), value
 
 
@@ -499,7 +499,9 @@ def test_conversion_removes_a_stale_quantization_config(
 
 @pytest.mark.parametrize("name", parameters(sample.name for sample in all_samples()))
 def test_samples_have_no_problems(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    assert not list(map(str, find_problems(open_checkpoint(folder_of(name, request, tmp_path / "made")))))
+    assert not list(
+        map(str, find_model_problems(open_checkpoint(folder_of(name, request, tmp_path / "made"))))
+    )
 
 
 def main() -> int:

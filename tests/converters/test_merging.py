@@ -460,7 +460,7 @@ DAMAGE: list[tuple[Callable[[Tensors], Tensors] | dict[str, Any] | bytes, str]] 
 def test_damaged_and_hostile_adapters_are_refused_in_one_line(
     how: Any, message: str, pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "_SECONDS", 0.2)
+    monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
     change(pair, how)
     assert message in refused(pair, capsys)
 
@@ -525,10 +525,10 @@ def test_every_setting_of_peft_is_known() -> None:
     """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
     from dataclasses import fields
 
-    from portable.converters.adapters.config import KNOWN
+    from portable.converters.adapters.config import SUPPORTED_SETTINGS
 
     kinds = (peft.LoraConfig, peft.IA3Config, peft.TrainableTokensConfig)
-    refused = {field.name for kind in kinds for field in fields(kind)} - KNOWN
+    refused = {field.name for kind in kinds for field in fields(kind)} - SUPPORTED_SETTINGS
     assert refused == {
         *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
         *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),

@@ -29,12 +29,12 @@ from portable.converters import CheckpointError, Tensor, open_checkpoint
 from portable.converters.cli import main
 from portable.converters.containers import ocdbt
 from portable.converters.containers.crc32c import compute_crc32c
-from portable.converters.containers.zarr import ChunkBudget, read_zarr
+from portable.converters.containers.zarr import ChunkBudget, build_zarr_tensor
 from portable.converters.formats.orbax.maxtext import build_maxtext_layout
 from portable.converters.storage import compressed_bytes
-from portable.converters.storage.byte_sources import Memory
-from portable.converters.storage.folder import Folder
-from portable.converters.tensors.dtypes import map_numpy_dtypes
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.tensors.dtypes import get_numpy_dtype_names
 from tests.converters import orbax_damage as craft
 from tests.converters.making import once
 from tests.converters.orbax_values import (
@@ -204,7 +204,7 @@ def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int =
 def as_tensors(arrays: dict[str, Array]) -> dict[tuple[str, ...], Tensor]:
     return {
         ("params", *name.split(".")): Tensor.from_source(
-            name, map_numpy_dtypes()[value.dtype], value.shape, Memory(value.tobytes())
+            name, get_numpy_dtype_names()[value.dtype], value.shape, InMemorySource(value.tobytes())
         )
         for name, value in arrays.items()
     }
@@ -314,7 +314,7 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
         return file
 
     monkeypatch.setattr(tempfile, "TemporaryFile", watched)
-    chunk = compressed_bytes.Compressed(Memory(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
+    chunk = compressed_bytes.DecompressedSource(InMemorySource(zstd(100)), "zstd", 1 << 50, 1 << 50, "here")
     with pytest.raises(CheckpointError, match="ends after 100 of"):
         chunk.load_content(1, set())
     assert os.fstat(written[0]).st_size == 100
@@ -329,7 +329,7 @@ INDEX = b"".join(struct.pack("<QQ", at, 2) for at in (4, 0, 2))
 @pytest.mark.parametrize(("fill", "wanted"), [(None, 0.0), (7, 7.0), ("-Infinity", -np.inf)])
 def test_chunks_that_were_not_stored_hold_the_fill_value(fill: Any, wanted: float) -> None:
     """As Orbax left them out until 2024; only with `store_array_data_equal_to_fill_value` is one missing."""
-    held = {"0": Memory(np.array([1, 2], np.float32).tobytes())}
+    held = {"0": InMemorySource(np.array([1, 2], np.float32).tobytes())}
     made = array({**FLAT, "shape": [5], "fill_value": fill}, held.get)
     assert made.read().tolist() == [1, 2, wanted, wanted, wanted]
     assert made.read((slice(1, 4),)).tolist() == [2, wanted, wanted]
@@ -350,13 +350,13 @@ def shards(count: int, inner: int = 1) -> dict[str, Any]:
     }
 
 
-def array(header: Any, values: Callable[[str], Memory | None]) -> Tensor:
+def array(header: Any, values: Callable[[str], InMemorySource | None]) -> Tensor:
     version = 3 if "chunk_grid" in header else 2
-    return read_zarr("a", json.dumps(header).encode(), version, values, "here", 100, ChunkBudget(50))
+    return build_zarr_tensor("a", json.dumps(header).encode(), version, values, "here", 100, ChunkBudget(50))
 
 
 def test_chunks_within_a_shard() -> None:
-    made = array(shards(6, 2), lambda key: Memory(bytes(range(6)) + INDEX))
+    made = array(shards(6, 2), lambda key: InMemorySource(bytes(range(6)) + INDEX))
     assert made.read().tolist() == [4, 5, 0, 1, 2, 3]
 
 
@@ -383,7 +383,7 @@ def test_chunks_within_a_shard() -> None:
 )
 def test_an_array_that_is_not_read_is_refused_by_name(header: Any, data: bytes | None, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
-        array(header, lambda key: None if data is None else Memory(data)).read()
+        array(header, lambda key: None if data is None else InMemorySource(data)).read()
 
 
 # -- the database --------------------------------------------------------------------------------------------
@@ -405,8 +405,8 @@ def test_a_deep_tree_is_read(tmp_path: Path) -> None:
     )
     craft.database(tmp_path, root, height=1)
     (tmp_path / "d" / "low").write_bytes(b"".join(nodes))
-    found = ocdbt.read_ocdbt(Folder(tmp_path))
-    assert {key: bytes(value.data) for key, value in found.items() if isinstance(value, Memory)} == {
+    found = ocdbt.read_ocdbt_values(CheckpointFolder(tmp_path))
+    assert {key: bytes(value.data) for key, value in found.items() if isinstance(value, InMemorySource)} == {
         "k/a": b"1",
         "k/b": b"2",
         "l/x": b"3",
@@ -437,7 +437,7 @@ def test_a_hostile_database_is_refused(
 ) -> None:
     craft.database(tmp_path, craft.sealed(craft.NODE, body), **more)
     with pytest.raises(CheckpointError, match=told):
-        ocdbt.read_ocdbt(Folder(tmp_path))
+        ocdbt.read_ocdbt_values(CheckpointFolder(tmp_path))
 
 
 @pytest.mark.timeout(60)
@@ -455,7 +455,7 @@ def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path, body: 
     craft.database(tmp_path, craft.sealed(craft.NODE, body, compress=True))
     assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
     with pytest.raises(CheckpointError, match=told):
-        ocdbt.read_ocdbt(Folder(tmp_path))
+        ocdbt.read_ocdbt_values(CheckpointFolder(tmp_path))
 
 
 def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -463,8 +463,12 @@ def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
     for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
         data = path.read_bytes()
         yield (
-            ocdbt._read_body(
-                Folder(path.parent).file(path.name), 0, len(data), craft.NODE, ocdbt._MemoryCost()
+            ocdbt._read_checked_body(
+                CheckpointFolder(path.parent).get_file(path.name),
+                0,
+                len(data),
+                craft.NODE,
+                ocdbt._MemoryCost(),
             ).data,
             {},
         )
@@ -486,7 +490,7 @@ def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> N
                 del bad[rng.randrange(len(bad)) :]
             craft.database(tmp_path, craft.sealed(craft.NODE, bytes(bad)), **more)
             try:
-                ocdbt.read_ocdbt(Folder(tmp_path))
+                ocdbt.read_ocdbt_values(CheckpointFolder(tmp_path))
                 ended.add(True)
             except CheckpointError as error:
                 assert str(tmp_path) in str(error) and "\n" not in str(error)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from portable.converters import CheckpointError, open_checkpoint
-from portable.converters.names.module_order import MODEL_TYPES, sort_by_module
+from portable.converters.names.module_order import MODEL_TYPES, sort_in_module_order
 from tests.converters import make_peers
 from tests.converters.compare import (
     assert_model,
@@ -70,5 +70,5 @@ def test_the_known_orders_are_those_of_the_models(tmp_path: Path, kind: str) -> 
         model = tiny_model(kind, HEADS.get(kind, "AutoModelForCausalLM"))
     names = [name for name, _ in model.named_parameters()]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert sort_by_module(sorted(names), tmp_path / "config.json") == names
-    assert sort_by_module([*names, "new.weight"], tmp_path / "config.json") is None
+    assert sort_in_module_order(sorted(names), tmp_path / "config.json") == names
+    assert sort_in_module_order([*names, "new.weight"], tmp_path / "config.json") is None

@@ -17,16 +17,16 @@ import torch
 from portable.converters import CheckpointError, open_checkpoint
 from portable.converters.containers.pickle_reader import (
     build_getattr_standin,
-    list_inert_members,
+    build_inert_members,
     to_json_value,
-    unpickle,
+    unpickle_without_code,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from tests.converters.compare import assert_same
 
 
 def read(data: bytes, **more: Any) -> Any:
-    return unpickle(data, location="f.pkl", standins=TORCH_STANDINS, **more)
+    return unpickle_without_code(data, location="f.pkl", standins=TORCH_STANDINS, **more)
 
 
 VALUES: list[Any] = [
@@ -79,7 +79,7 @@ def test_nothing_is_called(protocol: int, call: Any) -> None:
 
 
 _ENUM = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
-_READS = build_getattr_standin(list_inert_members({_ENUM: MEMORY_FORMATS}))
+_READS = build_getattr_standin(build_inert_members({_ENUM: MEMORY_FORMATS}))
 
 
 def by_getattr(owner: bytes, name: bytes) -> bytes:
@@ -95,7 +95,7 @@ _CONTIGUOUS = by_getattr(_LISTED, b"TORCH_CONTIGUOUS_FORMAT")
 def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
     prefixes = ("torch.distributed.checkpoint.",)
     standins = {**TORCH_STANDINS, "builtins.getattr": _READS}
-    found = unpickle(_CONTIGUOUS, location="f.pkl", standins=standins, prefixes=prefixes)
+    found = unpickle_without_code(_CONTIGUOUS, location="f.pkl", standins=standins, allowed_prefixes=prefixes)
     assert found.key == f"{_ENUM}.TORCH_CONTIGUOUS_FORMAT"
     with pytest.raises(CheckpointError, match=r"f\.pkl: .*builtins\.getattr.* no code was run"):
         read(_CONTIGUOUS)  # no format without such members takes it
@@ -120,11 +120,11 @@ def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
 )
 def test_no_other_attribute_is_read(data: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"f\.pkl: .*not on the allow-list; no code was run$"):
-        unpickle(
+        unpickle_without_code(
             data,
             location="f.pkl",
             standins={**TORCH_STANDINS, "builtins.getattr": _READS},
-            prefixes=("torch.distributed.checkpoint.",),
+            allowed_prefixes=("torch.distributed.checkpoint.",),
         )
 
 

@@ -19,8 +19,8 @@ from portable.converters.cli import main
 from portable.converters.errors import CheckpointError
 from portable.converters.names.known_words import find_unknown_names
 from portable.converters.names.name_rules import get_default_rules, select_used_rules, sort_naturally
-from portable.converters.names.published_names import are_live, arrange_for_files, arrange_for_memory
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.names.published_names import are_memory_names, arrange_for_files, arrange_for_memory
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors.arrangements import build_arranged_tensor
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 from tests import published_names
@@ -67,11 +67,13 @@ def split_among_ranks(name: str, tensor: torch.Tensor) -> Tensor:
     kinds = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
     strides, shape = compute_row_major_strides(tensor.shape, tensor.element_size()), tuple(tensor.shape)
     if not shape or shape[0] < 3:
-        return Tensor.from_source(name, kinds[tensor.dtype], shape, Memory(values))
+        return Tensor.from_source(name, kinds[tensor.dtype], shape, InMemorySource(values))
     boxes, low = [], 0
     for size in (1, 1, shape[0] - 2):
         data = values[low * strides[0] : (low + size) * strides[0]]
-        boxes.append(Box((low, *(0 for _ in shape[1:])), (size, *shape[1:]), View(Memory(data), 0, strides)))
+        boxes.append(
+            Box((low, *(0 for _ in shape[1:])), (size, *shape[1:]), View(InMemorySource(data), 0, strides))
+        )
         low += size
     return Tensor(name, kinds[tensor.dtype], shape, boxes)
 
@@ -99,8 +101,8 @@ def check_like_transformers(model: Any) -> None:
     for name, tensor in wanted.items():
         assert np.array_equal(written[name].read(), tensor.numpy()), name
     assert find_unknown_names([*live, *files], rules.config) == []
-    assert are_live(live, rules) == (live != files)
-    assert not are_live(files, rules)
+    assert are_memory_names(live, rules) == (live != files)
+    assert not are_memory_names(files, rules)
     stored = {name: split_among_ranks(name, tensor) for name, tensor in wanted.items()}
     loaded = {
         name: build_arranged_tensor(name, values, stored)

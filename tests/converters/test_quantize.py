@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from portable.converters.cli import main
-from portable.converters.options import FORMS
+from portable.converters.options import QUANTIZATION_FORMS
 from tests.converters.compare import error_of
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -79,7 +79,7 @@ def codes_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     ("form", "dtype"),
     [
         (form, dtype)
-        for form in FORMS
+        for form in QUANTIZATION_FORMS
         for dtype in (torch.bfloat16, torch.float32, torch.float16)
         if (form, dtype) != ("mxfp4", torch.float16)
     ],
@@ -110,9 +110,9 @@ def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: 
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
-        *((form, "llama") for form in FORMS),
+        *((form, "llama") for form in QUANTIZATION_FORMS),
         # transformers loads no int8 experts that stand apart, also not those of llm-compressor.
-        *((form, "qwen3_moe") for form in FORMS if form != "int8"),
+        *((form, "qwen3_moe") for form in QUANTIZATION_FORMS if form != "int8"),
     ],
 )
 def test_transformers_loads_it(form: str, kind: str, tmp_path: Path) -> None:

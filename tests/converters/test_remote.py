@@ -18,11 +18,11 @@ from portable.converters.errors import CheckpointError, redact_credentials
 from portable.converters.storage import completion_markers as completion
 from portable.converters.storage import credentials
 from portable.converters.storage import object_store as remote
-from portable.converters.storage.credentials import OPTIONS
-from portable.converters.storage.folder_operations import copy_folder, is_unfinished, remove_folder
-from portable.converters.storage.object_store import RemotePath, matching
-from portable.converters.storage.store_errors import RemoteError, RetriesUsedUpError
-from portable.converters.writers.store_output import UploadedFile
+from portable.converters.storage.credentials import OPTION_BUILDERS
+from portable.converters.storage.folder_operations import copy_folder, is_incomplete_folder, remove_folder
+from portable.converters.storage.object_store import RemotePath, find_matching_objects
+from portable.converters.storage.store_errors import RemoteError, RetriesExhaustedError
+from portable.converters.writers.store_output import FileUpload
 from tests.object_store import ObjectStore, scale_down
 
 
@@ -33,7 +33,7 @@ def in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(s3: ObjectStore) -> RemotePath:
-    return RemotePath.of(s3.url("run"))
+    return RemotePath.from_url(s3.url("run"))
 
 
 def test_what_is_too_large_for_one_copy_is_copied_in_parts(
@@ -43,14 +43,14 @@ def test_what_is_too_large_for_one_copy_is_copied_in_parts(
     monkeypatch.setattr(remote, "_MAX_COPY", 0)
     (folder / "x").copy_to(folder / "z")
     assert s3.get("run/z") == data and s3.count("PUT", "run/z", "partNumber") == 3
-    assert remote.part_bytes(1 << 40) > (1 << 40) / 10_000
+    assert remote.compute_part_bytes(1 << 40) > (1 << 40) / 10_000
 
 
 def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: RemotePath) -> None:
     for number in range(1005):  # more than one request deletes
         s3.put(f"run/{number}", b"")
     s3.put("run-2/stays", b"")
-    left = UploadedFile(folder / "left" / "open", 0)
+    left = FileUpload(folder / "left" / "open", 0)
     left.write(os.urandom(remote.PART_BYTES + 1))
     while not s3.open_uploads():
         time.sleep(0.01)
@@ -73,22 +73,22 @@ def test_what_is_gone_already_does_not_stop_a_deletion(
     monkeypatch.setattr(obstore, "delete", one_by_one)
     for name in ("a", "b"):
         (folder / name).write_bytes(b"x")
-    folder.remove(["gone", "a", "b"])
-    assert not {"a", "b"} & folder.objects().keys()
+    folder.remove_objects(["gone", "a", "b"])
+    assert not {"a", "b"} & folder.list_objects().keys()
 
 
 def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:
-    assert not (folder / completion.COMPLETE).is_file() and not is_unfinished(folder)
-    token = completion.begin(folder)
-    assert is_unfinished(folder) and s3.names("run/") == ["_INCOMPLETE"]
-    completion.complete(folder, token, step=3)
-    assert (folder / completion.COMPLETE).is_file() and s3.names("run/") == ["_COMPLETE"]
-    first, second = completion.begin(folder), completion.begin(folder)
+    assert not (folder / completion.COMPLETE_MARKER).is_file() and not is_incomplete_folder(folder)
+    token = completion.mark_folder_incomplete(folder)
+    assert is_incomplete_folder(folder) and s3.names("run/") == ["_INCOMPLETE"]
+    completion.mark_folder_complete(folder, token, step=3)
+    assert (folder / completion.COMPLETE_MARKER).is_file() and s3.names("run/") == ["_COMPLETE"]
+    first, second = completion.mark_folder_incomplete(folder), completion.mark_folder_incomplete(folder)
     with pytest.raises(RemoteError, match="another process"):
-        completion.complete(folder, first)
-    assert is_unfinished(folder)
-    completion.complete(folder, second)
-    assert (folder / completion.COMPLETE).is_file()
+        completion.mark_folder_complete(folder, first)
+    assert is_incomplete_folder(folder)
+    completion.mark_folder_complete(folder, second)
+    assert (folder / completion.COMPLETE_MARKER).is_file()
 
 
 def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) 
     s3.put("run/x", b"x")
     s3.fail(delay=1.5)
     started = time.monotonic()
-    with pytest.raises(RetriesUsedUpError, match=r"cannot read, \d attempts failed"):
-        RemotePath.of(s3.url("run/x")).read_bytes()
+    with pytest.raises(RetriesExhaustedError, match=r"cannot read, \d attempts failed"):
+        RemotePath.from_url(s3.url("run/x")).read_bytes()
     assert time.monotonic() - started < 10
 
 
@@ -115,7 +115,7 @@ def test_silence_is_a_failure(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_urls_that_are_refused(url: str, said: str) -> None:
     with pytest.raises(CheckpointError, match=said) as raised:
-        RemotePath.of(url)
+        RemotePath.from_url(url)
     assert "hidden-password" not in str(raised.value)
 
 
@@ -126,9 +126,9 @@ def test_odd_names_of_objects_are_refused(
     """Whoever owns a bucket could otherwise write anywhere on the disk that it is copied to."""
     s3.put(f"run/{name}", b"evil")
     for act in (
-        folder.objects,
+        folder.list_objects,
         lambda: copy_folder(folder, tmp_path / "copy"),
-        lambda: matching(folder / "**" / "*"),
+        lambda: find_matching_objects(folder / "**" / "*"),
         lambda: [list(path.iterdir()) for path in (folder, folder / "a") if path.exists()],
     ):
         with pytest.raises(RemoteError, match=r"rename that object or delete it"):
@@ -136,7 +136,11 @@ def test_odd_names_of_objects_are_refused(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     if name == "a\\b":  # beside others obstore lists nothing
         s3.put("run/good.txt", b"")
-        assert [*matching(folder / "*.txt")] == [*matching(folder / "**" / "*.txt")] == [folder / "good.txt"]
+        assert (
+            [*find_matching_objects(folder / "*.txt")]
+            == [*find_matching_objects(folder / "**" / "*.txt")]
+            == [folder / "good.txt"]
+        )
     if name != "/lead":
         with pytest.raises(RemoteError):
             folder / name.replace("//", "/../").replace("/./", "/../")
@@ -146,7 +150,7 @@ def test_empty_objects_for_folders_are_none(s3: ObjectStore, folder: RemotePath)
     """As consoles make them."""
     for name in ("run/", "run/sub/", "run/sub/x"):
         s3.put(name, b"" if name.endswith("/") else b"x")
-    assert list(folder.objects()) == ["sub/x"] and [path.name for path in folder.iterdir()] == ["sub"]
+    assert list(folder.list_objects()) == ["sub/x"] and [path.name for path in folder.iterdir()] == ["sub"]
     assert (folder / "sub").is_dir()
 
 
@@ -205,8 +209,8 @@ def test_impossible_settings_of_the_environment_are_one_line(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv(name, value)
     with pytest.raises(CheckpointError) as refused:
-        remote.connections()
-        RemotePath.of("s3://bucket/folder").exists()
+        remote.get_max_connections()
+        RemotePath.from_url("s3://bucket/folder").exists()
     assert "\n" not in str(refused.value)
     assert name in str(refused.value)
     assert capfd.readouterr() == ("", "")
@@ -257,7 +261,7 @@ def no_keys(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for name in KEYS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(credentials, "_reachable", lambda protocol: False)
+    monkeypatch.setattr(credentials, "_is_metadata_host_reachable", lambda protocol: False)
 
 
 @pytest.fixture
@@ -276,7 +280,7 @@ def signed(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def said(url: str) -> str:
     with pytest.raises(RemoteError) as raised:
-        RemotePath.of(url).exists()
+        RemotePath.from_url(url).exists()
     assert "\n" not in str(raised.value) and str(raised.value).startswith(url)
     return str(raised.value)
 
@@ -292,7 +296,7 @@ def test_a_profile_of_the_aws_tools(
     for name in ("AWS_ENDPOINT_URL", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_PROFILE", "work")
-    assert not RemotePath.of(s3.url("x")).exists()
+    assert not RemotePath.from_url(s3.url("x")).exists()
     assert "AKIAOFTHEPROFILE0001" in signed[-1] and "/eu-central-1/s3/" in signed[-1]
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     assert "AWS_PROFILE and ~/.aws" in (line := said(s3.url("x"))) and "nobody" in line
@@ -306,21 +310,21 @@ def test_unsigned_requests(
     s3: ObjectStore, no_keys: None, signed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    RemotePath.of(s3.url("x")).exists()
+    RemotePath.from_url(s3.url("x")).exists()
     assert signed[-1] == ""
 
 
 def test_googles_default_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
-    monkeypatch.setattr(credentials, "_reachable", lambda protocol: False)
+    monkeypatch.setattr(credentials, "_is_metadata_host_reachable", lambda protocol: False)
     assert "looked for GOOGLE_APPLICATION_CREDENTIALS, gcloud auth" in said("gs://bucket/x")
     file = tmp_path / "application_default_credentials.json"
     for kind in ("authorized_user", "service_account"):
         file.write_text(json.dumps({"type": kind}))
-        assert OPTIONS["gs"]("bucket") == {"application_credentials": str(file)}
+        assert OPTION_BUILDERS["gs"]("bucket") == {"application_credentials": str(file)}
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:1")
-    assert OPTIONS["gs"]("b") == {"base_url": "http://localhost:1", "skip_signature": True}
+    assert OPTION_BUILDERS["gs"]("b") == {"base_url": "http://localhost:1", "skip_signature": True}
 
 
 def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +332,9 @@ def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert "names no storage account; set AZURE_STORAGE_ACCOUNT_NAME" in said("az://container/x")
     url = "abfss://container@someone.dfs.core.windows.net/x"
-    assert str(RemotePath.of(url)) == url
+    assert str(RemotePath.from_url(url)) == url
     text = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5a2V5==;EndpointSuffix=a.b"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     known = {"account_name": "me", "account_key": "a2V5a2V5=="}
-    assert OPTIONS["az"]("container") == known
-    assert OPTIONS["az"]("container@someone.dfs.core.windows.net") == {"account_key": "a2V5a2V5=="}
+    assert OPTION_BUILDERS["az"]("container") == known
+    assert OPTION_BUILDERS["az"]("container@someone.dfs.core.windows.net") == {"account_key": "a2V5a2V5=="}

@@ -22,8 +22,8 @@ import torch
 from portable.converters import open_checkpoint, write_safetensors
 from portable.converters.cli import main
 from portable.converters.storage import object_store as remote
-from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
-from portable.converters.writers.store_output import UploadedFile
+from portable.converters.storage.completion_markers import COMPLETE_MARKER, INCOMPLETE_MARKER
+from portable.converters.writers.store_output import FileUpload
 from tests.converters.compare import error_of, tree
 from tests.converters.samples import folder_of, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
@@ -67,8 +67,8 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
     """The objects of a completed conversion, its marker left out."""
     found = s3.tree(name)
-    assert COMPLETE in found and INCOMPLETE not in found and s3.open_uploads() == []
-    del found[COMPLETE]
+    assert COMPLETE_MARKER in found and INCOMPLETE_MARKER not in found and s3.open_uploads() == []
+    del found[COMPLETE_MARKER]
     return found
 
 
@@ -289,7 +289,9 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
     assert s3.tree("out") == before  # a conversion that fails on the way leaves what was there
     s3.fail(status=403, method="POST", query="delete", every=2, times=1)  # of what it replaces
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
-    assert {INCOMPLETE, *before} == {*s3.names("out/")}, "where not all could be deleted, nothing looks whole"
+    assert {INCOMPLETE_MARKER, *before} == {*s3.names("out/")}, (
+        "where not all could be deleted, nothing looks whole"
+    )
     for _ in range(2):
         assert convert(s3.url("src"), s3.url("out"), "--overwrite", "--max-shard-size", TWO) == 0
         assert published(s3, "out") == tree(large)
@@ -325,7 +327,7 @@ def start(s3: ObjectStore, folder: Path, *options: str) -> Any:
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     large: Path, s3: ObjectStore, tmp_path: Path, kill: signal.Signals
 ) -> None:
-    s3.fail(delay=30, method="PUT", key=INCOMPLETE)  # which follows the last part
+    s3.fail(delay=30, method="PUT", key=INCOMPLETE_MARKER)  # which follows the last part
     running = start(s3, tmp_path, "--quiet")
     wait_for(lambda: s3.count("PUT", "out/") >= 2)
     os.kill(running.pid, kill)
@@ -348,7 +350,7 @@ def test_killed_while_it_was_made_visible(
     running.kill()
     running.join()
     s3.heal()
-    assert INCOMPLETE in s3.names("out/") and COMPLETE not in s3.names("out/")
+    assert INCOMPLETE_MARKER in s3.names("out/") and COMPLETE_MARKER not in s3.names("out/")
     assert "_INCOMPLETE" in refused(capsys, s3.url("out"), tmp_path / "copy")
     assert "an unfinished conversion" in refused(capsys, s3.url("src"), s3.url("out"))
     assert convert(s3.url("src"), s3.url("out"), "--max-shard-size", TWO, "--overwrite") == 0
@@ -368,12 +370,12 @@ def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> N
 def test_verify_reads_what_the_store_holds(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = UploadedFile.write
+    real = FileUpload.write
 
-    def damaging(upload: UploadedFile, data: bytes) -> None:
+    def damaging(upload: FileUpload, data: bytes) -> None:
         real(upload, bytes(data)[:-1] + b"?" if data and upload._written > 100_000 else data)
 
-    monkeypatch.setattr(UploadedFile, "write", damaging)
+    monkeypatch.setattr(FileUpload, "write", damaging)
     said = refused(capsys, s3.url("src"), s3.url("out"), "--verify")
     assert "differs from the source" in said and s3.names("out/") == []
 

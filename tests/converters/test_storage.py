@@ -12,7 +12,7 @@ import pytest
 from portable.converters import CheckpointError
 from portable.converters.storage import folder as folder_module
 from portable.converters.storage import output_file as outfile
-from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.output_file import OutputFile
 
 DATA = random.Random(0).randbytes(3 << 20)
@@ -21,19 +21,19 @@ DATA = random.Random(0).randbytes(3 << 20)
 @pytest.mark.parametrize("name", ["../f", "/etc/passwd", "a/../../f", "", "a\0b", "a\\b"])
 def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="leaves the checkpoint folder"):
-        Folder(tmp_path).file(name)
+        CheckpointFolder(tmp_path).get_file(name)
 
 
 def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "_MAX_OPEN_FILES", 30)
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for i in range(100):
         (tmp_path / str(i)).write_text(str(i))
     for _ in range(2):
         for i in range(100):
-            assert folder.file(str(i)).read(0, len(str(i))) == str(i).encode()
+            assert folder.get_file(str(i)).read_bytes(0, len(str(i))) == str(i).encode()
     with pytest.raises(CheckpointError, match="truncated"):
-        folder.file("7").read(0, 1 << 40)
+        folder.get_file("7").read_bytes(0, 1 << 40)
 
 
 # -- files written in pieces, by several threads, in any order -----------------------------------------------
@@ -47,7 +47,7 @@ def test_the_kernel_copies_until_it_cannot(
     if not hasattr(os, "copy_file_range"):
         pytest.skip("no copy_file_range here")
     (tmp_path / "source").write_bytes(DATA)
-    span = Folder(tmp_path).file("source").span(1000, 900_000)
+    span = CheckpointFolder(tmp_path).get_file("source").get_span(1000, 900_000)
     real, left = os.copy_file_range, [steps]
 
     def copy(*args: Any, **kwargs: Any) -> int:

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from portable.converters import CheckpointError, Tensor
 from portable.converters.cli import main
-from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.byte_sources import Memory
+from portable.converters.names.tied_weights import are_tensors_equal
+from portable.converters.storage.byte_sources import InMemorySource
 from portable.converters.tensors import tensor as tensor_module
-from portable.converters.tensors.casting import CastLosses, cast_blocks
+from portable.converters.tensors.casting import CastLosses, iter_cast_blocks
 from portable.converters.tensors.dtypes import to_numpy_dtype
 from portable.converters.tensors.tensor import Box, View
-from portable.converters.tensors.tiling import check_boxes_tile
+from portable.converters.tensors.tiling import check_boxes_cover_once
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -56,7 +56,7 @@ def scattered(rng: random.Random, array: np.ndarray[Any, Any], cuts: list[Cut]) 
         strides = [0] * part.ndim
         for dim, stride in zip(order, inside.strides, strict=True):
             strides[dim] = stride
-        boxes.append(Box(*piece, View(Memory(padded.tobytes()), at, tuple(strides))))
+        boxes.append(Box(*piece, View(InMemorySource(padded.tobytes()), at, tuple(strides))))
     return boxes
 
 
@@ -85,7 +85,7 @@ def test_tiling_is_exact(seed: int) -> None:
     rng = random.Random(seed)
     shape = tuple(rng.randrange(2, 7) for _ in range(rng.randrange(1, 4)))
     cuts = cut(rng, (0,) * len(shape), shape, 5)
-    check_boxes_tile("t", shape, [*cuts, ((0,) * len(shape), (0, *shape[1:]))])
+    check_boxes_cover_once("t", shape, [*cuts, ((0,) * len(shape), (0, *shape[1:]))])
     for _ in range(30):
         wrong = [list(map(list, piece)) for piece in cuts]
         piece = rng.choice(wrong)
@@ -103,37 +103,37 @@ def test_tiling_is_exact(seed: int) -> None:
             for box in boxes:
                 count[region(box)] += 1
         if inside and (count == 1).all():
-            check_boxes_tile("t", shape, boxes)
+            check_boxes_cover_once("t", shape, boxes)
         else:
             with pytest.raises(CheckpointError):
-                check_boxes_tile("t", shape, boxes)
+                check_boxes_cover_once("t", shape, boxes)
 
 
 def test_values_are_the_same_bit_for_bit() -> None:
     def of(*values: float) -> Tensor:
-        return Tensor.from_source("x", "F32", (2,), Memory(np.array(values, np.float32).tobytes()))
+        return Tensor.from_source("x", "F32", (2,), InMemorySource(np.array(values, np.float32).tobytes()))
 
-    assert has_same_values(of(1, 0), of(1, 0))
-    assert not has_same_values(of(1, 0), of(1, 2))
-    assert not has_same_values(of(1, 0), of(1, -0.0))
+    assert are_tensors_equal(of(1, 0), of(1, 0))
+    assert not are_tensors_equal(of(1, 0), of(1, 2))
+    assert not are_tensors_equal(of(1, 0), of(1, -0.0))
 
 
 # -- casts ---------------------------------------------------------------------------------------------------
 
 
 def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
-    tensor = Tensor.from_source("t", source, values.shape, Memory(values.tobytes()))
+    tensor = Tensor.from_source("t", source, values.shape, InMemorySource(values.tobytes()))
     losses = CastLosses()
     made = np.concatenate(
-        [block.copy() for block in cast_blocks(tensor, target, set(), nbytes=4096, losses=losses)]
+        [block.copy() for block in iter_cast_blocks(tensor, target, set(), block_bytes=4096, losses=losses)]
     )
     with np.errstate(all="ignore"):
         before, after = (
             np.frombuffer(values.tobytes(), to_numpy_dtype(source)).astype(np.float64),
             made.astype(np.float64),
         )
-    assert losses.infinite == np.count_nonzero(np.isinf(after) & ~np.isinf(before))
-    assert losses.zero == np.count_nonzero((after == 0) & (before != 0))
+    assert losses.num_infinite == np.count_nonzero(np.isinf(after) & ~np.isinf(before))
+    assert losses.num_zero == np.count_nonzero((after == 0) & (before != 0))
     return made
 
 

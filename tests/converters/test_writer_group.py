@@ -13,14 +13,14 @@ import pytest
 import safetensors.numpy
 
 from portable.converters import CheckpointError, open_checkpoint, write_safetensors
-from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from portable.converters.storage.completion_markers import COMPLETE_MARKER, INCOMPLETE_MARKER
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.writers import atomic_output
 from tests.converters.compare import tree
 from tests.object_store import ObjectStore, scale_down
 
 if TYPE_CHECKING:
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 SHARD_BYTES = 400_000
 
@@ -60,7 +60,7 @@ class GroupOfThreads:
         return [str(other) for other in answers]
 
 
-def write_together(sources: list[Path], out: Place, dies: tuple[int, int] = (-1, -1)) -> list[object]:
+def write_together(sources: list[Path], out: AnyPath, dies: tuple[int, int] = (-1, -1)) -> list[object]:
     """Write a checkpoint with one process per source; returns the outcome of each.
 
     Args:
@@ -101,7 +101,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["disk", "bucket"])
 def output(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Callable[[str], Place], Callable[[str], dict[str, bytes]]]:
+) -> tuple[Callable[[str], AnyPath], Callable[[str], dict[str, bytes]]]:
     """Functions that return the place of an output, and its files."""
     if request.param == "disk":
         return lambda name: tmp_path / name, lambda name: tree(tmp_path / name)
@@ -110,16 +110,16 @@ def output(
 
     def files(name: str) -> dict[str, bytes]:
         assert s3.open_uploads() == []
-        return {key: data for key, data in s3.tree(name).items() if key != COMPLETE}
+        return {key: data for key, data in s3.tree(name).items() if key != COMPLETE_MARKER}
 
-    return lambda name: RemotePath.of(s3.url(name)), files
+    return lambda name: RemotePath.from_url(s3.url(name)), files
 
 
 @pytest.mark.parametrize("size", [2, 3, 12])
 def test_the_files_are_those_of_one_process(
     size: int,
     source: Path,
-    output: tuple[Callable[[str], Place], Callable[[str], dict[str, bytes]]],
+    output: tuple[Callable[[str], AnyPath], Callable[[str], dict[str, bytes]]],
 ) -> None:
     place, files = output
     write_together([source], place("alone"))
@@ -138,14 +138,14 @@ def test_a_process_that_dies_leaves_no_output(
     number: int,
     call: int,
     source: Path,
-    output: tuple[Callable[[str], Place], Callable[[str], dict[str, bytes]]],
+    output: tuple[Callable[[str], AnyPath], Callable[[str], dict[str, bytes]]],
 ) -> None:
     place, files = output
     outcomes = write_together([source] * 3, place("out"), dies=(number, call))
     assert all(isinstance(outcome, BaseException) for outcome in outcomes)
     left = files("out") if place("out").exists() else {}
     # In a bucket, objects that came late may stay, below the marker of an incomplete folder.
-    assert not left or INCOMPLETE in left
+    assert not left or INCOMPLETE_MARKER in left
     write_together([source] * 3, place("out"))
     write_together([source], place("alone"))
     assert files("out") == files("alone")
@@ -166,8 +166,8 @@ def test_a_process_without_the_file_system_of_process_0_is_an_error(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.setattr(
-        "portable.converters.writers.conversion.join_output",
-        lambda _, name: atomic_output.join_output(elsewhere / "out", name),
+        "portable.converters.writers.conversion.join_atomic_output",
+        lambda _, name: atomic_output.join_atomic_output(elsewhere / "out", name),
     )
     outcomes = write_together([source, source], tmp_path / "out")
     assert all("No such file or directory" in str(outcome) for outcome in outcomes)

@@ -966,7 +966,7 @@ def use_tokenizer(folder: str, out: str) -> int:
     try:
         loaded = load_tokenizer(folder, offline=True)
         Vocabulary.from_tokenizer(loaded)
-        tokenize._encode(loaded, ["words of a text", "", "0 a \x00 é"])
+        tokenize._encode_batch(loaded, ["words of a text", "", "0 a \x00 é"])
         compute_tokenizer_digest(loaded)
     except UserError as error:
         print_error(f"error: {error}")

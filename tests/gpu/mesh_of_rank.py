@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from portable import cli
 from portable.config import RunConfig
-from portable.engines.engine_interface import Machine
+from portable.engines.engine_interface import RankInfo
 from portable.engines.fsdp import sharding
 
 NODE = ("GROUP_RANK", "SLURM_NODEID")
@@ -20,8 +20,8 @@ NODE = ("GROUP_RANK", "SLURM_NODEID")
 def main(folder: Path, arguments: list[str]) -> int:
     original = sharding._build_mesh
 
-    def recorded(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
-        mesh = original(config, machine, group)
+    def recorded(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
+        mesh = original(config, rank_info, shard_group_size)
         found = {
             "node": next(int(os.environ[name]) for name in NODE if name in os.environ),
             "names": mesh.mesh_dim_names,

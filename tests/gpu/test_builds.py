@@ -15,7 +15,7 @@ from torch.utils.file_baton import FileBaton
 
 from portable.gpu.zero import op_builds
 
-OLD = time.time() - 2 * op_builds.DEAD
+OLD = time.time() - 2 * op_builds.ABANDONED_BUILD_SECONDS
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_build_of_another_process_is_waited_for(lock: Path, capsys: pytest.Cap
     age(lock)  # it may take long: the process lives
     timer = threading.Timer(0.5, baton.release)
     timer.start()
-    op_builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_op_build("cpu_adam")
     timer.join()
     printed = capsys.readouterr().err
     assert (
@@ -52,8 +52,8 @@ def test_the_lock_of_a_killed_build_is_removed(lock: Path, capsys: pytest.Captur
     subprocess.run([sys.executable, "-c", code, str(lock)], check=False)
     assert lock.exists()
     age(lock)
-    op_builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_op_build("cpu_adam")
     assert not lock.exists()
     assert f"removed {lock}, which a killed build of DeepSpeed's cpu_adam left" in capsys.readouterr().err
-    op_builds.wait_for_build("cpu_adam")
+    op_builds.wait_for_op_build("cpu_adam")
     assert not capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config import RunConfig, load_config
 from portable.engines.compiling import compile_layers
 from portable.errors import UserError
@@ -41,7 +41,7 @@ def compilations(config: RunConfig) -> list[int]:
             return graphs()
 
         def evaluation() -> int:
-            held_out = trial.run.data.eval
+            held_out = trial.run.data.first_eval
             assert held_out is not None
             evaluate(trial.backend, trial.engine, build_eval_loader(trial.run, held_out))
             return graphs()
@@ -120,6 +120,6 @@ def test_layers_that_do_differ_are_all_compiled(fresh: None) -> None:
 def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, compile=True, **settings)
     with pytest.raises(UserError) as refused:
-        check(config, late=True)
-        load_backend_package("cpu").check(config, World(1))
+        check_config(config, is_resolved=True)
+        load_backend_package("cpu").check_config(config, World(1))
     assert message in str(refused.value)

@@ -30,7 +30,7 @@ from portable.optim.local_shards import to_local
 from portable.registry import create_backend
 from portable.reporting import reporter
 from portable.reporting.metrics import read_metrics
-from portable.reporting.reporter import Reporter
+from portable.reporting.reporter import RunReporter
 from portable.run.rank import run_rank
 from tests.parity import opened, take_steps
 from tests.runs import TINY_MODEL, configured
@@ -132,7 +132,7 @@ def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch:
         if taken > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Reporter, "on_step", fail)
+    monkeypatch.setattr(RunReporter, "on_step", fail)
     config = configured(tmp_path, corpus, backend=cuda, log__memory_snapshot=True, train__micro_batch_size=3)
     try:
         with pytest.raises(UserError, match=r"out of memory in step 3 .* memory snapshot"):
@@ -350,7 +350,7 @@ def steps_without_waiting(device: str, config: Any) -> None:
         results = [trial.step() for _ in range(2)]  # libraries may wait while they warm up
         with no_waits(device):
             results += [trial.step() for _ in range(3)]
-        losses = trial.backend.read([result.loss for result in results])
+        losses = trial.backend.read_to_host([result.loss for result in results])
         assert all(after < before + 0.5 for before, after in pairwise(losses))
 
 
@@ -465,7 +465,7 @@ def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, c
         results = [trial.step() for _ in range(19)]
         counted = trial.backend.get_metrics()
         assert trial.engine.read_health().first_bad_update is None
-        losses = trial.backend.read([result.loss for result in results])
+        losses = trial.backend.read_to_host([result.loss for result in results])
     assert counted["loss_scale"] == 2.0 ** (30 - counted["overflows"])
     assert 1 < counted["overflows"] < 20
     assert losses[-1] < losses[0]

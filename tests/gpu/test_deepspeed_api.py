@@ -11,7 +11,12 @@ pytest.importorskip("deepspeed")
 
 from portable.gpu.zero import private_api
 from portable.gpu.zero import runtime as zero_runtime
-from portable.importing.deepspeed import KEYS, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
+from portable.importing.deepspeed import (
+    KEYS,
+    OPTIMIZER_DEFAULTS,
+    SCHEDULER_DEFAULTS,
+    TORCH_ADAMW_WEIGHT_DECAY,
+)
 from portable.importing.foreign_keys import IgnoredKey, RefusedKey
 
 
@@ -35,33 +40,33 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from torch.optim import SGD, AdamW
 
-    assert defaults(AdamW)["weight_decay"] == TORCHS_WEIGHT_DECAY
+    assert defaults(AdamW)["weight_decay"] == TORCH_ADAMW_WEIGHT_DECAY
     theirs = {
         "adamw": defaults(AdamW) | defaults(DeepSpeedCPUAdam) | defaults(FusedAdam),
         "sgd": defaults(SGD),
     }
     for name, found in theirs.items():
-        assert found.keys() <= private_api.list_params(name)
-        for param in private_api.list_params(name):
+        assert found.keys() <= private_api.list_type_params(name)
+        for param in private_api.list_type_params(name):
             key = KEYS[f"optimizer.params.{param}"]
-            if param in OPTIMIZERS[name]:
-                assert found[param] == OPTIMIZERS[name][param]
+            if param in OPTIMIZER_DEFAULTS[name]:
+                assert found[param] == OPTIMIZER_DEFAULTS[name][param]
             elif isinstance(key, RefusedKey):  # except for the default
                 assert found[param] in (False, *key.unless)
             else:
                 assert isinstance(key, IgnoredKey) or found.get(param, True) is True
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("kind", SCHEDULER_DEFAULTS)
 def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None:
     from deepspeed.runtime import lr_schedules
 
     found = defaults(getattr(lr_schedules, kind))
-    assert found.keys() == private_api.list_params(kind)
+    assert found.keys() == private_api.list_type_params(kind)
     settings = {
         name
         for name in found
         if f"scheduler.params.{name}" in KEYS and KEYS[f"scheduler.params.{name}"].targets
     }
-    assert {name: found[name] for name in settings if found[name] is not None} == SCHEDULERS[kind]
-    assert set(lr_schedules.VALID_LR_SCHEDULES) == set(SCHEDULERS)
+    assert {name: found[name] for name in settings if found[name] is not None} == SCHEDULER_DEFAULTS[kind]
+    assert set(lr_schedules.VALID_LR_SCHEDULES) == set(SCHEDULER_DEFAULTS)

@@ -22,10 +22,10 @@ from portable.config import RunConfig, dump_yaml, load_config
 from portable.errors import UserError
 from portable.gpu.zero import private_api
 from portable.gpu.zero import runtime as zero_runtime
-from portable.gpu.zero.config.document import read as read_document
+from portable.gpu.zero.config.document import read_deepspeed_document as read_document
 from portable.importing.foreign_file import ImportedRun
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests import published
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.published import shapes
@@ -43,7 +43,7 @@ def deepspeed() -> Any:
 
 def resolved(folder: Path, corpus: Path, document: Any, **settings: Any) -> RunConfig:
     config = configured(folder, corpus, deepspeed__config=document, **settings)
-    return resolve(config, "cpu", 2).config
+    return resolve_run(config, "cpu", 2).config
 
 
 LEARNING: dict[str, Any] = {
@@ -123,9 +123,9 @@ def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
 def test_a_resolved_config_agrees_with_the_json_in_it(tmp_path: Path, corpus: Path) -> None:
     (sections,) = (shape.config for shape in shapes("deepspeed_keys.yaml") if shape.name == "sections")
     given = {"model": {"config": TINY_MODEL}, "deepspeed": {"config": sections}}
-    config = resolve(load_config(given), "cpu", 2).config
+    config = resolve_run(load_config(given), "cpu", 2).config
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    assert resolve(load_config(tmp_path / "config.yaml"), "cpu", 2).config == config
+    assert resolve_run(load_config(tmp_path / "config.yaml"), "cpu", 2).config == config
 
 
 def models() -> dict[str, Any]:
@@ -141,7 +141,7 @@ def read_mapping(document: dict[str, Any]) -> tuple[dict[str, Any], ImportedRun]
     config = {"strategy": "zero2", "model": {"config": TINY_MODEL}, "deepspeed": {"config": document}}
     read = read_document(load_config(config))
     assert read is not None
-    return read.values, read.imported.require_all()
+    return read.values, read.imported.raise_first_refusal()
 
 
 def test_null_and_defaults_of_deepspeed_have_no_effect() -> None:

@@ -16,7 +16,7 @@ from portable.config import RunConfig, load_config
 from portable.gpu.zero import runtime as zero_runtime
 from portable.optim.schedule import OneCycle, build_schedule
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests import published
 from tests.parity import opened
 from tests.ranks import RankPool
@@ -33,7 +33,7 @@ def json_of(block: dict[str, Any]) -> dict[str, Any]:
 def taken_over(block: dict[str, Any]) -> RunConfig:
     train = {"steps": STEPS}
     given = {"precision": "fp32", "deepspeed": {"config": json_of(block)}, "train": train}
-    return resolve(load_config(given), "cpu", 2).config
+    return resolve_run(load_config(given), "cpu", 2).config
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

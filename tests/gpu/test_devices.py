@@ -24,10 +24,10 @@ def test_peaks(name: str, bf16: float | None) -> None:
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in devices.BOUND_BY_SRUN:
+    for name in devices.SRUN_BINDING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert devices.find_gpu_index(7, 8) == 7
+    assert devices.choose_gpu_index(7, 8) == 7
     with pytest.raises(UserError, match="local rank 3 has no GPU; this process sees 1"):
-        devices.find_gpu_index(3, 1)
+        devices.choose_gpu_index(3, 1)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # each task sees one, and calls it 0
-    assert devices.find_gpu_index(3, 1) == 0
+    assert devices.choose_gpu_index(3, 1) == 0

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from portable.adapters.adapter import build_training_model
-from portable.adapters.settings import resolve_adapter
+from portable.adapters.settings import resolve_adapter_config
 from portable.config import RunConfig
-from portable.engines.footprint import footprint, units
+from portable.engines.footprint import compute_footprint, find_gathered_units
 from portable.model import build as models
 from portable.planner.memory_model import Cluster
-from portable.planner.meta_model import inspect
+from portable.planner.meta_model import build_inventory
 from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
@@ -91,7 +91,7 @@ def on_host_by_zero(engine: Any) -> int:
     if int(engine._engine.zero_optimization_stage()) == 3:
         flats = zero.fp32_partitioned_groups_flat
         zero_engine: ZeroEngine = engine
-        buffers = [zero.grad_partitions_flat_buffer, *zero_engine._exact.values()]
+        buffers = [zero.grad_partitions_flat_buffer, *zero_engine._exact_frozen.values()]
         if zero.offload_param:
             buffers += [p.ds_tensor for p in engine.model.parameters()]
     else:
@@ -133,16 +133,16 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
         trial.step(1e-3)
         # Stage 1 sums gradients with the last micro-batch; before it, they are all there.
         first = config.strategy == "zero1"
-        batch = trial.backend.place(next(trial.batches))
+        batch = trial.backend.copy_to_device(next(trial.batches))
         trial.engine.accumulate(batch, torch.tensor(100), last=not first)
         return look(trial.engine)
 
 
 def planned(config: RunConfig, ranks: int) -> Any:
-    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter_config(config))
     sharing = config.tensor_parallel_size
-    inventory = inspect(model, config.train, units(model, config), sharing=sharing)
-    return footprint(inventory, config, Cluster(ranks, ranks))
+    inventory = build_inventory(model, config.train, find_gathered_units(model, config), sharing=sharing)
+    return compute_footprint(inventory, config, Cluster(ranks, ranks))
 
 
 def config_for(folder: Path, corpus: Path, strategy: str, **settings: Any) -> RunConfig:
@@ -252,9 +252,9 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     """Names, shapes and pickles take some more, which does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
-    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter_config(config))
     tensors = (
-        inspect(model, config.train).compute_checkpoint_bytes(config.train)
+        build_inventory(model, config.train).compute_checkpoint_bytes(config.train)
         + planned(config, world_size).also_saved
     )
     beside = ranks.run(world_size, saved, config) - tensors

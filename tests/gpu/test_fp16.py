@@ -20,7 +20,7 @@ import torch
 
 from portable.config import RunConfig, load_config
 from portable.engines.fsdp.device_loss_scale import DeviceLossScale
-from portable.engines.loss_scale import STATE
+from portable.engines.loss_scale import STATE_NAMES
 from portable.errors import ReportedElsewhereError, RunError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -56,7 +56,7 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
             assert exhausted
             return
         assert not exhausted
-        expected = {**{name: getattr(theirs, name) for name in STATE}, "overflows": overflows}
+        expected = {**{name: getattr(theirs, name) for name in STATE_NAMES}, "overflows": overflows}
         assert ours.read_state() == expected
         assert float(ours.scale) == theirs.cur_scale
     pytest.fail("the lowest scale was not reached")

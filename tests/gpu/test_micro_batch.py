@@ -85,7 +85,7 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
     """A leg of a run on ranks that have so many MiB each while they try what fits."""
     room = mebibytes[int(os.environ["RANK"])] * MIB
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_trial, "has_host_limit", lambda: True)
+        patch.setattr(memory_trial, "has_host_memory_limit", lambda: True)
         patch.setattr(memory_trial, "limit_host_memory", lambda: memory_limit(room))
         return free_leg(folder, corpus, settings)
 
@@ -141,7 +141,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
     from portable.engines.fsdp.engine import TorchEngine
 
     taken = 0
-    accumulate = TorchEngine.accumulate
+    accumulate = TorchEngine.accumulate_gradients
     tries = memory_trial.run_memory_trial
 
     def out_of_memory(self: TorchEngine, *arguments: Any, **keywords: Any) -> Any:
@@ -153,11 +153,11 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
 
     def fits(*arguments: Any) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(TorchEngine, "accumulate", accumulate)
+            inner.setattr(TorchEngine, "accumulate_gradients", accumulate)
             return tries(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchEngine, "accumulate", out_of_memory)
+        patch.setattr(TorchEngine, "accumulate_gradients", out_of_memory)
         patch.setattr(memory_trial, "run_memory_trial", fits)
         with pytest.raises(UserError) as refused:
             limited_leg(folder, corpus, settings, mebibytes)

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from portable.converters import CheckpointError, open_checkpoint
-from portable.engines.fsdp.optimizer_state import restore
-from portable.optim.adafactor import RULES, Adafactor
+from portable.engines.fsdp.optimizer_state import restore_optimizer_state
+from portable.optim.adafactor import ADAFACTOR_RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
 from portable.optim.muon import Muon
 from portable.run.rank import run_rank
@@ -46,8 +46,8 @@ def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     )
     weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(CheckpointError, match=r"exp_avg of w is missing, or not of shape \[2, 2\]"):
-        restore(optimizer, {"w": weight}, stored, None)
-    restore(optimizer, {"w": (vector := nn.Parameter(torch.zeros(4)))}, stored, None)
+        restore_optimizer_state(optimizer, {"w": weight}, stored, None)
+    restore_optimizer_state(optimizer, {"w": (vector := nn.Parameter(torch.zeros(4)))}, stored, None)
     assert (optimizer.state[vector]["exp_avg"] == 1).all()
 
 
@@ -58,7 +58,7 @@ def test_adafactor_is_that_of(rule: str, size: float) -> None:
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
     expected = [{"params": theirs[:3], "weight_decay": 0.1}, {"params": theirs[3:], "weight_decay": 0.0}]
-    optimizer = Adafactor(groups, lr=0.3, rule=RULES[rule])
+    optimizer = Adafactor(groups, lr=0.3, rule=ADAFACTOR_RULES[rule])
     reference: Any = (
         torch.optim.Adafactor(expected, lr=0.3)
         if rule == "torch"
@@ -83,9 +83,11 @@ def test_adafactor_is_that_of(rule: str, size: float) -> None:
 
 ADAM: dict[str, Any] = {"lr": 0.3, "betas": (0.9, 0.95), "eps": 1e-8}
 MASKED: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
-    "adafactor": lambda groups: Adafactor(groups, lr=0.3, rule=RULES["torch"]),
-    "adafactor of transformers": lambda groups: Adafactor(groups, lr=0.3, rule=RULES["transformers"]),
-    "adamw_8bit": lambda groups: AdamW8bit(groups, exact=(), **ADAM),
+    "adafactor": lambda groups: Adafactor(groups, lr=0.3, rule=ADAFACTOR_RULES["torch"]),
+    "adafactor of transformers": lambda groups: Adafactor(
+        groups, lr=0.3, rule=ADAFACTOR_RULES["transformers"]
+    ),
+    "adamw_8bit": lambda groups: AdamW8bit(groups, full_precision_parameters=(), **ADAM),
     "muon": lambda groups: Muon(groups, momentum=0.9, rate_rule="original", **ADAM),
 }
 
@@ -167,7 +169,9 @@ def test_8bit_adamw_follows_adamw() -> None:
     ]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = AdamW8bit([{"params": ours, "weight_decay": 0.1}], exact=[ours[1]], **settings)
+    optimizer = AdamW8bit(
+        [{"params": ours, "weight_decay": 0.1}], full_precision_parameters=[ours[1]], **settings
+    )
     reference = torch.optim.AdamW(theirs, weight_decay=0.1, **settings)
     start = ours[0].detach().clone()
     for _ in range(30):

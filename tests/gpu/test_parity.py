@@ -13,9 +13,9 @@ from torch import Tensor
 from portable.batch import Batch
 from portable.config import RunConfig
 from portable.registry import create_backend
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.parity import cross_entropy, opened, plain_steps
 from tests.promises import record
 from tests.runs import configured
@@ -60,10 +60,10 @@ def plain_losses(
         made: makes the optimizer of the groups.
     """
     backend = create_backend("cpu")
-    run = prepare(resolve(throughout(config, steps), backend.name), backend)
+    run = prepare_run(resolve_run(throughout(config, steps), backend.name), backend)
     from transformers import AutoModelForCausalLM
 
-    engine = restore(run, None).engine  # only for its initial weights
+    engine = restore_run(run, None).engine  # only for its initial weights
     model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
     model.load_state_dict(engine.model.state_dict())
     model.train()

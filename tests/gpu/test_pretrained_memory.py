@@ -16,10 +16,10 @@ from safetensors import safe_open
 
 from portable.config import RunConfig
 from portable.registry import create_backend
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 
@@ -67,13 +67,13 @@ def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
     backend = create_backend("cpu")
     backend.start()
     try:
-        run = prepare(resolve(config, backend.name), backend)
+        run = prepare_run(resolve_run(config, backend.name), backend)
         grown: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             for collective in COLLECTIVES:
                 patch.setattr(dist, collective, _refuse)
             with peak_of(grown):
-                engine = restore(run, None).engine
+                engine = restore_run(run, None).engine
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, grown[0])
         parameters: dict[str, Any] = dict(engine.model.named_parameters())

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from portable.batch_plan import plan_batches
+from portable.batch_plan import compute_batch_plan
 from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.gpu.zero import config as deepspeed_json
 from portable.gpu.zero import runtime as zero_runtime
-from portable.gpu.zero.buckets import compute_auto_sizes
-from portable.gpu.zero.settings import ModelSizes, build_settings
+from portable.gpu.zero.buckets import compute_auto_bucket_sizes
+from portable.gpu.zero.settings import ModelElementCounts, build_deepspeed_config
 from portable.optim.schedule import SCHEDULES
 from tests import published
 from tests.published import Shape, shapes
 
 HIDDEN = 64
-SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)
+SIZES = ModelElementCounts(HIDDEN, 4 * HIDDEN * HIDDEN)
 
 LEAVES = yaml.safe_load((Path(published.__file__).parent / "deepspeed_leaves.yaml").read_text())
 
@@ -57,14 +57,14 @@ def understood(shape: Shape, folder: Path) -> tuple[RunConfig, deepspeed_json.De
     file = folder / "ds.json"
     file.write_text(json.dumps(shape.config))
     config = load_config(None, {"deepspeed.config": str(file), **shape.beside})
-    document = deepspeed_json.read(config)
+    document = deepspeed_json.read_deepspeed_document(config)
     assert document is not None
-    adopted = deepspeed_json.adopt(config, document, shape.ranks)
+    adopted = deepspeed_json.apply_document(config, document, shape.ranks)
     if adopted.precision == "auto":
         adopted = adopted.replaced({"precision": "bf16"})
     if adopted.strategy != "no_shard":
         deepspeed_json.check_installed(document, "cuda")
-    plan_batches(adopted, world_size=shape.ranks, rank=0)
+    compute_batch_plan(adopted, world_size=shape.ranks, rank=0)
     return adopted, document
 
 
@@ -106,7 +106,7 @@ def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, An
         zero = {k: v for k, v in zero.items() if not str(k).startswith(("_", "//"))}
         if "aio" in zero:  # its old place
             found["aio"] = zero.pop("aio")
-        sizes = compute_auto_sizes(HIDDEN)
+        sizes = compute_auto_bucket_sizes(HIDDEN)
         found["zero_optimization"] = {k: sizes.get(k, v) if v == "auto" else v for k, v in zero.items()}
     return {k: v for k, v in found.items() if v != "auto"}
 
@@ -114,11 +114,11 @@ def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, An
 def different(
     shape: Shape, config: RunConfig, document: deepspeed_json.DeepSpeedDocument, read: Any
 ) -> dict[str, tuple[Any, Any]]:
-    plan = plan_batches(config, world_size=shape.ranks, rank=0)
+    plan = compute_batch_plan(config, world_size=shape.ranks, rank=0)
     theirs = read(filled(shape.config, config, plan), shape.ranks)
     found = dict(adopted(config, plan, theirs, shape))
     if config.strategy != "no_shard":
-        settings = build_settings(config, plan, SIZES, document, "cuda")
+        settings = build_deepspeed_config(config, plan, SIZES, document, "cuda")
         ours = dict(leaves(read(settings, shape.ranks)))
         other = dict(leaves(theirs))
         for path in ours.keys() | other.keys():
@@ -197,7 +197,7 @@ def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, 
     apart = different(shape, config, document, read)
     assert apart.keys() == {*shape.apart}, apart
     assert {key: config.get(key) for key in shape.comes_to} == shape.comes_to
-    notes = deepspeed_json.build_notes(config, document)
+    notes = deepspeed_json.build_document_notes(config, document)
     assert len(notes) == len(shape.told)
     for words in shape.told:
         assert any(words in note for note in notes)

@@ -54,4 +54,4 @@ def test_flash_attention_that_is_not_installed(
     with pytest.raises(
         UserError, match=r"model\.attention: .*flash-attn or kernels, which is not installed.*use sdpa"
     ):
-        load_backend_package("cuda").check(config, World(1))
+        load_backend_package("cuda").check_config(config, World(1))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.errors import UserError
 from portable.gpu.zero import nvme
 from tests.gpu.test_zero_checkpoints import leg
@@ -72,8 +72,8 @@ def refused(folder: Path, corpus: Path, path: Path) -> str:
     import deepspeed
 
     with pytest.raises(UserError) as caught:
-        nvme.check(config, deepspeed)
-        nvme.check_room(config, 10**18)
+        nvme.check_swapping(config, deepspeed)
+        nvme.check_free_space(config, 10**18)
     return str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
     assert "does not exist" in refused(tmp_path, corpus, tmp_path / "missing")
     assert "is not a folder" in refused(tmp_path, corpus, file)
     assert "free some space" in refused(tmp_path, corpus, tmp_path)
-    if nvme.find_filesystem(Path("/dev/shm")) == "tmpfs":
+    if nvme.find_filesystem_type(Path("/dev/shm")) == "tmpfs":
         assert "is in memory (tmpfs)" in refused(tmp_path, corpus, Path("/dev/shm"))
 
 
@@ -94,4 +94,7 @@ def test_a_disk_that_cannot_serve_is_refused(tmp_path: Path, corpus: Path) -> No
 def test_state_that_cannot_be_swapped_is_refused(key: str, value: Any, tmp_path: Path, corpus: Path) -> None:
     disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
     with pytest.raises(UserError, match=f"train.{key}: .*does not work with memory.offload_optimizer"):
-        check(configured(tmp_path, corpus, strategy="zero3", **disk, **{f"train__{key}": value}), late=True)
+        check_config(
+            configured(tmp_path, corpus, strategy="zero3", **disk, **{f"train__{key}": value}),
+            is_resolved=True,
+        )

@@ -29,7 +29,7 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
     import torch.distributed as dist
 
     go = threading.Event()
-    write = zero_saving._File.write
+    write = zero_saving._CheckpointFile.write
 
     def held_up(file: Any) -> None:
         assert go.wait(60)
@@ -41,7 +41,7 @@ def save_both_ways(config: RunConfig, folder: Path) -> list[str]:
         for path in (one, other):
             path.mkdir(exist_ok=True)
         trial.engine.save(one, background=False).wait()
-        patch.setattr(zero_saving._File, "write", held_up)
+        patch.setattr(zero_saving._CheckpointFile, "write", held_up)
         handle = trial.engine.save(other, background=True)
         for _ in range(2):
             assert not handle.is_done()
@@ -85,7 +85,7 @@ def leg_with_a_full_disk(
     """Train while ``error`` meets ``full_rank``'s second checkpoint; the error of this rank's run."""
     import os
 
-    write, written = zero_saving._File.write, 0
+    write, written = zero_saving._CheckpointFile.write, 0
 
     def failing(file: Any) -> None:
         nonlocal written
@@ -97,7 +97,7 @@ def leg_with_a_full_disk(
     # The second to end may find the first gone, which has told of it.
     ended = pytest.raises((RunError, ReportedElsewhereError))
     with pytest.MonkeyPatch.context() as patch, ended as caught:
-        patch.setattr(zero_saving._File, "write", failing)
+        patch.setattr(zero_saving._CheckpointFile, "write", failing)
         leg(folder, corpus, settings)
     return str(caught.value)
 

@@ -12,8 +12,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from portable.data.sources.conversations import read_conversation
-from portable.data.sources.documents import ANSWERING, Document
+from portable.data.sources.conversations import parse_conversation
+from portable.data.sources.documents import DEFAULT_TRAINED_ROLES, Document
 from portable.data.tokens.special_tokens import Frame
 from portable.data.tokens.tokenizer import CHATML
 
@@ -85,9 +85,11 @@ def template(name: str) -> str:
     return CHATML if name == "chatml" else (TEMPLATES / f"{name}.jinja").read_text("utf-8")
 
 
-def record(row: dict[str, Any], kind: Any = "messages", roles: frozenset[str] = ANSWERING) -> Document:
+def record(
+    row: dict[str, Any], kind: Any = "messages", roles: frozenset[str] = DEFAULT_TRAINED_ROLES
+) -> Document:
     """The document of a record."""
-    read = read_conversation(row, kind, "chat.jsonl:1", roles)
+    read = parse_conversation(row, kind, "chat.jsonl:1", roles)
     return Document("", conversation=read)  # type: ignore[arg-type]
 
 

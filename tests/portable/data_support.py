@@ -17,7 +17,7 @@ from portable.config.sections import DataConfig
 from portable.data.sources.source import DataSource, SourceSettings
 from portable.data.sources.source_kinds import open_source
 from portable.data.tokens import tokenizer as tokenizer_module
-from portable.data.tokens.cache import TokenCache, TokenWriter
+from portable.data.tokens.cache import TokenCache, TokenCacheWriter
 
 
 class Settings(DataConfig):
@@ -61,8 +61,8 @@ def kill_build(number: int, build: Callable[[], object]) -> None:
     """Kill a process that builds a token cache when it has added to the cache ``number`` times.
 
     Args:
-        number: Number of calls of ``TokenWriter.add``. The kill also loses what is in the buffers of files.
-        build: Function that builds the cache.
+        number: Number of calls of ``TokenCacheWriter.add_documents``. The kill also loses what is in the
+        buffers of files. build: Function that builds the cache.
     """
     child = os.fork()
     if child == 0:
@@ -70,7 +70,7 @@ def kill_build(number: int, build: Callable[[], object]) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         tokenizer_module._parallelism_is_ours = False
         calls = count()
-        add = TokenWriter.add
+        add = TokenCacheWriter.add_documents
 
         def add_or_die(*arguments: Any) -> None:
             add(*arguments)
@@ -78,7 +78,7 @@ def kill_build(number: int, build: Callable[[], object]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            with patch.object(TokenWriter, "add", add_or_die):
+            with patch.object(TokenCacheWriter, "add_documents", add_or_die):
                 build()
         finally:
             os._exit(0)
@@ -94,10 +94,12 @@ def token_cache(
 ) -> TokenCache:
     """A cache of documents given as tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    writer = TokenWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
-    writer.add("text", np.array([token for tokens in documents for token in tokens]), [*map(len, documents)])
+    writer = TokenCacheWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
+    writer.add_documents(
+        "text", np.array([token for tokens in documents for token in tokens]), [*map(len, documents)]
+    )
     writer.add_labels(labels or ())
-    writer.finish()
+    writer.write_metadata()
     writer.close()
     return TokenCache.open(folder)
 

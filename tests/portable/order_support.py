@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.config.sections import DataConfig
-from portable.data.dataset import Data, build_data
+from portable.data.dataset import RunData, build_data
 from portable.data.samples.loader import TrainLoader
 from tests.portable.data_support import word_level, write_jsonl
 
@@ -92,7 +92,7 @@ def numbers(batch: Any) -> npt.NDArray[np.int64]:
 
 
 def steps(
-    data: Data, world_size: int, workers: int, position: int = 0, *, seed: int = 5
+    data: RunData, world_size: int, workers: int, position: int = 0, *, seed: int = 5
 ) -> Generator[npt.NDArray[np.int64]]:
     """The samples of each step, as ``world_size`` ranks get them."""
     loaders = [

@@ -14,10 +14,10 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import ComputeEnvironment
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from portable.command_line import Invocation, parse_args
+from portable.command_line import Invocation, parse_train_args
 from portable.config import RunConfig, load_config
 from portable.errors import UserError
-from portable.importing.programs import read_environment
+from portable.importing.programs import convert_accelerate_environment
 from portable.run.rank import run_rank
 from tests.ranks import free_port
 from tests.runs import configured, flags, losses, tiny
@@ -39,7 +39,7 @@ fsdp_config:
 def parsed(folder: Path, text: str, *arguments: str) -> Invocation:
     path = folder / "accelerate.yaml"
     path.write_text(text)
-    return parse_args(["--accelerate-config", str(path), *arguments])
+    return parse_train_args(["--accelerate-config", str(path), *arguments])
 
 
 def launched(words: str = "") -> dict[str, str]:
@@ -60,7 +60,7 @@ def launched(words: str = "") -> dict[str, str]:
 def config_of(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *arguments: str) -> RunConfig:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return parse_args(list(arguments)).config
+    return parse_train_args(list(arguments)).config
 
 
 def test_the_guides_file_for_tpus(tmp_path: Path) -> None:
@@ -112,15 +112,15 @@ def test_beside_a_config_and_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["--cpu", "--multi_gpu", "--use_fsdp", "--use_fsdp --fsdp_version 2"])
 def test_what_was_not_asked_for_changes_nothing(kind: str) -> None:
-    found = read_environment(launched(kind))
+    found = convert_accelerate_environment(launched(kind))
     assert not found.notes
     assert found.values == ({"backend": "cpu"} if kind == "--cpu" else {})
 
 
 def test_the_rest_of_the_launcher_is_refused_or_noted() -> None:
     with pytest.raises(UserError, match=r"^accelerate launch: FSDP_NEW_THING: not a key of Accelerate's"):
-        read_environment(launched("--use_fsdp") | {"FSDP_NEW_THING": "1"})
-    (note,) = read_environment(launched("--use_fsdp --fsdp_use_orig_params false")).notes
+        convert_accelerate_environment(launched("--use_fsdp") | {"FSDP_NEW_THING": "1"})
+    (note,) = convert_accelerate_environment(launched("--use_fsdp --fsdp_use_orig_params false")).notes
     assert note.startswith("accelerate launch: FSDP_USE_ORIG_PARAMS: false has no")
 
 

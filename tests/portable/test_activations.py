@@ -19,13 +19,13 @@ from portable.config import RunConfig, load_config
 from portable.model import build as models
 from portable.model.activation_checkpointing import enable_activation_checkpointing
 from portable.model.chunked_loss import install_chunked_head
-from portable.model.freezing import find_frozen_names, freeze
-from portable.model.layers import find_transformer_layers, trains_all_parameters
-from portable.model.loss import compute_token_loss
+from portable.model.freezing import freeze_parameters, list_frozen_names
+from portable.model.layers import find_transformer_layers, gives_all_parameters_gradients
+from portable.model.loss import compute_summed_cross_entropy
 from portable.model.parameters import replace_tensors
-from portable.planner.activations import DTYPES, build_fake_batch, measure_activations
-from portable.planner.pass_cost import Compute, Request
-from portable.private.transformers_internals import disable_value_checks
+from portable.planner.activations import TORCH_DTYPES, build_fake_batch, measure_activations
+from portable.planner.pass_cost import ComputeMode, PassRequest
+from portable.private.transformers_internals import skip_mask_value_checks
 from tests.promises import record
 
 FAMILIES = yaml.safe_load(Path(__file__).with_name("activations_models.yaml").read_text("utf-8"))
@@ -53,10 +53,10 @@ def built(config: RunConfig) -> Any:
     return build_training_model(models.load_model_config(config.model), config)
 
 
-def measured(model: nn.Module, request: Request) -> int:
+def measured(model: nn.Module, request: PassRequest) -> int:
     """The peak of the allocator in forward and backward, beyond parameters and gradients, which are there."""
     real = copy.deepcopy(model)
-    computed = DTYPES[request.precision]
+    computed = TORCH_DTYPES[request.precision]
     dtype = computed if request.compute == "cast" else None
     replace_tensors(
         real,
@@ -74,8 +74,8 @@ def measured(model: nn.Module, request: Request) -> int:
 
     def passes() -> None:
         cast = request.compute == "autocast"
-        with torch.autocast("cpu", computed) if cast else nullcontext(), disable_value_checks():
-            loss = compute_token_loss(real, batch, head)
+        with torch.autocast("cpu", computed) if cast else nullcontext(), skip_mask_value_checks():
+            loss = compute_summed_cross_entropy(real, batch, head)
         loss.backward()
 
     passes()
@@ -87,7 +87,7 @@ def measured(model: nn.Module, request: Request) -> int:
 FROZEN = {"train.frozen": ["embed_tokens", r"layers\.[012]\."]}
 # With an adapter, a layer's first gradient comes when much of it is recomputed.
 ADAPTER = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
-CASES: list[tuple[str, str, Compute, str, dict[str, Any]]] = [
+CASES: list[tuple[str, str, ComputeMode, str, dict[str, Any]]] = [
     ("llama", "bf16", "cast", "none", {}),
     ("llama", "bf16", "autocast", "selective", {}),
     ("gpt2", "bf16", "cast", "full", {}),
@@ -109,19 +109,19 @@ CASES: list[tuple[str, str, Compute, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "precision", "compute", "recompute", "more"), CASES)
 def test_within_a_tenth_of_what_is_allocated(
-    family: str, precision: str, compute: Compute, recompute: str, more: dict[str, Any]
+    family: str, precision: str, compute: ComputeMode, recompute: str, more: dict[str, Any]
 ) -> None:
     config = config_of(family, precision, recompute, **more)
     model = built(config)
     if "train.frozen" in more:
-        freeze(model, find_frozen_names(model), torch.bfloat16)
-    request = Request.from_config(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+        freeze_parameters(model, list_frozen_names(model), torch.bfloat16)
+    request = PassRequest.from_config(config, micro_batch=BATCH, compute=compute, on_gpu=False)
     assert request.compiled == ("compile" in more)
-    planned, allocated = measure_activations(model, request).total, measured(model, request)
+    planned, allocated = measure_activations(model, request).total_bytes, measured(model, request)
     assert planned == pytest.approx(allocated, rel=0.1)
     record([planned], [allocated], 0.1)
     if request.compiled:
-        assert planned < measure_activations(model, replace(request, compiled=False)).total
+        assert planned < measure_activations(model, replace(request, compiled=False)).total_bytes
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -132,19 +132,19 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     for base in ("auto", kind):
         config = config_of("llama", "bf16", "full", **{"adapter.type": "lora", "adapter.base": base})
         model = build_training_model(models.load_model_config(config.model), config)
-        request = Request.from_config(config, micro_batch=1, compute="autocast", on_gpu=True)
+        request = PassRequest.from_config(config, micro_batch=1, compute="autocast", on_gpu=True)
         peaks = measure_activations(model, request)
-        assert peaks.failure is None and peaks.in_layers.copies >= 0
-        found[base] = peaks.total
+        assert peaks.failure is None and peaks.in_layers.copy_bytes >= 0
+        found[base] = peaks.total_bytes
     largest = 2 * FAMILIES["llama"]["hidden_size"] * FAMILIES["llama"]["intermediate_size"]
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
 def test_every_trained_parameter_gets_a_gradient_if_the_others_are_frozen() -> None:
     model = built(config_of("xlnet", "fp32", "none"))  # no batch uses its mask and segment embeddings
-    assert "transformer.mask_emb" in find_frozen_names(model) and trains_all_parameters(model)
+    assert "transformer.mask_emb" in list_frozen_names(model) and gives_all_parameters_gradients(model)
 
 
 @pytest.mark.parametrize("family", ["longformer", "opt"])
 def test_or_it_is_known_that_some_may_not(family: str) -> None:
-    assert not trains_all_parameters(built(config_of(family, "fp32", "none")))
+    assert not gives_all_parameters_gradients(built(config_of(family, "fp32", "none")))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from portable.adapters.adapter import Adapter, adapt
-from portable.adapters.settings import as_json, resolve_adapter
-from portable.checks import check
+from portable.adapters.adapter import Adapter, inject_adapter
+from portable.adapters.settings import resolve_adapter_config, to_peft_document
+from portable.checks import check_config
 from portable.converters.adapters import patterns
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import derive_named_seed
-from portable.model.parameters import get_stored_tensors, materialize
+from portable.model.parameters import get_checkpointed_tensors, materialize_model
 from portable.private.peft_internals import peft
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
@@ -29,11 +29,11 @@ MOE = tiny_config("qwen3_moe")
 def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     """A model on the meta device with its adapter."""
     config = configured(folder, folder, **{"adapter__type": "lora", **settings})
-    check(config)
-    config = resolve_adapter(config)
+    check_config(config)
+    config = resolve_adapter_config(config)
     model_config = models.load_model_config(config.model)
-    model = models.build_base_model(model_config, config)
-    found = adapt(model, model_config, config)
+    model = models.build_and_freeze_model(model_config, config)
+    found = inject_adapter(model, model_config, config)
     assert found is not None
     return model, found
 
@@ -62,11 +62,11 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stored_and_its_names_are_pefts(kind: dict[str, Any], tmp_path: Path) -> None:
     model, adapter = adapted(tmp_path, **kind)
-    materialize(model, torch.device("cpu"))
+    materialize_model(model, torch.device("cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.get_peft_model_state_dict(model)
-    ours = {adapter._files[name]: tensor for name, tensor in get_stored_tensors(model).items()}
+    ours = {adapter._saved_names[name]: tensor for name, tensor in get_checkpointed_tensors(model).items()}
     assert set(ours) == {f"base_model.model.{name}" for name in theirs}
     assert all(ours[f"base_model.model.{name}"].shape == tensor.shape for name, tensor in theirs.items())
 
@@ -106,7 +106,7 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
 def test_patterns_that_take_years(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "_SECONDS", 0.2)
+    monkeypatch.setattr(patterns, "_TIMEOUT_SECONDS", 0.2)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 5, **values}))
     with pytest.raises(UserError, match=r"adapter.* takes too long to match; give names, or a simpler"):
@@ -120,10 +120,13 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
     config.save_pretrained(str(tmp_path))
     path = tmp_path / "adapter_config.json"
     model, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
-    shapes = {name: tuple(t.shape) for name, t in get_stored_tensors(model).items()}
+    shapes = {name: tuple(t.shape) for name, t in get_checkpointed_tensors(model).items()}
     assert shapes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (3, 48)
     assert shapes["model.layers.0.mlp.up_proj.lora_A.default.weight"] == (2, 48)
-    assert (as_json(adapter.config)["lora_alpha"], as_json(adapter.config)["use_rslora"]) == (5, True)
+    assert (
+        to_peft_document(adapter.config)["lora_alpha"],
+        to_peft_document(adapter.config)["use_rslora"],
+    ) == (5, True)
     with pytest.raises(UserError, match=r"adapter\.r: 4, but .* has 3; remove adapter\.r"):
         adapted(tmp_path, adapter__config=str(path), adapter__r=4)
     document = json.loads(path.read_text())
@@ -139,7 +142,7 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
         values = {**document, **lacking}
         path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
         _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
-        assert {key: as_json(adapter.config)[key] for key in wanted} == wanted
+        assert {key: to_peft_document(adapter.config)[key] for key in wanted} == wanted
     path.write_text(json.dumps({"peft_type": "IA3"}))
     _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
     assert set(adapter.config.target_modules) == {"k_proj", "v_proj", "down_proj"}
@@ -150,5 +153,5 @@ def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
     """A pretrained model has none, so the adapter is worth nothing without it."""
     given = {"model__task": "sequence-classification", "model__config": tiny_config("bert")}
     model, adapter = adapted(tmp_path, **given)
-    assert any(name.startswith("classifier.modules_to_save.") for name in get_stored_tensors(model))
-    assert as_json(adapter.config)["task_type"] == "SEQ_CLS"
+    assert any(name.startswith("classifier.modules_to_save.") for name in get_checkpointed_tensors(model))
+    assert to_peft_document(adapter.config)["task_type"] == "SEQ_CLS"

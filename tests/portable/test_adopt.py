@@ -26,12 +26,12 @@ from transformers.trainer_utils import align_special_tokens
 from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.samples.base import LAST_LABEL
-from portable.data.samples.classes import KnownClasses, number_labels
+from portable.data.samples.classes import ModelClasses, map_labels_to_class_ids
 from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
-from portable.model.build import build_model, load_model_config
+from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.labels import find_known_classes
-from portable.model.special_tokens import SpecialTokens
+from portable.model.special_tokens import ModelSpecialTokens
 from portable.run.batches import build_train_loader
 from portable.run.checkpointing import write_model_files
 from portable.run.rank import run_rank
@@ -105,10 +105,10 @@ def aligned(
     chosen: Any = {"name_or_path": str(folder), "config": None} if folder else {"config": settings}
     chosen = ModelConfig(task=task, **chosen)  # type: ignore[arg-type]
     config = load_model_config(chosen)
-    special = SpecialTokens(config, chosen)
-    special.prepare(tokenizer)
-    model = build_model(config, chosen)
-    return model, config, special.align(model, tokenizer)
+    special = ModelSpecialTokens(config, chosen)
+    special.replace_default_ids(tokenizer)
+    model = build_model_on_meta(config, chosen)
+    return model, config, special.align_token_ids(model, tokenizer)
 
 
 @pytest.mark.parametrize("ids", ROWS["ids"], ids=str)
@@ -187,7 +187,7 @@ def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tm
     model.save_pretrained(tmp_path)
     tokenizer = word_tokenizer("$A </s>", **WORDS, pad_token="<pad>")
     settings = ModelConfig(name_or_path=str(tmp_path), config=None, task="seq2seq-lm")
-    found = SpecialTokens(load_model_config(settings), settings).find_decoder_start(tokenizer)
+    found = ModelSpecialTokens(load_model_config(settings), settings).compute_decoder_start(tokenizer)
     labels = torch.tensor([[20, 21, 22, 2]])
     decoder = [labels[0, -1] if found == LAST_LABEL else found, *labels[0, :-1]]
     inputs = {"input_ids": torch.tensor([[30, 31, 2]])}
@@ -201,7 +201,7 @@ def test_the_decoder_starts_as_the_models_own_shift_of_labels_does(kind: str, tm
 # -- classes
 
 
-KNOWN = {name: KnownClasses("model.name_or_path", tuple(names)) for name, names in ROWS["known"].items()}
+KNOWN = {name: ModelClasses("model.name_or_path", tuple(names)) for name, names in ROWS["known"].items()}
 
 
 @pytest.mark.parametrize("row", ROWS["classes"], ids=str)
@@ -209,10 +209,10 @@ def test_classes_are_the_models_and_others_are_refused(row: dict[str, Any]) -> N
     given = row["labels"], row.get("declared"), KNOWN.get(row.get("known"))
     if "refused" in row:
         with pytest.raises(UserError, match=f"^data.label_field: .*{row['refused']}"):
-            number_labels(*given)
+            map_labels_to_class_ids(*given)
         return
-    found = number_labels(*given)
-    assert (list(found.names), list(found.ids)) == (row["names"], row["ids"])
+    found = map_labels_to_class_ids(*given)
+    assert (list(found.output_names), list(found.output_ids)) == (row["names"], row["ids"])
 
 
 def learns(folder: Path, labels: Sequence[Any], **given: Any) -> Any:
@@ -311,7 +311,7 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
         with torch.no_grad():
             together = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             for row in range(6):
-                document = data.train.list_documents(row)[0]
+                document = data.train.list_document_numbers(row)[0]
                 assert names[int(batch["labels"][row])].casefold() == rows[document]["label"]
                 ids = tokenizer(rows[document]["text"], return_tensors="pt")["input_ids"]
                 alone = theirs(input_ids=ids).logits  # of a batch of one: at the last token
@@ -385,7 +385,7 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
             tmp_path / "model", src_lang=languages["source"], tgt_lang=languages["target"]
         )
         for row in range(6):
-            text = TEXT[data.list_documents(row)[0]]["text"]
+            text = TEXT[data.list_document_numbers(row)[0]]["text"]
             expected = tokens(text, text_target=text[::-1], truncation=True, max_length=8)
             ids, labels = batch["input_ids"][row], batch["labels"][row]
             assert ids[batch["attention_mask"][row] == 1].tolist() == expected["input_ids"]

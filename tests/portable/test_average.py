@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from portable.converters import open_checkpoint
-from portable.run.evaluation import evaluate_all
+from portable.run.evaluation import evaluate_all_sources
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
@@ -35,10 +35,10 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
         for _ in range(4):
             trial.step()
         run, found = trial.run, {}
-        assert run.data.eval is not None
+        assert run.data.first_eval is not None
         plain = replace(run, config=run.config.replaced({"train.eval_ema": False}))
         for what, one in {"weights": plain, "average": run, "weights again": plain}.items():
-            found[what] = evaluate_all(one, trial.engine)["eval_loss"]
+            found[what] = evaluate_all_sources(one, trial.engine)["eval_loss"]
         folder.mkdir(exist_ok=True)
         trial.engine.save(folder, background=False).wait()
         return found

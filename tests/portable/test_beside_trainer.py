@@ -14,12 +14,12 @@ import transformers
 import yaml
 from torch import Tensor
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.checkpoint.store import open_checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
 from portable.data.samples.loader import EVAL_EPOCH
-from portable.data.samples.order import EpochIndex, locate
+from portable.data.samples.order import EpochIndex, locate_sample
 from portable.model.build import AUTO_CLASSES
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -80,10 +80,10 @@ def as_transformers_has_it(row: dict[str, Tensor], task: str) -> dict[str, Tenso
     last = row["labels"][-1:]
     longer = {
         "input_ids": torch.cat([row["input_ids"], last.clamp(min=0)]),
-        "labels": torch.cat([torch.tensor([IGNORED]), row["labels"]]),
+        "labels": torch.cat([torch.tensor([IGNORED_LABEL]), row["labels"]]),
     }
     if "attention_mask" in row:
-        longer["attention_mask"] = torch.cat([row["attention_mask"], (last != IGNORED).long()])
+        longer["attention_mask"] = torch.cat([row["attention_mask"], (last != IGNORED_LABEL).long()])
     return longer
 
 
@@ -167,7 +167,7 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
         model = getattr(transformers, AUTO_CLASSES[task]).from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
         count = len(data.train)
-        places = [locate(position, count, seed) for position in range(trial.run.steps * batch)]
+        places = [locate_sample(position, count, seed) for position in range(trial.run.steps * batch)]
         if config.train.epochs is None:  # one long epoch: what is masked is not the same in each
             rows = [row_of(data.train, place, task) for place in places]
             orders = [list(range(len(rows)))]
@@ -175,8 +175,11 @@ def trained_beside(config: RunConfig, folder: Path, accumulation: int, **more: A
             rows = [row_of(data.train, EpochIndex(0, index), task) for index in range(count)]
             orders = [[index for at, index in places if at == epoch] for epoch in range(places[-1][0] + 1)]
         held: Rows = []
-        if data.eval is not None:
-            held = [row_of(data.eval, EpochIndex(EVAL_EPOCH, index), task) for index in range(len(data.eval))]
+        if data.first_eval is not None:
+            held = [
+                row_of(data.first_eval, EpochIndex(EVAL_EPOCH, index), task)
+                for index in range(len(data.first_eval))
+            ]
         trainer = Ordered(
             orders=orders,
             model=model,

@@ -11,11 +11,11 @@ import transformers
 import yaml
 from datasets import Dataset
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.commands.importing import print_imported_config
 from portable.config import load_config
-from portable.data.samples.order import locate
-from portable.data.tokens.chat_template import ChatTemplate
+from portable.data.samples.order import locate_sample
+from portable.data.tokens.chat_template import ConversationEncoder
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import opened
@@ -57,9 +57,9 @@ def test_templates_that_show_earlier_turns_otherwise(name: str, rewrites: bool) 
     found = tokenizer("qwen3")
     for messages in (TALK, THOUGHTS) if rewrites else (THOUGHTS,):
         document = record({"messages": messages})
-        encoded = ChatTemplate(found, text, NO_FRAME).encode([document])
-        assert encoded.samples == [3] and encoded.counts["lost"] == 0
-        for at, (tokens, trained) in enumerate(zip(encoded.tokens, encoded.trained, strict=True)):
+        encoded = ConversationEncoder(found, text, NO_FRAME).encode_documents([document])
+        assert encoded.samples_per_document == [3] and encoded.counts["lost"] == 0
+        for at, (tokens, trained) in enumerate(zip(encoded.tokens, encoded.trained_masks, strict=True)):
             prompt, whole = (
                 found.apply_chat_template(
                     messages[: 2 * at + more],
@@ -81,7 +81,7 @@ def test_labels_of_completions(tmp_path: Path) -> None:
         (theirs,) = trainer(name, [row], tmp_path, max_length=None).train_dataset
         encoded = encode(name, tokenizer(name).chat_template, row, "prompt_completion")
         assert encoded.tokens[0].tolist() == theirs["input_ids"]
-        assert [label != IGNORED for label in theirs["labels"]] == encoded.trained[0].tolist()
+        assert [label != IGNORED_LABEL for label in theirs["labels"]] == encoded.trained_masks[0].tolist()
 
 
 def answers(count: int) -> list[dict[str, Any]]:
@@ -130,8 +130,8 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
     run = load_config("run.yaml", {**always, "data.cache_dir": "cache", "checkpoint.export": False})
     with opened(run) as trial:
         count = trial.run.steps * run.train.global_batch_size
-        places = [locate(at, len(trial.run.data.train), run.seed) for at in range(count)]
-        order = [trial.run.data.train.list_documents(index)[0] for _, index in places]
+        places = [locate_sample(at, len(trial.run.data.train), run.seed) for at in range(count)]
+        order = [trial.run.data.train.list_document_numbers(index)[0] for _, index in places]
     settings = {
         key: value for key, value in given.items() if key not in ("model_name_or_path", "dataset_name")
     }

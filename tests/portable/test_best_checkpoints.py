@@ -14,7 +14,7 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.data.dataset import build_data
 from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
-from portable.evaluation.best_tracker import BestTracker, Decision, EvalHistory
+from portable.evaluation.best_tracker import BestTracker, EvalDecision, EvalHistory
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
@@ -33,22 +33,22 @@ VALUES = {1: 5.0, 2: 3.0, 3: 2.0, 4: 2.5, 5: 2.4, 6: 1.9, 7: 1.95, 8: 1.99}
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
     """Evaluations give ``VALUES``; all else is as it is. Yields how often each step was evaluated."""
     counted: dict[int, float] = {}
-    real = evaluation.evaluate_all
+    real = evaluation.evaluate_all_sources
 
     def values(prepared: Any, engine: Any, over: Any = iter) -> Mapping[str, float]:
         real(prepared, engine, over)
         return {"eval_loss": VALUES[at[0]]}
 
     at = [0]
-    call = evaluation.Evaluations.__call__
+    call = evaluation.EvaluationCallback.__call__
 
-    def called(self: Any, progress: Any, *, counts: bool) -> Decision:
+    def called(self: Any, progress: Any, *, counts: bool) -> EvalDecision:
         at[0] = progress.step
         counted[progress.step] = counted.get(progress.step, 0) + 1
         return call(self, progress, counts=counts)
 
-    monkeypatch.setattr(evaluation, "evaluate_all", values)
-    monkeypatch.setattr(evaluation.Evaluations, "__call__", called)
+    monkeypatch.setattr(evaluation, "evaluate_all_sources", values)
+    monkeypatch.setattr(evaluation.EvaluationCallback, "__call__", called)
     yield counted
 
 
@@ -123,15 +123,15 @@ def test_a_killed_run_ends_at_the_same_step(
 ) -> None:
     """Killed after the evaluation, and before or while its checkpoint is written."""
     with monkeypatch.context() as patched:
-        real = evaluation.Evaluations.__call__
+        real = evaluation.EvaluationCallback.__call__
 
-        def evaluates(self: Any, progress: Any, *, counts: bool) -> Decision:
+        def evaluates(self: Any, progress: Any, *, counts: bool) -> EvalDecision:
             decision = real(self, progress, counts=counts)
             if progress.step == at:
                 raise KeyboardInterrupt
             return decision
 
-        patched.setattr(evaluation.Evaluations, "__call__", evaluates)
+        patched.setattr(evaluation.EvaluationCallback, "__call__", evaluates)
         with pytest.raises(KeyboardInterrupt):
             leg(tmp_path, corpus, **PATIENT)
     assert leg(tmp_path, corpus, **PATIENT) == 0
@@ -213,8 +213,8 @@ def test_classes_are_those_of_the_training_data(tmp_path: Path) -> None:
             eval_fraction=0,
         )
         data = build_data(settings, task="sequence-classification")
-        assert data.eval is not None
-        found: list[Any] = data.eval.build_batch([EpochIndex(0, i) for i in range(len(labels))])[
+        assert data.first_eval is not None
+        found: list[Any] = data.first_eval.build_batch([EpochIndex(0, i) for i in range(len(labels))])[
             "labels"
         ].tolist()
         return sorted(found)

@@ -20,11 +20,13 @@ def load_and_wait(folder: str) -> None:
     """Be a rank with two data workers."""
     from pathlib import Path
 
-    from portable.data.samples.base import PackedCausal, SampleRange
+    from portable.data.samples.base import PackedCausalSamples, SampleRange
     from portable.data.samples.loader import TrainLoader
     from tests.portable.data_support import token_cache
 
-    samples = PackedCausal(token_cache(Path(folder) / "cache", [list(range(200))]), SampleRange(0, 20), 8)
+    samples = PackedCausalSamples(
+        token_cache(Path(folder) / "cache", [list(range(200))]), SampleRange(0, 20), 8
+    )
     batches = iter(TrainLoader(samples, global_batch_size=2, micro_batch_size=2, num_workers=2, seed=0))
     next(batches)
     (Path(folder) / "loading").write_text(str(os.getpid()))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from portable import UserError, plugins, train
-from portable.api import with_objects
+from portable.api import replace_settings_with_objects
 from portable.callbacks import Run
 from portable.config import RunConfig
 from portable.run.rank import run_rank
@@ -167,7 +167,7 @@ def test_what_a_notebook_defines_reaches_the_ranks(
 ) -> None:
     def config(name: str) -> RunConfig:
         given = configured(tmp_path / name, corpus, train__steps=2)
-        return with_objects(given, loss=notebook.Weighted(power=2.0))
+        return replace_settings_with_objects(given, loss=notebook.Weighted(power=2.0))
 
     assert ranks.run(2, launched, config("two")) == 0
     assert run_rank("cpu", config("one")) == 0
@@ -183,7 +183,7 @@ def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, cor
         (functools.wraps(configured)(lambda outputs, batch: None), "another object as tests.runs:configured"),
     ):
         with pytest.raises(UserError, match="loss: ") as caught:
-            with_objects(config, loss=loss)
+            replace_settings_with_objects(config, loss=loss)
         assert told in str(caught.value)
 
 

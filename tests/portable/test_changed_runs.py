@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
-from portable.config.derived_defaults import BY_TRAINING
+from portable.config.derived_defaults import DEFAULTS_BY_TRAINING_KIND
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from portable.reporting.html_report import write_report
@@ -313,7 +313,11 @@ def test_run_keeps_the_defaults_of_the_version_that_began_it(
     first = load_config(tmp_path / "earlier.yaml", settings | {"train.stop_after": 4})
     assert run_rank("cpu", first) == 0
     repeated = load_config(None, {key: earlier.get(key) for key in (*COMMAND, *command)})
-    changed = {key for key in (*BY_TRAINING, "data.eval_fraction") if repeated.get(key) != earlier.get(key)}
+    changed = {
+        key
+        for key in (*DEFAULTS_BY_TRAINING_KIND, "data.eval_fraction")
+        if repeated.get(key) != earlier.get(key)
+    }
     assert changed >= {"data.eval_fraction", "train.warmup_ratio"}
     assert run_rank("cpu", repeated) == 0
     assert load_config(tmp_path / "run" / "config.yaml") == earlier

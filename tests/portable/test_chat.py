@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import portable.converters.cli
-from portable.commands.chat import ChatModel, find_export, main
+from portable.commands.chat import ChatModel, find_exported_model, main
 from portable.run.rank import run_rank
 from tests.runs import configured, write_conversations, write_pretrained
 
@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["whole", "lora"])
 def test_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) -> None:
-    final = find_export(str(trained / kind))
+    final = find_exported_model(str(trained / kind))
     plain = final
     if kind == "lora":
         plain = tmp_path / "merged"
@@ -62,7 +62,7 @@ def test_answer_equals_transformers(kind: str, trained: Path, tmp_path: Path) ->
     chat = ChatModel(final, "cpu")
     chat.model.float()
     assert end in chat._find_end_tokens()
-    answer = "".join(chat.answer(MESSAGES, max_new_tokens=12, do_sample=False))
+    answer = "".join(chat.generate_answer(MESSAGES, max_new_tokens=12, do_sample=False))
     assert answer == tokenizer.decode(expected[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -76,7 +76,7 @@ def test_conversation_on_standard_input(
         assert options == {"max_new_tokens": 9, "do_sample": False}
         return ["an", " answer\x1b[2J"]
 
-    monkeypatch.setattr(ChatModel, "answer", answer)
+    monkeypatch.setattr(ChatModel, "generate_answer", answer)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nfour\n"))
     command = [str(trained / "whole"), "--max-tokens", "9", "--temperature", "0", "--system", "Be brief."]
     assert main(command) == 0

@@ -12,10 +12,10 @@ import pytest
 import trl
 import yaml
 
-from portable.data.sources.conversations import read_preference
-from portable.data.sources.documents import ANSWERING, Document
-from portable.data.tokens.chat_template import ChatTemplate, Encoded
-from portable.data.tokens.rendering import DAY, TemplateRenderer
+from portable.data.sources.conversations import parse_preference
+from portable.data.sources.documents import DEFAULT_TRAINED_ROLES, Document
+from portable.data.tokens.chat_template import ConversationEncoder, EncodedConversations
+from portable.data.tokens.rendering import TEMPLATE_DATE, TemplateRenderer
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -42,13 +42,17 @@ def talks(name: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def encode(name: str, text: str, row: dict[str, Any], kind: str = "messages", **options: Any) -> Encoded:
-    return ChatTemplate(tokenizer(name), text, NO_FRAME, **options).encode([record(row, kind)])
+def encode(
+    name: str, text: str, row: dict[str, Any], kind: str = "messages", **options: Any
+) -> EncodedConversations:
+    return ConversationEncoder(tokenizer(name), text, NO_FRAME, **options).encode_documents(
+        [record(row, kind)]
+    )
 
 
 def theirs(name: str, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
     """Tokens and mask of transformers, which TRL calls, with TRL's template."""
-    day = Mock(now=lambda: datetime.fromisoformat(DAY))  # GPT-OSS tells the model what day it is
+    day = Mock(now=lambda: datetime.fromisoformat(TEMPLATE_DATE))  # GPT-OSS tells the model what day it is
     with patch("transformers.utils.chat_template_utils.datetime", day):
         found = tokenizer(name).apply_chat_template(
             messages,
@@ -60,8 +64,8 @@ def theirs(name: str, messages: list[dict[str, Any]], **options: Any) -> tuple[l
     return found["input_ids"], found["assistant_masks"]
 
 
-def trained(name: str, encoded: Encoded, at: int = 0) -> str:
-    text: str = tokenizer(name).decode(encoded.tokens[at][encoded.trained[at]])
+def trained(name: str, encoded: EncodedConversations, at: int = 0) -> str:
+    text: str = tokenizer(name).decode(encoded.tokens[at][encoded.trained_masks[at]])
     return text
 
 
@@ -75,7 +79,7 @@ def test_marks_of_the_template(name: str) -> None:
         tokens, mask = theirs(name, messages, **options)
         encoded = encode(name, template(f"{name}_training"), {"messages": messages, **options})
         assert encoded.tokens[0].tolist() == tokens
-        assert encoded.trained[0].astype(int).tolist() == mask
+        assert encoded.trained_masks[0].astype(int).tolist() == mask
         assert 0 < sum(mask) < len(mask)
 
 
@@ -95,8 +99,8 @@ def test_answers_are_found_by_their_prefixes(name: str) -> None:
         if family.marked:
             tokens, mask = theirs(name, messages)
             assert encoded.tokens[0].tolist() == tokens
-            extra = np.array(mask, dtype=bool) & ~encoded.trained[0]
-            assert not (encoded.trained[0] & ~np.array(mask, dtype=bool)).any()
+            extra = np.array(mask, dtype=bool) & ~encoded.trained_masks[0]
+            assert not (encoded.trained_masks[0] & ~np.array(mask, dtype=bool)).any()
             left = tokenizer(name).decode(np.array(tokens)[extra])
             between = "<|end|>" if name == "gptoss" else ""  # which the last answer has in another form
             assert left == between.join([family.in_marks] * len(answers))
@@ -167,7 +171,7 @@ def test_a_sample_of_each_answer(name: str) -> None:
         )
         whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
         assert encoded.tokens[number].tolist() == whole
-        assert np.flatnonzero(encoded.trained[number]).tolist() == list(range(len(prompt), len(whole)))
+        assert np.flatnonzero(encoded.trained_masks[number]).tolist() == list(range(len(prompt), len(whole)))
 
 
 @pytest.mark.parametrize("case", ROWS["rows"], ids=lambda case: case["it"])
@@ -179,20 +183,20 @@ def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
     }
     kind = "messages" if "messages" in row else "prompt_completion"
     options: dict[str, Any] = case.get("options", {})
-    chat = ChatTemplate(tokenizer(family), text, NO_FRAME, **options)
-    roles = frozenset(case.get("roles", ANSWERING))
+    chat = ConversationEncoder(tokenizer(family), text, NO_FRAME, **options)
+    roles = frozenset(case.get("roles", DEFAULT_TRAINED_ROLES))
     if "refused" in case:
         with pytest.raises(UserError, match=case["refused"]):
-            chat.encode([record(row, kind, roles)])
+            chat.encode_documents([record(row, kind, roles)])
         return
-    encoded = chat.encode([record(row, kind, roles)])
+    encoded = chat.encode_documents([record(row, kind, roles)])
     found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
     assert found == case.get("trained", found)
     assert all(part in found[0] for part in case.get("has", ()))
-    assert encoded.stopping == case.get("stopping", len(found))
+    assert encoded.num_stopping == case.get("stopping", len(found))
     assert encoded.counts["lost"] == case.get("lost", 0)
-    assert case.get("unstopped", "") in encoded.unstopped
-    assert encoded.prompt_left == case.get("prompt_left", encoded.prompt_left)
+    assert case.get("unstopped", "") in encoded.unstopped_example
+    assert encoded.unmatched_prompt == case.get("prompt_left", encoded.unmatched_prompt)
     if case.get("tokens") != "own":
         more = {"chat_template": text, **options.get("kwargs", {})}
         whole = tokenizer(family).apply_chat_template(row["messages"], return_dict=False, **more)
@@ -202,21 +206,21 @@ def test_what_is_trained_or_refused(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_token_that_ends_an_answer(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
-    assert encoded.ends == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
-    assert (encoded.stopping, encoded.unstopped) == (1, "")
+    assert encoded.end_token_counts == {tokenizer(name).convert_tokens_to_ids(FAMILIES[name].answer_end): 1}
+    assert (encoded.num_stopping, encoded.unstopped_example) == (1, "")
 
 
 def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
     """Qwen3 writes an empty thought for the one that has none; the prompt of both is what both begin with."""
     thinks = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
     row = {"prompt": GREETING[:1], "chosen": [thinks], "rejected": [GREETING[1]]}
-    both = [Document("", conversation=one) for one in read_preference(row, "x")]  # type: ignore[arg-type]
+    both = [Document("", conversation=one) for one in parse_preference(row, "x")]  # type: ignore[arg-type]
     forced = template("qwen3").replace(
         "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n' }}"
     )
     assert forced != template("qwen3")
     for text in (template("qwen3"), forced):
-        encoded = ChatTemplate(tokenizer("qwen3"), text, NO_FRAME, pairs=True).encode(both)
+        encoded = ConversationEncoder(tokenizer("qwen3"), text, NO_FRAME, pairs=True).encode_documents(both)
         ask = tokenizer("qwen3").apply_chat_template(
             GREETING[:1], chat_template=text, add_generation_prompt=True, return_dict=False
         )
@@ -224,7 +228,7 @@ def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
             next(at for at, (a, b) in enumerate(zip([*ask, None], one.tolist(), strict=False)) if a != b)
             for one in encoded.tokens
         )
-        for mask in encoded.trained:
+        for mask in encoded.trained_masks:
             assert np.flatnonzero(mask).tolist() == list(range(common, len(mask)))
 
 
@@ -241,8 +245,10 @@ def test_a_newline_that_joins_the_answers_own() -> None:
     )
     messages = [GREETING[0], {"role": "assistant", "content": "\nIt is 5."}]
     for text in (plain_chatml(), template("chatml")):
-        encoded = ChatTemplate(joined, text, NO_FRAME).encode([record({"messages": messages})])
-        assert joined.decode(encoded.tokens[0][encoded.trained[0]]) == "\n\nIt is 5.<|im_end|>\n"
+        encoded = ConversationEncoder(joined, text, NO_FRAME).encode_documents(
+            [record({"messages": messages})]
+        )
+        assert joined.decode(encoded.tokens[0][encoded.trained_masks[0]]) == "\n\nIt is 5.<|im_end|>\n"
 
 
 def test_answers_that_are_too_many_to_find() -> None:

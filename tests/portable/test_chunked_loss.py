@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable.config import load_config
-from portable.model.build import build_model, load_model_config
+from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.chunked_loss import ChunkedHead, install_chunked_head
 from portable.model.initialize import InitialWeights
-from portable.model.loss import compute_token_loss
-from portable.model.parameters import materialize
+from portable.model.loss import compute_summed_cross_entropy
+from portable.model.parameters import materialize_model
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.promises import record
 from tests.ranks import RankPool
@@ -36,11 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def built(task: str, config: dict[str, Any], chunk: int | str) -> tuple[nn.Module, ChunkedHead | None]:
     settings: dict[str, Any] = {"model.config": config, "model.task": task, "memory.loss_chunk_tokens": chunk}
     run = load_config(None, {**settings, "data.source": "texts.jsonl", "precision": "fp32"})
-    model = build_model(load_model_config(run.model), run.model)
+    model = build_model_on_meta(load_model_config(run.model), run.model)
     blueprint = InitialWeights.from_model(model)
     head = install_chunked_head(model, run.memory.loss_chunk_tokens)
-    materialize(model, torch.device("cpu"))
-    for name, value in blueprint.build_weights(0).items():
+    materialize_model(model, torch.device("cpu"))
+    for name, value in blueprint.build_lazy_weights(0).items():
         model.get_parameter(name).data.copy_(torch.from_numpy(value.read()))
     return model.eval(), head
 
@@ -55,7 +55,7 @@ def batch(task: str) -> dict[str, Tensor]:
 
 def loss_and_gradients(model: nn.Module, head: ChunkedHead | None, task: str) -> tuple[Tensor, list[Tensor]]:
     model.zero_grad()
-    loss = compute_token_loss(model, batch(task), head) / 7
+    loss = compute_summed_cross_entropy(model, batch(task), head) / 7
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 

@@ -15,7 +15,7 @@ import yaml
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
-from portable.commands.init import read_starters
+from portable.commands.init import read_starter_configs
 from portable.config import load_config
 from portable.model import build as models
 from tests.runs import TINY_MODEL, flags, tiny
@@ -65,7 +65,7 @@ def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: li
     [
         "import portable.config",
         "from portable.config import load_config; load_config(None, {'train.steps': 3})",
-        "from portable.command_line import parse_args; parse_args(['--train.steps', '3'])",
+        "from portable.command_line import parse_train_args; parse_train_args(['--train.steps', '3'])",
     ],
 )
 def test_a_config_without_mistakes_loads_no_table_of_another_program(statement: str) -> None:
@@ -96,7 +96,7 @@ def test_several_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.Captu
         assert f"this is a file of {program}; portable-train import makes a config of it" in first
 
 
-@pytest.mark.parametrize("task", read_starters())
+@pytest.mark.parametrize("task", read_starter_configs())
 def test_init(
     task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +242,10 @@ def test_what_can_take_a_checkpoint_on(
 def test_an_architecture_without_sdpa() -> None:
     """Asked for by name it is refused: ``command_line_refused.yaml``."""
     config = load_config(None, {"model.config": tiny_config("bloom")}).model
-    assert models.build_model(models.load_model_config(config), config).config._attn_implementation == "eager"
+    assert (
+        models.build_model_on_meta(models.load_model_config(config), config).config._attn_implementation
+        == "eager"
+    )
 
 
 STATE = asdict(TrainerState(4, 24, 0, {"total_steps": 8}, {}, "digest", "cpu", "full_shard", world_size=1))

@@ -14,18 +14,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from portable.checks import check, find_problems
-from portable.command_line import TrainOptions, parse_args
+from portable.checks import check_config, iter_setting_problems
+from portable.command_line import TrainOptions, parse_train_args
 from portable.config import RunConfig, dump_yaml, find_changes, keys, load_config
-from portable.config.changed_settings import ADJUSTABLE
-from portable.config.number_types import Reason
-from portable.config.yaml_text import parse
+from portable.config.changed_settings import ADJUSTABLE_SETTINGS
+from portable.config.number_types import BoundsReason
+from portable.config.yaml_text import parse_yaml
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from tests.fuzz.configs import run_cases
 from tests.runs import checked
 
-TABLE = keys.get_settings(RunConfig)
+TABLE = keys.get_setting_fields(RunConfig)
 ROWS = yaml.safe_load(Path(__file__).with_name("config_rows.yaml").read_text("utf-8"))
 
 
@@ -58,23 +58,23 @@ def refusal(file: Path, call: Callable[[], Any]) -> str:
 
 @each("scalars", "text", "value")
 def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
-    assert parse(text, "x").value == value
-    assert type(parse(text, "x").value) is type(value)
+    assert parse_yaml(text, "x").value == value
+    assert type(parse_yaml(text, "x").value) is type(value)
 
 
 @each("files", "text", "key", "value")
 def test_files(text: str, key: str, value: Any, file: Path) -> None:
-    got = keys.to_plain(loaded(file, text).get(key))
+    got = keys.to_plain_value(loaded(file, text).get(key))
     assert got == value
     assert type(got) is type(value)
-    check(load_config(file))
+    check_config(load_config(file))
 
 
 @each("flags", "flags", "key", "value")
 def test_flags(flags: str, key: str, value: Any) -> None:
     # The brace argument is one word to the shell.
-    config = parse_args(flags.split(" ", 1) if "{" in flags else flags.split()).config
-    got = keys.to_plain(config.get(key))
+    config = parse_train_args(flags.split(" ", 1) if "{" in flags else flags.split()).config
+    got = keys.to_plain_value(config.get(key))
     assert got == value
     assert type(got) is type(value)
     assert config.is_set(key)
@@ -84,13 +84,13 @@ def test_flags(flags: str, key: str, value: Any) -> None:
 def test_every_setting_has_a_flag(key: str) -> None:
     """The default, written as a flag, gives the default."""
     default = RunConfig().get(key)
-    text = "null" if default is None else str(keys.to_plain(default)).replace("'", "")
+    text = "null" if default is None else str(keys.to_plain_value(default)).replace("'", "")
     text = text.replace("True", "true").replace("False", "false")
     if key == "model.config":
-        assert parse_args([f"--{key}", text]).config == RunConfig()
+        assert parse_train_args([f"--{key}", text]).config == RunConfig()
     elif key not in ("train.steps", "model.name_or_path"):
-        assert parse_args([f"--{key}", text]).config == RunConfig()
-        assert parse_args([f"--{key.replace('_', '-')}={text}"]).config.is_set(key)
+        assert parse_train_args([f"--{key}", text]).config == RunConfig()
+        assert parse_train_args([f"--{key.replace('_', '-')}={text}"]).config.is_set(key)
 
 
 # What counts as set, and defaults that follow other settings
@@ -160,7 +160,7 @@ def test_one_file_may_hold_settings_for_every_backend() -> None:
 
 @each("flags_refused", "flags", "line")
 def test_flags_that_are_refused(flags: str, line: str, file: Path) -> None:
-    assert refusal(file, lambda: check(parse_args(flags.split()).config)).startswith(line)
+    assert refusal(file, lambda: check_config(parse_train_args(flags.split()).config)).startswith(line)
 
 
 LARGE: list[tuple[bytes, str]] = [
@@ -189,7 +189,7 @@ def test_contradictions_name_the_keys(text: str, words: list[str], file: Path) -
 @pytest.mark.parametrize("text", [row["text"] for row in ROWS["contradictions"]])
 def test_problems_name_existing_keys(text: str, file: Path) -> None:
     try:
-        problems = list(find_problems(loaded(file, text)))
+        problems = list(iter_setting_problems(loaded(file, text)))
     except UserError:  # the schema refuses it
         return
     for problem in problems:
@@ -200,7 +200,7 @@ def test_problems_name_existing_keys(text: str, file: Path) -> None:
 
 def test_a_problem_has_the_origin_of_a_flag_before_a_line(file: Path) -> None:
     file.write_text("train:\n  epochs: 1\n")
-    message = refusal(file, lambda: check(load_config(file, ["--train.steps", "5"])))
+    message = refusal(file, lambda: check_config(load_config(file, ["--train.steps", "5"])))
     assert message.startswith("--train.steps: train.epochs 1 and train.steps 5 both")
 
 
@@ -235,7 +235,7 @@ def test_a_dump_reads_back(file: Path, values: dict[str, Any]) -> None:
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        parse_args(argv)
+        parse_train_args(argv)
     assert caught.value.code == 0
     return capsys.readouterr().out
 
@@ -272,13 +272,13 @@ def test_find_changes_reads_fingerprints_back_from_json() -> None:
 
 
 def test_adjustable_settings_define_the_run() -> None:
-    assert {key for key, setting in TABLE.items() if setting.is_identity} >= ADJUSTABLE
+    assert {key for key, setting in TABLE.items() if setting.is_identity} >= ADJUSTABLE_SETTINGS
 
 
 def iter_numbers(model: type[BaseModel]) -> Iterator[tuple[str, list[Any]]]:
     """Yield each number that the schema takes, also inside lists and groups, with its constraints."""
-    for key, setting in keys.get_settings(model).items():
-        for kind, marks in keys.iter_parts(setting.field.annotation, tuple(setting.field.metadata)):
+    for key, setting in keys.get_setting_fields(model).items():
+        for kind, marks in keys.iter_type_parts(setting.field.annotation, tuple(setting.field.metadata)):
             if kind in (int, float):
                 yield key, [inner for mark in marks for inner in getattr(mark, "metadata", None) or (mark,)]
             elif isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -296,13 +296,13 @@ def test_every_number_has_bounds_with_a_reason() -> None:
         kinds = {type(constraint) for constraint in constraints}
         assert kinds & {annotated_types.Ge, annotated_types.Gt}, f"{key} has no lower bound"
         assert kinds & {annotated_types.Le, annotated_types.Lt}, f"{key} has no upper bound"
-        assert Reason in kinds, f"the bounds of {key} have no reason"
+        assert BoundsReason in kinds, f"the bounds of {key} have no reason"
 
 
 # Nothing but a UserError, whatever the input
 
 words = st.one_of(
-    st.sampled_from([*keys.get_settings(RunConfig), *keys.get_sections(RunConfig)]).map(
+    st.sampled_from([*keys.get_setting_fields(RunConfig), *keys.get_section_descriptions(RunConfig)]).map(
         lambda key: key.split(".")[-1]
     ),
     st.text(max_size=8),
@@ -331,11 +331,11 @@ def test_no_bytes_bring_a_traceback(file: Path, content: bytes) -> None:
 
 
 @QUIET
-@given(key=st.sampled_from(sorted(keys.get_settings(RunConfig))), value=trees)
+@given(key=st.sampled_from(sorted(keys.get_setting_fields(RunConfig))), value=trees)
 @example(key="train.schedule_params", value={"\x1b": None})
 def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> None:
     try:
-        load_config(keys.nest_keys({key: value}))
+        load_config(keys.nest_dotted_keys({key: value}))
     except UserError as error:
         assert str(error).isprintable()
 
@@ -355,7 +355,7 @@ def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> Non
 )
 def test_no_command_line_brings_a_traceback(argv: list[str]) -> None:
     try:
-        parse_args(argv)
+        parse_train_args(argv)
     except UserError as error:
         assert "\n" not in str(error)
 

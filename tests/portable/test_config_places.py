@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from portable.cli import main
-from portable.command_line import parse_args
+from portable.command_line import parse_train_args
 from portable.config import RunConfig, keys, load_config
 from portable.errors import UserError
 from tests.runs import checked
 
-PLACES = {key for key, setting in keys.get_settings(RunConfig).items() if setting.may_be_path}
+PLACES = {key for key, setting in keys.get_setting_fields(RunConfig).items() if setting.may_be_path}
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +53,9 @@ def test_other_texts_are_left_alone() -> None:
 def test_options_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "run.yaml").write_text("seed: 5")
-    assert parse_args(["--config=~/run.yaml"]).config.seed == 5
+    assert parse_train_args(["--config=~/run.yaml"]).config.seed == 5
     assert load_config("~/run.yaml").seed == 5
-    assert parse_args(["--resume-info", "${SCRATCH}/x"]).resume_info == "/scratch/x"
+    assert parse_train_args(["--resume-info", "${SCRATCH}/x"]).resume_info == "/scratch/x"
     assert main(["--config", "$NOT_SET/run.yaml"]) == 2
     assert "the environment variable NOT_SET is not set" in capsys.readouterr().err
 
@@ -80,13 +80,13 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_files_are_merged_in_order(files: tuple[str, str]) -> None:
     base, more = files
-    config = parse_args(["--config", base, f"--config={more}", "--train.steps", "10"]).config
+    config = parse_train_args(["--config", base, f"--config={more}", "--train.steps", "10"]).config
     assert (config.seed, config.train.steps, config.train.learning_rate) == (1, 10, 1e-3)
     assert config.train.betas == (0.7, 0.8)
     assert config.fsdp.min_num_params == 5
     assert config.model.config == {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2}
     assert config == load_config([base, Path(more)], {"train.steps": 10})
-    back = parse_args(["--config", more, "--config", base]).config
+    back = parse_train_args(["--config", more, "--config", base]).config
     assert (back.train.steps, back.train.betas, back.fsdp.min_num_params) == (100, (0.5, 0.6), 5)
     assert config.came_from == {
         "seed": f"{base}:1",

@@ -17,16 +17,16 @@ import pytest
 import transformers
 import yaml
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.cli import main
 from portable.config import load_config
 from portable.converters.cli import main as convert
-from portable.data.dataset import build_data, inspect_data
-from portable.data.sources.conversations import Completion, detect_format, read_conversation
+from portable.data.dataset import build_data, inspect_data_sizes
+from portable.data.sources.conversations import PlainCompletion, detect_record_format, parse_conversation
 from portable.data.sources.documents import Conversation
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel_map import map_in_order
-from portable.errors import MistakesError, RunError, UserError
+from portable.errors import MultipleMistakesError, RunError, UserError
 from portable.run.rank import run_rank
 from tests.converters.compare import tree
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
@@ -71,7 +71,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
         row = data.train[index]
         inputs, labels = row["input_ids"], row["labels"]
         whole = inputs[row["attention_mask"].bool()]
-        found.append((data.tokenizer.decode(whole), data.tokenizer.decode(labels[labels != IGNORED])))
+        found.append((data.tokenizer.decode(whole), data.tokenizer.decode(labels[labels != IGNORED_LABEL])))
     return found
 
 
@@ -80,7 +80,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", ROWS["formats"], ids=str)
 def test_formats_that_mean_the_same(case: dict[str, Any], settings: Settings) -> None:
-    assert detect_format(case["row"], "text", "x") == case["kind"]
+    assert detect_record_format(case["row"], "text", "x") == case["kind"]
     ((whole, answer),) = texts(written(settings, case["row"]))
     assert whole.endswith("What is 2 + 3?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nIt is 5.")
     assert answer == "It is 5.<|eot_id|>"
@@ -88,20 +88,20 @@ def test_formats_that_mean_the_same(case: dict[str, Any], settings: Settings) ->
 
 @pytest.mark.parametrize("case", ROWS["read"], ids=lambda case: case["kind"])
 def test_what_a_record_is_read_as(case: dict[str, Any]) -> None:
-    read = read_conversation(case["row"], case["kind"], "x")
+    read = parse_conversation(case["row"], case["kind"], "x")
     assert isinstance(read, Conversation)
     assert [message["role"] for message in read.messages] == case["roles"]
     contents = [message.get("content") for message in read.messages]
     assert contents == case.get("contents", contents)
     calls = [call for message in read.messages for call in message.get("tool_calls", ())]
     assert calls == case.get("calls", []) and [*(read.tools or ())] == case.get("tools", [])
-    assert read.prompt == case.get("prompt", read.prompt)
+    assert read.num_prompt_messages == case.get("prompt", read.num_prompt_messages)
 
 
 def test_strings_stay_strings(settings: Settings) -> None:
-    assert read_conversation({"prompt": "a", "completion": "b"}, "prompt_completion", "x") == Completion(
-        "a", "b"
-    )
+    assert parse_conversation(
+        {"prompt": "a", "completion": "b"}, "prompt_completion", "x"
+    ) == PlainCompletion("a", "b")
     ((whole, answer),) = texts(written(settings, {"prompt": "what is it", "completion": ", and more?"}))
     assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
 
@@ -159,7 +159,7 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
     source_settings = written(settings, good, *[silent] * 8, good, *[typo] * 4, empty, good)
     with Path(settings.source).open("a") as file:
         file.write('{"messages": [\n"text"\n')
-    with pytest.raises(MistakesError) as error:
+    with pytest.raises(MultipleMistakesError) as error:
         build_data(source_settings)
     lines = error.value.lines
     assert [re.search(r"chat.jsonl:(\d+): ", line)[1] for line in lines[:10]] == [  # type: ignore[index]
@@ -178,7 +178,7 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
     assert line.startswith("data.source: 1 answers are empty: the model is trained to end its turn")
     # Records that the template cannot write.
     source_settings = written(settings, good, lost, good, lost)
-    with pytest.raises(MistakesError) as error:
+    with pytest.raises(MultipleMistakesError) as error:
         build_data(source_settings)
     assert [line.count("leaves out the call of 'look'") for line in error.value.lines[:2]] == [1, 1]
     assert "2 bad records (2 x the template leaves out the call of '...')" in error.value.lines[2]
@@ -192,7 +192,7 @@ def test_all_bad_records_are_named_at_once(settings: Settings, capsys: pytest.Ca
 def test_a_wrong_setting_is_named_once(settings: Settings) -> None:
     with pytest.raises(UserError, match="no field 'body'") as error:
         build_data(written(settings, *[{"text": "a"}] * 9, text_field="body", format="text"))
-    assert not isinstance(error.value, MistakesError)
+    assert not isinstance(error.value, MultipleMistakesError)
 
 
 @pytest.mark.parametrize("case", ROWS["first"], ids=lambda case: case["line"])
@@ -208,7 +208,7 @@ def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> N
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
     given = written(settings, {"messages": GREETING}, tokenizer=str(tmp_path / "bare"))
-    for opening in (build_data, inspect_data):
+    for opening in (build_data, inspect_data_sizes):
         with pytest.raises(UserError, match=r"the tokenizer has none; set it to a file .* or to chatml"):
             opening(given)
     # ChatML's tokens are not this tokenizer's, so that none of them would end an answer.
@@ -225,7 +225,7 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "endless.jinja"))
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
-    assert build_data(replace(given, train_on="all")).end_of_turn is not None
+    assert build_data(replace(given, train_on="all")).end_of_turn_token is not None
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_answers_that_become_samples_keep_their_columns(settings: Settings, tmp_
     data = build_data(given)
     assert sorted(data.train[at]["n"].item() for at in range(4)) == [5, 5, 5, 6]
     (line,) = data.sizes.warnings
-    assert "1 of 2 conv" in line and inspect_data(given).warnings == [line]
+    assert "1 of 2 conv" in line and inspect_data_sizes(given).warnings == [line]
 
 
 def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_truncation_is_said(mode: Any, kept: list[int], warning: str, settings: 
     data = build_data(given)
     (line,) = data.sizes.warnings
     assert re.search(f"^data.truncation: of the samples, {warning}", line)
-    assert inspect_data(given).warnings == [line]
-    numbers = [data.train.list_documents(index)[0] for index in range(len(data.train))]
+    assert inspect_data_sizes(given).warnings == [line]
+    numbers = [data.train.list_document_numbers(index)[0] for index in range(len(data.train))]
     assert sorted(numbers) == kept
     answers = dict(zip(numbers, (answer for _, answer in texts(given)), strict=True))
     assert all(answers.values())
@@ -295,7 +295,7 @@ def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> No
         build_data(given)
     assert len(build_data(replace(given, truncation="start")).train) == 2
     with pytest.raises(UserError, match="would never stop"):
-        inspect_data(given)
+        inspect_data_sizes(given)
     assert len(build_data(written(settings, {"messages": long}, {"messages": GREETING})).train) == 2
 
 
@@ -305,23 +305,23 @@ def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> No
 def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     given = written(settings, *[{"messages": TALK}] * 5, packing=True, seq_len=16)
     data = build_data(given)
-    assert data.tokens is not None and data.train.valid_tokens is None
+    assert data.first_tokens is not None and data.train.valid_labels_per_sample is None
     ids, trained = (
-        data.tokens.tokens["text"][:].astype(np.int64),
-        data.tokens.read_trained_range(0, data.tokens.total_tokens),
+        data.first_tokens.tokens["text"][:].astype(np.int64),
+        data.first_tokens.read_trained_range(0, data.first_tokens.num_tokens),
     )
     assert trained is not None
     expected = [
-        np.where(trained[at + 1 : at + 17], ids[at + 1 : at + 17], IGNORED)
-        for at in range(0, data.tokens.total_tokens - 16, 16)
+        np.where(trained[at + 1 : at + 17], ids[at + 1 : at + 17], IGNORED_LABEL)
+        for at in range(0, data.first_tokens.num_tokens - 16, 16)
     ]
-    answered = [number for number, row in enumerate(expected) if (row != IGNORED).any()]
+    answered = [number for number, row in enumerate(expected) if (row != IGNORED_LABEL).any()]
     assert 0 < len(answered) < len(expected)
     assert [data.train[index]["labels"].tolist() for index in range(len(data.train))] == [
         expected[number].tolist() for number in answered
     ]
     assert f"{len(expected) - len(answered):,} are left out" in data.sizes.warnings[0]
-    sizes = inspect_data(given)
+    sizes = inspect_data_sizes(given)
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
 
 
@@ -332,8 +332,8 @@ def test_any_number_of_processes_writes_the_same(
     given = written(settings, *rows)
     alone = build_data(given)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
-    monkeypatch.setattr(tokenizing, "_ALONE", 1)
-    monkeypatch.setattr(tokenizing, "count_cores", lambda: 2)
+    monkeypatch.setattr(tokenizing, "_LOCAL_CHAT_BATCHES", 1)
+    monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
 
@@ -346,7 +346,7 @@ def test_a_build_that_is_killed_is_continued(
     changed = written(settings, *rows, on_bad_record="skip", split_turns=True)
     monkeypatch.setattr(tokenizing, "_BATCH_CHARS", 200)
     monkeypatch.setattr(tokenizing, "_SAVE_SECONDS", 0)
-    monkeypatch.setattr(tokenizing, "count_cores", lambda: 1)
+    monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 1)
     build_data(replace(changed, cache_dir=tmp_path / "whole"))
     (whole,) = (tmp_path / "whole" / "tokens").glob("*/meta.json")
     warned = capsys.readouterr().err.count("warning: skipped")
@@ -360,15 +360,15 @@ def test_a_build_that_is_killed_is_continued(
 
 def test_a_map_in_processes() -> None:
     """In order, with an error of the work, and with the death of a process."""
-    assert list(map_in_order(work, range(9), processes=1)) == [n * n for n in range(9)]
-    assert list(map_in_order(work, range(3), processes=2, alone=5)) == [0, 1, 4]
-    found = map_in_order(work, [*range(5), -1, 7], processes=2, alone=1)
+    assert list(map_in_order(work, range(9), num_processes=1)) == [n * n for n in range(9)]
+    assert list(map_in_order(work, range(3), num_processes=2, num_local_items=5)) == [0, 1, 4]
+    found = map_in_order(work, [*range(5), -1, 7], num_processes=2, num_local_items=1)
     with pytest.raises(UserError, match="refused"):
         assert [next(found) for _ in range(5)] == [0, 1, 4, 9, 16] and next(found)
     with pytest.raises(RunError, match="a process that tokenizes ended with code -9"):
-        list(map_in_order(work, [1, -2, 3], processes=2))
+        list(map_in_order(work, [1, -2, 3], num_processes=2))
     with pytest.raises(RunError, match=r"a process that tokenizes failed \(OSError: no room\)"):
-        list(map_in_order(work, [1, -3], processes=2))
+        list(map_in_order(work, [1, -3], num_processes=2))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------

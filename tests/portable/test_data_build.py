@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import NllbTokenizer
 
-from portable.data.dataset import build_data, inspect_data
-from portable.data.samples.classes import KnownClasses
+from portable.data.dataset import build_data, inspect_data_sizes
+from portable.data.samples.classes import ModelClasses
 from portable.data.sources.hub_dataset import HubDataset
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
@@ -27,13 +27,13 @@ def test_causal_from_end_to_end(settings: Settings) -> None:
     data = build_data(settings)
     decoded = data.tokenizer.decode
     stream = "".join(text + data.tokenizer.eos_token for text in texts(60))
-    assert data.eval is not None
+    assert data.first_eval is not None
     parts = [data.train[i]["input_ids"] for i in range(len(data.train))]
-    parts += [data.eval[i]["input_ids"] for i in range(len(data.eval))]
+    parts += [data.first_eval[i]["input_ids"] for i in range(len(data.first_eval))]
     assert stream.startswith("".join(decoded(part) for part in parts))
     assert data.vocab_size == len(data.tokenizer) == 300
     assert data.sizes.documents == 60 and data.sizes.tokens is not None
-    assert len(data.train) + len(data.eval) == (data.sizes.tokens - 1) // 16
+    assert len(data.train) + len(data.first_eval) == (data.sizes.tokens - 1) // 16
 
 
 def test_a_text_that_ends_in_the_end_token_gets_no_second(settings: Settings, tmp_path: Path) -> None:
@@ -48,18 +48,18 @@ def test_a_text_that_ends_in_the_end_token_gets_no_second(settings: Settings, tm
 
 def test_a_dry_run_and_building_again_write_nothing(settings: Settings, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    sizes = inspect_data(settings)
-    hub = inspect_data(replace(settings, source="org/data", tokenizer=None))  # nor is it downloaded
+    sizes = inspect_data_sizes(settings)
+    hub = inspect_data_sizes(replace(settings, source="org/data", tokenizer=None))  # nor is it downloaded
     assert (hub.source, hub.documents, hub.vocab_size) == ("org/data", None, 300)
-    assert snapshot(tmp_path) == before and (sizes.tokens, sizes.cached) == (None, None)
+    assert snapshot(tmp_path) == before and (sizes.tokens, sizes.cache_folder) == (None, None)
     first = build_data(settings)
     before = snapshot(tmp_path)
     second = build_data(settings)
     padded = build_data(replace(settings, seq_len=32, packing=False, eval_fraction=0.0))
     assert snapshot(tmp_path) == before  # nor is anything tokenized again for other batches
-    assert padded.eval is None and len(padded.train) == 60
+    assert padded.first_eval is None and len(padded.train) == 60
     assert (first.fingerprint, first.sizes) == (second.fingerprint, second.sizes)
-    assert inspect_data(settings) == first.sizes
+    assert inspect_data_sizes(settings) == first.sizes
 
 
 def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path
         build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
     models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
     assert models.fingerprint == trained.fingerprint
-    assert inspect_data(settings, model_tokenizer=str(tmp_path / "own")) == models.sizes
+    assert inspect_data_sizes(settings, model_tokenizer=str(tmp_path / "own")) == models.sizes
 
 
 def test_the_language_of_targets_must_fit_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_language_of_targets_must_fit_the_tokenizer(settings: Settings, tmp_
         (several, "deu_LatnX", ".*did you mean de"),
         (plain, "de", "'de' is for a multilingual tokenizer"),
     ):
-        for look in (build_data, inspect_data):
+        for look in (build_data, inspect_data_sizes):
             with pytest.raises(UserError, match=rf"data\.target_language: {told}"):
                 look(replace(given, target_language=language), task="seq2seq-lm")
 
@@ -100,7 +100,7 @@ def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> Non
     data = build_data(given)
     (warning,) = data.sizes.warnings
     assert len(data.train) == 1 and "data.text_split" in warning
-    assert inspect_data(given) == data.sizes
+    assert inspect_data_sizes(given) == data.sizes
     lines = build_data(replace(given, text_split="line"))
     assert (len(lines.train), lines.sizes.warnings) == (40, [])
     assert build_data(replace(given, packing=True)).sizes.warnings == []
@@ -115,14 +115,16 @@ def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.Monke
     rows = {"text": texts(20), "label": labels}
     features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
     monkeypatch.setattr(
-        HubDataset, "_loaded", {("org/news", None, "train"): Dataset.from_dict(rows, features=features)}
+        HubDataset,
+        "_datasets_by_key",
+        {("org/news", None, "train"): Dataset.from_dict(rows, features=features)},
     )
     given = replace(settings, source="org/news", eval_fraction=0.0)
     data = build_data(given, task="sequence-classification")
     assert data.label_names == tuple(names)
     found = [int(data.train[i]["labels"]) for i in range(20)]
-    assert found == [labels[data.train.list_documents(i)[0]] for i in range(20)]
-    known = KnownClasses("model.name_or_path", ("Business", "Sports", "World"))
-    data = build_data(given, task="sequence-classification", known_classes=known)
+    assert found == [labels[data.train.list_document_numbers(i)[0]] for i in range(20)]
+    known = ModelClasses("model.name_or_path", ("Business", "Sports", "World"))
+    data = build_data(given, task="sequence-classification", model_classes=known)
     assert data.label_names == known.names
     assert [int(data.train[i]["labels"]) for i in range(20)] == [2 - label for label in found]

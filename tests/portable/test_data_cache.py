@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from portable.data.sources.documents import Document
-from portable.data.sources.records import Cell
+from portable.data.sources.records import CsvCell
 from portable.data.sources.source import DataSource, SourceShard, TokenChunk, TokenSource
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
-from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenCacheWriter
 from portable.data.tokens.special_tokens import build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
@@ -39,7 +39,7 @@ class Given(DataSource):
         self.given = documents
         self.reads = 0
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         return repr(self.given)
 
     def iter_documents(self) -> Iterator[Document]:
@@ -60,13 +60,13 @@ class GivenTokens(TokenSource):
         self._stop = stop
         self._size = size
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         return "80 arrays"
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         raise NotImplementedError
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         tokens = np.random.default_rng(0).integers(0, vocab_size, 80 * 40)
         ends = np.flatnonzero(tokens % 13 == 0)
         for start in range(0, len(tokens), self._size):
@@ -99,7 +99,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def build(given: DataSource, tokenizer: Any, cache: Path) -> TokenCache:
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
     frame = build_special_token_frame(given.settings.task, vocabulary)
-    return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokenize(given)
+    return TokenizeJob(given.settings, tokenizer, vocabulary, frame, cache).tokenize_source(given)
 
 
 def test_batches_and_pieces_do_not_show(
@@ -112,7 +112,7 @@ def test_batches_and_pieces_do_not_show(
     monkeypatch.setattr(tokenizing, "PIECE_CHARS", 100)
     assert len(list(tokenizing._iter_pieces(iter(documents)))) > 12
     cut = build(Given(documents), tokenizer, tmp_path / "cut")
-    assert cut.documents == 4
+    assert cut.num_documents == 4
     for number, document in enumerate(documents):
         assert tokenizer.decode(cut.read_document("text", number)) == document.text + tokenizer.eos_token
     # Only where a piece ends may a token differ; these lines begin no token that spans their end.
@@ -133,7 +133,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Document]]] = {
     "cells of numbers": (
         "sequence-classification",
         {"label_field": "label", "text_pair_field": "pair"},
-        lambda n: Document(texts(20)[n % 20], label=Cell(f"{n}" if n < 30 else f"{n}.5"), pair=f"pair {n}"),
+        lambda n: Document(
+            texts(20)[n % 20], label=CsvCell(f"{n}" if n < 30 else f"{n}.5"), pair_text=f"pair {n}"
+        ),
     ),
     "targets": (
         "seq2seq-lm",
@@ -143,7 +145,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Callable[[int], Document]]] = {
     "columns": (
         "causal-lm",
         {"columns": ["weight"]},
-        lambda n: Document(texts(20)[n % 20], columns=(n if n < 40 else 0.5,)),
+        lambda n: Document(texts(20)[n % 20], extra_columns=(n if n < 40 else 0.5,)),
     ),
     "tokens": ("causal-lm", {}, lambda n: Document("")),  # see GivenTokens
 }
@@ -191,8 +193,8 @@ def test_processes_and_kills_do_not_show(
         assert not capsys.readouterr().err  # it began again
     if kind not in IN_PROCESSES:
         return
-    monkeypatch.setattr(tokenizing, "_TEXTS_ALONE", 1)
-    monkeypatch.setattr(tokenizing, "count_cores", lambda: 2)
+    monkeypatch.setattr(tokenizing, "_LOCAL_TEXT_BATCHES", 1)
+    monkeypatch.setattr(tokenizing, "count_usable_cores", lambda: 2)
     assert tree(build(in_memory, tokenizer, tmp_path / "processes").folder) == whole
 
 
@@ -213,9 +215,9 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
         folder = tmp_path / str(size)
         folder.mkdir()
-        writer = TokenWriter(folder, ["text"], size)
-        writer.add("text", [0, size - 1], [2])
-        writer.finish()
+        writer = TokenCacheWriter(folder, ["text"], size)
+        writer.add_documents("text", [0, size - 1], [2])
+        writer.write_metadata()
         cache = TokenCache.open(folder)
         assert cache.tokens["text"].dtype == dtype
         assert cache.tokens["text"].tolist() == [0, size - 1]
@@ -279,8 +281,8 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = Given([Document(text) for text in texts(50)])
-    monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
-    monkeypatch.setattr(caching, "BLOCK", 256)
+    monkeypatch.setattr(caching, "MAX_FULLY_CHECKED_BYTES", 0)
+    monkeypatch.setattr(caching, "BLOCK_BYTES", 256)
     whole = build(given, tokenizer, tmp_path)
     tokens = whole.tokens["text"].tolist()
     _changed(whole.folder / "text.bin", lambda content: content.__setitem__(600, content[600] ^ 1))
@@ -298,9 +300,9 @@ def test_a_damaged_checksum_of_a_large_cache_is_found_at_its_block(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank reads the checksums of all blocks to open it."""
-    monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
-    monkeypatch.setattr(caching, "_CHECKED_SUMS", 0)
-    monkeypatch.setattr(caching, "BLOCK", 256)
+    monkeypatch.setattr(caching, "MAX_FULLY_CHECKED_BYTES", 0)
+    monkeypatch.setattr(caching, "_MAX_CHECKED_SUMS_BYTES", 0)
+    monkeypatch.setattr(caching, "BLOCK_BYTES", 256)
     cache = build(Given([Document(text) for text in texts(50)]), tokenizer, tmp_path)
     _changed(cache.folder / "blocks.crc", lambda content: content.__setitem__(9, content[9] ^ 1))
     opened = TokenCache.open(cache.folder)
@@ -326,18 +328,18 @@ import portable
 package = sys.modules["portable.data"] = types.ModuleType("portable.data")
 package.__path__ = [portable.__path__[0] + "/data"]
 import time
-from portable.temporary_folder import open_or_build
-from portable.data.tokens.cache import TokenCache, TokenWriter
+from portable.temporary_folder import open_or_build_cache_folder
+from portable.data.tokens.cache import TokenCache, TokenCacheWriter
 folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def write(draft):
     with log.open("a") as file:
         file.write("built\\n")
-    writer = TokenWriter(draft, ["text"], 100)
+    writer = TokenCacheWriter(draft, ["text"], 100)
     writer.add("text", [1, 2], [])
     time.sleep(delay)
     writer.add("text", [3], [1])
     writer.finish()
-print(open_or_build(folder, TokenCache.open_if_intact, write).tokens["text"].tolist())
+print(open_or_build_cache_folder(folder, TokenCache.open_if_intact, write).tokens["text"].tolist())
 """
 
 
@@ -378,4 +380,4 @@ def test_memory_does_not_grow_with_the_data(tokenizer: Any, tmp_path: Path) -> N
                 yield Document(f"a document with the number {number}")
 
     cache = build(Counted([]), tokenizer, tmp_path)
-    assert held > 0.7 * 2 * cache.total_tokens
+    assert held > 0.7 * 2 * cache.num_tokens

@@ -15,7 +15,7 @@ import yaml
 
 from portable.data.sources import source_kinds
 from portable.data.sources.source import DataSource
-from portable.data.sources.source_kinds import StreamedFiles
+from portable.data.sources.source_kinds import StreamSource
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -109,8 +109,8 @@ def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.Monke
     """The texts of each part of a stream."""
     monkeypatch.setattr(source_kinds, "PART_BYTES", part_bytes)
     found = opened(name, folder, stream=True)
-    assert isinstance(found, StreamedFiles)
-    return [checked(part.open(found.settings)) for part in found.parts]
+    assert isinstance(found, StreamSource)
+    return [checked(part.open_source(found.settings)) for part in found.shards]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,8 +123,8 @@ def test_the_texts_and_the_key_of_every_kind(
     assert checked(whole) == TEXTS
     few = opened(name, tmp_path, max_samples=7)
     assert checked(few) == TEXTS[:7]
-    assert len({whole.key, few.key, opened(name, tmp_path, text_field="other").key}) == 3
-    assert opened(name, tmp_path).key == whole.key
+    assert len({whole.cache_key, few.cache_key, opened(name, tmp_path, text_field="other").cache_key}) == 3
+    assert opened(name, tmp_path).cache_key == whole.cache_key
     if kind not in ("lines.txt", "saved"):
         with pytest.raises(UserError, match=r"data.text_field: .* no field 'txt'; .* did you mean 'text'\?"):
             checked(opened(name, tmp_path, text_field="txt"))
@@ -137,7 +137,7 @@ def test_the_texts_and_the_key_of_every_kind(
             shutil.rmtree(tmp_path / kind)
         KINDS[kind](tmp_path / kind, ["other", *TEXTS[1:]])
         list(documents)
-    assert opened(name, tmp_path).key != whole.key
+    assert opened(name, tmp_path).cache_key != whole.cache_key
 
 
 @pytest.mark.parametrize("kind", FILES)

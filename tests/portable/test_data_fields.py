@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from portable.data.dataset import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data_sizes
 from portable.errors import UserError
 from tests.portable.data_support import Settings, replace, word_level, write_jsonl
 
@@ -50,7 +50,7 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, s
     )
     data = build_data(settings, task="sequence-classification", pad_left=kind == "xlnet")
     for index in range(60):
-        row = rows[data.train.list_documents(index)[0]]
+        row = rows[data.train.list_document_numbers(index)[0]]
         theirs = tokenizer(
             row["text"],
             row["other"],
@@ -63,7 +63,7 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, s
         assert int(ours.pop("labels")) == row["label"]
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
-    for look in (build_data, inspect_data):
+    for look in (build_data, inspect_data_sizes):
         with pytest.raises(UserError, match=r"data.seq_len: [234] tokens are too few for a pair"):
             look(replace(settings, seq_len=2), task="sequence-classification")
 
@@ -91,7 +91,7 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
     data = build_data(settings, task="seq2seq-lm", decoder_start_token_id=7)
     lengths = set()
     for index in range(30):
-        row = TRANSLATIONS[data.train.list_documents(index)[0]]["translation"]
+        row = TRANSLATIONS[data.train.list_document_numbers(index)[0]]["translation"]
         text, target = f"w1 w2 : {row['en']}", row["de"]
         sample = data.train[index]
         theirs = data.tokenizer(text, truncation=True, max_length=8, padding="max_length")
@@ -263,4 +263,4 @@ def test_a_rendered_text_has_one_bos(
         eval_fraction=0.0,
         cache_dir=tmp_path / "cache",
     )
-    assert build_data(settings, task=task).tokens.read_document("text", 0).tolist() == tokens
+    assert build_data(settings, task=task).first_tokens.read_document("text", 0).tolist() == tokens

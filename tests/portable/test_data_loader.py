@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from portable.batch import IGNORED
-from portable.data.samples.base import Arrays, PackedCausal, SampleRange, Samples
+from portable.batch import IGNORED_LABEL
+from portable.data.samples.base import Arrays, PackedCausalSamples, SampleRange, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.samples.order import EpochIndex
 from tests.portable.data_support import token_cache
@@ -19,9 +19,9 @@ LENGTH, COUNT = 4, 37
 
 
 @pytest.fixture
-def samples(tmp_path: Path) -> PackedCausal:
+def samples(tmp_path: Path) -> PackedCausalSamples:
     cache = token_cache(tmp_path / "cache", [list(range(LENGTH * COUNT + 1))])
-    return PackedCausal(cache, SampleRange(0, COUNT), LENGTH)
+    return PackedCausalSamples(cache, SampleRange(0, COUNT), LENGTH)
 
 
 # --- reading ahead
@@ -36,7 +36,7 @@ class Counting(Samples):
         self.breaks_at = breaks_at
         self.reads = 0
 
-    def list_documents(self, index: int) -> range:
+    def list_document_numbers(self, index: int) -> range:
         return range(index, index + 1)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
@@ -76,7 +76,9 @@ def test_an_error_arrives_in_its_place() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 4, 40])
-def test_evaluation_sees_every_sample_once(samples: PackedCausal, world_size: int, batch_size: int) -> None:
+def test_evaluation_sees_every_sample_once(
+    samples: PackedCausalSamples, world_size: int, batch_size: int
+) -> None:
     lengths, seen, ignored = set(), [], 0
     for rank in range(world_size):
         loader = EvalLoader(samples, batch_size=batch_size, rank=rank, world_size=world_size)
@@ -85,8 +87,8 @@ def test_evaluation_sees_every_sample_once(samples: PackedCausal, world_size: in
         assert len(batches) == len(loader)
         for batch in batches:
             assert batch["input_ids"].shape == batch["labels"].shape == (batch_size, LENGTH)
-            counts = (batch["labels"] != IGNORED).all(dim=1)
-            assert torch.equal(counts, (batch["labels"] != IGNORED).any(dim=1))
+            counts = (batch["labels"] != IGNORED_LABEL).all(dim=1)
+            assert torch.equal(counts, (batch["labels"] != IGNORED_LABEL).any(dim=1))
             seen += (batch["input_ids"][counts][:, 0] // LENGTH).tolist()
             ignored += int((~counts).sum())
     assert sorted(seen) == list(range(COUNT))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portable.data.samples.order import Permutation, locate
+from portable.data.samples.order import Permutation, locate_sample
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, -5])
@@ -30,4 +30,4 @@ GOLDEN_BIG = [(0, 262543658), (0, 777627447), (0, 863938572), (1, 190983117)]
 def test_the_numbers_are_part_of_the_format() -> None:
     """A resumed run must find the order that its first leg had: these may never change."""
     assert Permutation(10, 0, 0).permute_array(np.arange(10)).tolist() == GOLDEN_10
-    assert [locate(p, 1_000_000_007, 42) for p in (0, 1, 1_000_000_006, 1_000_000_007)] == GOLDEN_BIG
+    assert [locate_sample(p, 1_000_000_007, 42) for p in (0, 1, 1_000_000_006, 1_000_000_007)] == GOLDEN_BIG

@@ -10,18 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.config import load_config
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples import packing
-from portable.data.samples.base import PaddedCausal, SampleRange, split_documents
-from portable.data.samples.packing import PackedDocuments, compute_packed_sizes, pack_best_fit, plan_packing
+from portable.data.samples.base import PaddedCausalSamples, SampleRange, split_documents
+from portable.data.samples.packing import (
+    PackedDocumentSamples,
+    compute_packing_stats,
+    load_or_build_packing_plan,
+    pack_best_fit,
+)
 from portable.data.tokens.cache import TokenCache
 from portable.errors import UserError
 from portable.registry import create_backend
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
 from tests.portable.data_support import token_cache, write_jsonl
 from tests.runs import configured, write_corpus
 
@@ -73,52 +78,56 @@ def test_every_document_is_whole_and_once(
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
     for part in split_documents(len(DOCUMENTS), 0.2):
-        single = PaddedCausal(cache, part, LENGTH, PAD)
-        samples = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
+        single = PaddedCausalSamples(cache, part, LENGTH, PAD)
+        samples = PackedDocumentSamples(
+            cache, part, LENGTH, load_or_build_packing_plan(cache, part, LENGTH), PAD
+        )
         expected = []  # the inputs and labels of each document alone
         for index in range(len(single)):
             sample = single[index]
-            counts = sample["labels"] != IGNORED
+            counts = sample["labels"] != IGNORED_LABEL
             expected.append((sample["input_ids"][counts].tolist(), sample["labels"][counts].tolist()))
         found, places, padding = [], [], 0
         for index in range(len(samples)):
             sample = samples[index]
             lengths = sample["document_lengths"].tolist()
             assert {values.dtype for values in sample.values()} == {torch.int64} and sum(lengths) == LENGTH
-            texts = lengths[: len(samples.list_documents(index))]
+            texts = lengths[: len(samples.list_document_numbers(index))]
             positions = [position for length in texts for position in range(length)]
             assert sample["position_ids"].tolist() == positions + [0] * (LENGTH - sum(texts))
             at = 0
-            for number, length in zip(samples.list_documents(index), lengths, strict=False):
+            for number, length in zip(samples.list_document_numbers(index), lengths, strict=False):
                 piece = slice(at, at + length)
                 found.append((sample["input_ids"][piece].tolist(), sample["labels"][piece].tolist()))
                 places.append(number)
                 assert found[-1][0][0] == DOCUMENTS[number][0]
                 at += length
-            assert (sample["labels"][at:] == IGNORED).all() and (sample["input_ids"][at:] == PAD).all()
+            assert (sample["labels"][at:] == IGNORED_LABEL).all() and (sample["input_ids"][at:] == PAD).all()
             padding += LENGTH - at
         assert sorted(found) == sorted(one for one in expected if one[0])
-        assert samples.waste == pytest.approx(padding / (LENGTH * len(samples)))
+        assert samples.padding_share == pytest.approx(padding / (LENGTH * len(samples)))
         each = [len(inputs) for inputs, _ in found]
-        assert samples.context == pytest.approx(sum(n * n for n in each) / sum(each))
+        assert samples.mean_context_length == pytest.approx(sum(n * n for n in each) / sum(each))
         assert len(set(places)) == len(places)
-        assert compute_packed_sizes(cache, part, LENGTH).samples == len(samples)
+        assert compute_packing_stats(cache, part, LENGTH).samples == len(samples)
 
 
 def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     part = SampleRange(0, len(DOCUMENTS))
-    without = compute_packed_sizes(cache, part, LENGTH)
-    samples = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
-    first = [list(samples.list_documents(index)) for index in range(len(samples))]
+    without = compute_packing_stats(cache, part, LENGTH)
+    samples = PackedDocumentSamples(cache, part, LENGTH, load_or_build_packing_plan(cache, part, LENGTH), PAD)
+    first = [list(samples.list_document_numbers(index)) for index in range(len(samples))]
     monkeypatch.setattr(packing, "pack_best_fit", None)  # from here on it is read
-    assert compute_packed_sizes(cache, part, LENGTH) == without
+    assert compute_packing_stats(cache, part, LENGTH) == without
     monkeypatch.undo()
-    plan = plan_packing(cache, part, LENGTH)
-    assert plan_packing(cache, part, LENGTH // 2).folder != plan.folder
+    plan = load_or_build_packing_plan(cache, part, LENGTH)
+    assert load_or_build_packing_plan(cache, part, LENGTH // 2).folder != plan.folder
     damaged = plan.folder / "documents.bin"
     damaged.write_bytes(bytes(len(damaged.read_bytes())))
-    repaired = PackedDocuments(cache, part, LENGTH, plan_packing(cache, part, LENGTH), PAD)
-    assert [list(repaired.list_documents(index)) for index in range(len(repaired))] == first
+    repaired = PackedDocumentSamples(
+        cache, part, LENGTH, load_or_build_packing_plan(cache, part, LENGTH), PAD
+    )
+    assert [list(repaired.list_document_numbers(index)) for index in range(len(repaired))] == first
 
 
 @pytest.mark.parametrize("truncation", ["end", "start"])
@@ -139,7 +148,7 @@ def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None
         "model.config.max_position_embeddings": 96,
         "output_dir": str(tmp_path / "run"),
     }
-    config = resolve(load_config(None, given), "cpu").config
+    config = resolve_run(load_config(None, given), "cpu").config
     assert config.data.packing == "documents"
 
     def answers(settings: DataConfig) -> list[list[int]]:
@@ -150,7 +159,7 @@ def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None
             sample = samples[index]
             starts = torch.flatten((sample.get("position_ids", torch.zeros(1)) == 0).nonzero()).tolist()
             for start, end in pairwise([*starts, 96]):
-                counts = sample["labels"][start:end] != IGNORED
+                counts = sample["labels"][start:end] != IGNORED_LABEL
                 pairs = torch.stack([sample["input_ids"][start:end], sample["labels"][start:end]])
                 found.append(pairs[:, counts].flatten().tolist())
         return sorted(one for one in found if one)
@@ -165,9 +174,9 @@ def test_what_is_counted(tmp_path: Path) -> None:
     for how in (True, "documents"):
         config = configured(tmp_path, source, data__packing=how, data__seq_len=64)
         backend = create_backend("cpu")
-        run = prepare(resolve(config, backend.name), backend)
+        run = prepare_run(resolve_run(config, backend.name), backend)
         flops[how] = run.flops_per_token
-    context = run.data.train.context
+    context = run.data.train.mean_context_length
     assert context is not None and 10 < context < 64
     # 12 for each layer, unit of the hidden size and position that a token attends to.
     assert flops[True] - flops["documents"] == pytest.approx(12 * 2 * 48 * (64 - context))
@@ -176,5 +185,5 @@ def test_what_is_counted(tmp_path: Path) -> None:
 def test_no_text_with_two_tokens(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "cache", [[5], [6], []])
     with pytest.raises(UserError, match=r"data\.source: no text has two tokens"):
-        plan_packing(cache, SampleRange(0, 3), LENGTH)
-    assert compute_packed_sizes(cache, SampleRange(0, 3), LENGTH).samples == 0
+        load_or_build_packing_plan(cache, SampleRange(0, 3), LENGTH)
+    assert compute_packing_stats(cache, SampleRange(0, 3), LENGTH).samples == 0

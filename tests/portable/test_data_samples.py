@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.data.samples.base import (
-    PackedCausal,
-    PaddedCausal,
+    PackedCausalSamples,
+    PaddedCausalSamples,
     SampleRange,
     count_packed_samples,
-    split_blocks,
     split_documents,
+    split_packed_blocks,
 )
 from portable.data.samples.order import EpochIndex
-from portable.data.samples.tasks import MaskedLM
+from portable.data.samples.tasks import MaskedLMSamples
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError
@@ -28,7 +28,13 @@ from tests.portable.data_support import token_cache
 
 PAD, END, MASK = 0, 1, 2
 VOCABULARY = Vocabulary(
-    size=500, end=END, pad=PAD, mask=MASK, special=(PAD, END, MASK), prefix=(), suffix=(END,)
+    size=500,
+    end_token=END,
+    pad_token=PAD,
+    mask_token=MASK,
+    special_tokens=(PAD, END, MASK),
+    prefix=(),
+    suffix=(END,),
 )
 DOCUMENTS = [[*range(10 * n + 3, 10 * n + 3 + n % 9), END] for n in range(1, 40)]
 
@@ -45,9 +51,9 @@ def cache(tmp_path: Path) -> TokenCache:
 def test_packing_is_exact(cache: TokenCache, length: int) -> None:
     stream = list(itertools.chain.from_iterable(DOCUMENTS))
     blocks = count_packed_samples(len(stream), length, shifted=True)
-    samples = PackedCausal(cache, SampleRange(0, blocks), length)
+    samples = PackedCausalSamples(cache, SampleRange(0, blocks), length)
     assert len(samples) == samples.num_samples == (len(stream) - 1) // length
-    assert samples.valid_tokens == length
+    assert samples.valid_labels_per_sample == length
     for index in range(blocks):
         sample = samples[index]
         assert sample["input_ids"].tolist() == stream[index * length : (index + 1) * length]
@@ -69,20 +75,20 @@ def test_too_little_text() -> None:
 
 
 def test_padding_a_document_a_sample(cache: TokenCache) -> None:
-    samples = PaddedCausal(cache, SampleRange(0, len(DOCUMENTS)), 6, PAD)
+    samples = PaddedCausalSamples(cache, SampleRange(0, len(DOCUMENTS)), 6, PAD)
     for index, document in enumerate(DOCUMENTS):
         sample = samples[index]
         inputs, labels = document[:-1][:6], document[1:][:6]
         rest = 6 - len(inputs)
         assert sample["input_ids"].tolist() == inputs + [PAD] * rest
-        assert sample["labels"].tolist() == labels + [IGNORED] * rest
+        assert sample["labels"].tolist() == labels + [IGNORED_LABEL] * rest
         assert sample["attention_mask"].tolist() == [1] * max(1, len(inputs)) + [0] * min(rest, 5)
 
 
 # --- the split
 
 
-@pytest.mark.parametrize("split", [split_blocks, split_documents])
+@pytest.mark.parametrize("split", [split_packed_blocks, split_documents])
 @pytest.mark.parametrize("count", [1, 2, 3, 50, 999])
 @pytest.mark.parametrize("fraction", [0.0, 0.001, 0.01, 0.5, 0.999])
 def test_training_and_evaluation_share_nothing(split: object, count: int, fraction: float) -> None:
@@ -96,7 +102,7 @@ def test_training_and_evaluation_share_nothing(split: object, count: int, fracti
         assert held_out.num_samples == min(max(1, round(count * fraction)), count - 1)
 
 
-@pytest.mark.parametrize("split", [split_blocks, split_documents])
+@pytest.mark.parametrize("split", [split_packed_blocks, split_documents])
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, 0), (2, 1), (10, 2), (79, 15), (80, 16), (200, 16), (1600, 16), (5000, 50)]
 )
@@ -114,10 +120,12 @@ def test_a_sorted_source_is_no_biased_evaluation_set() -> None:
 # --- masked
 
 
-def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) -> MaskedLM:
-    count = cache.total_tokens // length if packed else cache.documents
+def masked(cache: TokenCache, *, packed: bool, seed: int = 0, length: int = 16) -> MaskedLMSamples:
+    count = cache.num_tokens // length if packed else cache.num_documents
     part = SampleRange(0, count)
-    return MaskedLM(cache, part, length, VOCABULARY, mask=MASK, suffix=(END,), seed=seed, packed=packed)
+    return MaskedLMSamples(
+        cache, part, length, VOCABULARY, mask_token=MASK, suffix=(END,), seed=seed, is_packed=packed
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -133,10 +141,10 @@ def test_masking_hides_and_tells(cache: TokenCache, packed: bool) -> None:
         else:
             plain[: len(document)] = torch.tensor(document)
             assert sample["attention_mask"].tolist() == (torch.arange(16) < len(document)).long().tolist()
-        target = sample["labels"] != IGNORED
+        target = sample["labels"] != IGNORED_LABEL
         assert torch.equal(sample["labels"][target], plain[target])
         assert torch.equal(sample["input_ids"][~target], plain[~target])
-        assert not np.isin(plain[target], VOCABULARY.special).any()
+        assert not np.isin(plain[target], VOCABULARY.special_tokens).any()
         assert target.any() or not (plain > MASK).any()
 
 
@@ -144,7 +152,7 @@ def test_masking_shares(tmp_path: Path) -> None:
     cache = token_cache(tmp_path / "big", [[int(n) for n in range(3, 483)] for _ in range(200)])
     samples = masked(cache, packed=True, length=96)
     batch = samples.build_batch([EpochIndex(0, i) for i in range(len(samples))])
-    target = batch["labels"] != IGNORED
+    target = batch["labels"] != IGNORED_LABEL
     assert abs(target.float().mean().item() - 0.15) < 0.01
     hidden, truth = batch["input_ids"][target], batch["labels"][target]
     assert abs((hidden == MASK).float().mean().item() - 0.8) < 0.02

@@ -12,7 +12,7 @@ import yaml
 from portable.data.sources import rows
 from portable.data.sources.documents import Document
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.source_kinds import StandardLibrary
+from portable.data.sources.source_kinds import StandardLibrarySource
 from portable.errors import UserError
 from tests.portable.data_support import settings_of, source, write_jsonl
 
@@ -48,11 +48,11 @@ def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
     (tmp_path / "_sysconfigdata__linux.py").write_text("built_here = True")
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.py").write_text(f"name = {name!r}")
-    library = StandardLibrary(settings_of(), root=tmp_path)
+    library = StandardLibrarySource(settings_of(), root=tmp_path)
     assert sorted(document.text for document in library.iter_documents()) == [
         f"name = {name!r}" for name in "abc"
     ]
-    assert len(list(StandardLibrary(settings_of(max_samples=2), root=tmp_path).iter_documents())) == 2
+    assert len(list(StandardLibrarySource(settings_of(max_samples=2), root=tmp_path).iter_documents())) == 2
 
 
 # --- files
@@ -78,7 +78,7 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
     path.write_bytes(LINES.encode())
     assert read(str(path), text_split="line") == ["first line", "  second", "third", "fourth", "fifth"]
     assert read(str(path), text_split="line", max_samples=2) == ["first line", "  second"]
-    keys = {source(str(path), text_split=split).key for split in ("file", "line", "paragraph")}
+    keys = {source(str(path), text_split=split).cache_key for split in ("file", "line", "paragraph")}
     assert len(keys) == 3
     monkeypatch.setattr(rows, "PIECE_CHARS", 4)
     whole = {
@@ -88,7 +88,7 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
     }
     for split, expected in whole.items():
         pieces = source(str(path), text_split=split).iter_documents()
-        joined = "".join(piece.text + "|" * piece.ends for piece in pieces)
+        joined = "".join(piece.text + "|" * piece.is_last_piece for piece in pieces)
         assert joined.replace("\r", "").replace("\n", "") == expected
 
 
@@ -135,14 +135,14 @@ def test_what_is_refused(row: dict[str, Any], tmp_path: Path, monkeypatch: pytes
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     load = Mock(return_value=datasets.Dataset.from_list(ROWS))
-    monkeypatch.setattr(HubDataset, "_loaded", {})
+    monkeypatch.setattr(HubDataset, "_datasets_by_key", {})
     monkeypatch.setattr(datasets, "load_dataset", load)
     options = {"config_name": "small", "split": "validation"}
     assert read("org/name", **options) == TEXTS
     assert read("org/name", max_samples=1, **options) == TEXTS[:1]
     load.assert_called_once_with("org/name", "small", split="validation")
-    key = source("org/name", **options).key
-    assert source("org/name", max_samples=1, **options).key != key
+    key = source("org/name", **options).cache_key
+    assert source("org/name", max_samples=1, **options).cache_key != key
     assert "org/name: row 1: no field 'body'" in refusal("org/name", text_field="body", **options)
     load.side_effect = ConnectionError("Couldn't reach\nthe Hub")
     assert "cannot load org/other, train" in refusal("org/other")

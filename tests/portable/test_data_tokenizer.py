@@ -16,14 +16,14 @@ import yaml
 from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, EsmTokenizer, PreTrainedTokenizerFast
 
-from portable.data.dataset import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data_sizes
 from portable.data.tokens.special_tokens import Frame, build_special_token_frame
 from portable.data.tokens.tokenize import TokenizeJob
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     compute_tokenizer_digest,
-    get_trained_vocab_size,
     load_tokenizer,
+    resolve_trained_vocab_size,
     train_tokenizer,
 )
 from portable.errors import UserError
@@ -138,7 +138,9 @@ def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
         "seq2seq-lm", vocabulary, Vocabulary.from_tokenizer(tokenizer, targets=True)
     )
     given = source(str(path), "seq2seq-lm", target_field="target")
-    cache = TokenizeJob(given.settings, tokenizer, vocabulary, around, tmp_path / "cache").tokenize(given)
+    cache = TokenizeJob(given.settings, tokenizer, vocabulary, around, tmp_path / "cache").tokenize_source(
+        given
+    )
     expected = tokenizer("a b", text_target="a b")
     assert cache.read_document("text", 0).tolist() == expected["input_ids"] == [2, 3, 1]
     assert cache.read_document("target", 0).tolist() == expected["labels"] == [4, 3, 1]
@@ -150,7 +152,7 @@ def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no eos_token"):
         build_special_token_frame("causal-lm", endless)
     with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
-        get_trained_vocab_size(258, mask=True)
+        resolve_trained_vocab_size(258, mask=True)
     with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one"):
         load_tokenizer(str(tmp_path))
     # A model with a too small embedding must be told of the largest id, not of the number of tokens.
@@ -186,7 +188,7 @@ def test_python_of_a_tokenizer_is_not_run_unless_trusted(
     monkeypatch.setattr("builtins.input", asked := Mock(return_value="y"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     data = Settings(source=str(corpus(tmp_path)), cache_dir=tmp_path / "cache", tokenizer=str(folder))
-    for build in (build_data, inspect_data):
+    for build in (build_data, inspect_data_sizes):
         with pytest.raises(UserError, match=r"data\.tokenizer: .*evil' contains Python code"):
             build(data)
     asked.assert_not_called()

@@ -14,18 +14,18 @@ from portable.batch import Batch
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import enable_activation_checkpointing
-from portable.model.build import build_model, load_model_config
+from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.document_attention import (
-    KEEP_DOCUMENTS_APART,
-    LAYERS_THAT_KEEP_DOCUMENTS_APART,
-    LAYERS_WITH_STATE,
-    OTHER_LAYERS,
-    check_direction,
-    check_documents,
-    explain_mixing,
+    DOCUMENT_SEPARATING_LAYERS,
+    DOCUMENT_SEPARATING_TYPES,
+    STATEFUL_LAYERS,
+    UNTESTED_LAYERS,
+    check_causal_attention,
+    check_document_separation,
+    explain_document_mixing,
 )
-from portable.model.loss import compute_token_loss
-from portable.private.transformers_internals import disable_value_checks
+from portable.model.loss import compute_summed_cross_entropy
+from portable.private.transformers_internals import skip_mask_value_checks
 from portable.run.batches import build_eval_loader
 from tests.composite import build_composite_config
 from tests.parity import opened
@@ -110,8 +110,8 @@ def result(model: PreTrainedModel, batches: list[Batch]) -> tuple[float, dict[st
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
-        with disable_value_checks():
-            loss = compute_token_loss(model, batch)
+        with skip_mask_value_checks():
+            loss = compute_summed_cross_entropy(model, batch)
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -134,7 +134,7 @@ def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> 
     "model_type",
     [
         pytest.param(name, marks=[] if name in USUAL else pytest.mark.exhaustive)
-        for name in sorted(KEEP_DOCUMENTS_APART)
+        for name in sorted(DOCUMENT_SEPARATING_TYPES)
     ],
 )
 def test_equals_single_documents(model_type: str) -> None:
@@ -153,7 +153,7 @@ def test_every_layer_type_of_transformers_is_classified() -> None:
     """If this test fails, compare packed with single documents, then add the new layer type to a set."""
     from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
-    sets = (LAYERS_THAT_KEEP_DOCUMENTS_APART, LAYERS_WITH_STATE, OTHER_LAYERS)
+    sets = (DOCUMENT_SEPARATING_LAYERS, STATEFUL_LAYERS, UNTESTED_LAYERS)
     assert set().union(*sets) == set(ALLOWED_ATTN_LAYER_TYPES)
     assert sum(map(len, sets)) == len(ALLOWED_ATTN_LAYER_TYPES)
 
@@ -162,8 +162,8 @@ def test_every_layer_type_of_transformers_is_classified() -> None:
 def test_layers_with_an_index_keep_documents_apart(model_type: str) -> None:
     model = tiny(model_type)
     assert "indexed_attention" in model.config.layer_types and model.config.index_topk == WINDOW
-    assert explain_mixing(model.config) is None
-    check_documents(model)
+    assert explain_document_mixing(model.config) is None
+    check_document_separation(model)
 
 
 def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path) -> None:
@@ -172,9 +172,11 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
     for packing in ("documents", False):
         with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
             run = trial.run
-            assert run.data.eval is not None
+            assert run.data.first_eval is not None
             found.append(
-                evaluate(trial.backend, trial.engine, build_eval_loader(run, run.data.eval), run.metrics)
+                evaluate(
+                    trial.backend, trial.engine, build_eval_loader(run, run.data.first_eval), run.metrics
+                )
             )
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
@@ -233,12 +235,12 @@ def test_flex_attention_keeps_documents_apart() -> None:
     model = tiny("gemma2", "flex_attention")
     assert model.config._attn_implementation == "flex_attention"
     alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
-    with torch.no_grad(), disable_value_checks(), torch.compiler.set_stance("force_eager"):
-        expected = sum(float(compute_token_loss(model, one)) for one in alone)
-        assert float(compute_token_loss(model, batch)) == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad(), skip_mask_value_checks(), torch.compiler.set_stance("force_eager"):
+        expected = sum(float(compute_summed_cross_entropy(model, one)) for one in alone)
+        assert float(compute_summed_cross_entropy(model, batch)) == pytest.approx(expected, rel=1e-5)
         mixed = {name: values for name, values in batch.items() if name in ("input_ids", "labels")}
-        assert float(compute_token_loss(model, mixed)) != pytest.approx(expected, rel=1e-3)
-    check_documents(model)
+        assert float(compute_summed_cross_entropy(model, mixed)) != pytest.approx(expected, rel=1e-3)
+    check_document_separation(model)
 
 
 def test_a_model_that_cannot_is_refused_by_name(
@@ -254,17 +256,17 @@ def test_a_model_that_cannot_is_refused_by_name(
     ):
         given = {**tiny_config(kind, "causal-lm"), **more}
         config = configured(tmp_path, corpus, model__config=given, data__packing="documents")
-        model = build_model(load_model_config(config.model), config.model)
+        model = build_model_on_meta(load_model_config(config.model), config.model)
         with pytest.raises(
             UserError, match=f"data.packing: {type(model).__name__} {why}.*; set data.packing"
         ):
-            check_documents(model)
-    check_documents(tiny("llama"))
+            check_document_separation(model)
+    check_document_separation(tiny("llama"))
     monkeypatch.setitem(MASKS._global_mapping, "org/other", MASKS["sdpa"])
     with pytest.raises(UserError, match=r"data.packing: attention org/other keeps no texts apart; .*sdpa"):
         model = tiny("llama")
         model.config._attn_implementation = "org/other"
-        check_documents(model)
+        check_document_separation(model)
 
 
 def sees_later_tokens(model: Any) -> bool:
@@ -313,7 +315,7 @@ def test_a_causal_model_that_sees_its_labels_is_refused(
     with torch.device("meta"):
         on_meta = transformers.AutoModelForCausalLM.from_config(config)
     if remedy is None:
-        check_direction(on_meta)
+        check_causal_attention(on_meta)
     else:
         with pytest.raises(UserError, match=f"attends in both directions.*; {remedy}"):
-            check_direction(on_meta)
+            check_causal_attention(on_meta)

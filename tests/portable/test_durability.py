@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from portable.checkpoint import store as checkpointing
-from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.store import CheckpointStore
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
-from portable.converters.formats.dcp.reader import read_tensors
+from portable.converters.formats.dcp.reader import open_tensors
 from portable.converters.manifest import MANIFEST
-from portable.converters.writers.replace_folder import exchange
+from portable.converters.writers.replace_folder import exchange_paths
 from portable.engines.fsdp import saving, shard_writer
-from portable.engines.fsdp.saving import Saver
+from portable.engines.fsdp.saving import DcpSaver
 from portable.errors import RunError, UserError
-from portable.paths import make_path_inside
+from portable.paths import prepare_path_inside
 from portable.run.rank import run_rank
 from tests.engines import Engines
 from tests.ranks import RankPool
@@ -155,7 +155,7 @@ class _Written:
             raise self._failure
 
 
-def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
+def begin(checkpoints: CheckpointStore[Path], step: int, written: _Written) -> None:
     state = TrainerState(step, 6 * step, 0, {"total_steps": 8}, {}, "", "cpu", "no_shard", 1)
 
     def shards(folder: Path) -> _Written:
@@ -163,16 +163,16 @@ def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
             (folder / f"shard-{number}").write_bytes(b"x" * 1000)
         return written
 
-    checkpoints.begin(Mock(), state, shards, lambda folder: None)
+    checkpoints.begin_save(Mock(), state, shards, lambda folder: None)
 
 
-def save(checkpoints: Checkpoints[Path], step: int) -> None:
+def save(checkpoints: CheckpointStore[Path], step: int) -> None:
     begin(checkpoints, step, _Written())
-    checkpoints.finish()
+    checkpoints.finish_save()
 
 
 def test_never_two_saves_at_once(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=None)
+    checkpoints = CheckpointStore(tmp_path, keep=None)
     go = threading.Event()
     begin(checkpoints, 1, _Written(go))
     second = threading.Thread(target=begin, args=(checkpoints, 2, _Written()))
@@ -183,21 +183,21 @@ def test_never_two_saves_at_once(tmp_path: Path) -> None:
     go.set()
     second.join(60)
     assert (tmp_path / "step-000001").is_dir()
-    checkpoints.finish()
+    checkpoints.finish_save()
     assert [step for step, _ in checkpoints.list_complete()] == [1, 2]
 
 
 def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
     """As soon as it is known, that is: the loop asks after every step, and does not wait."""
-    checkpoints = Checkpoints(tmp_path, keep=None)
+    checkpoints = CheckpointStore(tmp_path, keep=None)
     save(checkpoints, 1)
     go = threading.Event()
     begin(checkpoints, 2, _Written(go, OSError(28, "No space left on device")))
-    checkpoints.finish_if_written()
+    checkpoints.finish_save_if_written()
     go.set()
     with pytest.raises(RunError, match=r"step-000002: could not be written .*No space.*step-000001"):
         while True:
-            checkpoints.finish_if_written()
+            checkpoints.finish_save_if_written()
             time.sleep(0.01)
     assert [step for step, _ in checkpoints.list_complete()] == [1]
     save(checkpoints, 3)
@@ -224,7 +224,7 @@ def test_half_a_checkpoint_never_passes_for_one(
     removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while an older one is being removed."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = CheckpointStore(tmp_path, keep=1)
     save(checkpoints, 1)
     dies = dies_after(removed)(os.unlink)
     assert [step for step, _ in checkpoints.list_complete()] == [1]
@@ -232,10 +232,10 @@ def test_half_a_checkpoint_never_passes_for_one(
         patch.setattr(os, "unlink", dies)
         patch.setattr(os, "remove", dies)
         save(checkpoints, 2)
-    found = Checkpoints(tmp_path, keep=1).list_complete()
+    found = CheckpointStore(tmp_path, keep=1).list_complete()
     assert [step for step, _ in found] == [2]
     assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
-    checkpoints.remove_partial()
+    checkpoints.remove_interrupted_saves()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
 
@@ -243,16 +243,16 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
     """Killed at any call that changes a name: one of the two is a checkpoint."""
     for survived in range(4):
         folder = tmp_path / str(survived)
-        checkpoints = Checkpoints(folder)
+        checkpoints = CheckpointStore(folder)
         save(checkpoints, 1)
         dying = dies_after(survived)
         with monkeypatch.context() as patch, suppress(RunError):
             patch.setattr(Path, "rename", dying(Path.rename))
-            patch.setattr(checkpointing, "exchange", dying(exchange))
+            patch.setattr(checkpointing, "exchange_paths", dying(exchange_paths))
             patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
             save(checkpoints, 1)
-        assert [step for step, _ in Checkpoints(folder).list_complete()] == [1]
-        Checkpoints(folder).remove_partial()
+        assert [step for step, _ in CheckpointStore(folder).list_complete()] == [1]
+        CheckpointStore(folder).remove_interrupted_saves()
         assert [path.name for path in folder.iterdir()] == ["step-000001"]
 
 
@@ -260,8 +260,8 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     mine = tmp_path / "step-000001" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("kept")
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.remove_partial()
+    checkpoints = CheckpointStore(tmp_path)
+    checkpoints.remove_interrupted_saves()
     assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     save(checkpoints, 1)
     assert (tmp_path / "step-000001.kept" / "mine.txt").read_text() == "kept"
@@ -276,10 +276,10 @@ def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
     (mine / "file").write_text("mine")
     (run / "profile").mkdir()
     (run / "profile" / "rank0.json.gz").symlink_to(mine / "file")
-    make_path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
+    prepare_path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
     (run / "memory").symlink_to(mine)
     with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
-        make_path_inside(run, "memory/rank0.pickle")
+        prepare_path_inside(run, "memory/rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]
 
 
@@ -289,7 +289,7 @@ def serve_in_thread(writer: shard_writer.WriterProcess) -> None:
 
     def serve() -> None:
         with suppress(EOFError):
-            shard_writer.serve(theirs)
+            shard_writer.serve_write_requests(theirs)
 
     threading.Thread(target=serve, daemon=True).start()
     writer.connection = ours
@@ -308,7 +308,7 @@ def save_several(folder: Path, real_process: bool) -> list[str]:
         # A custom optimizer may have state on a single rank.
         "differs": {"model": {"w": sharded}, "optim": {f"only{rank}": torch.full((3,), float(rank))}},
     }
-    saver = Saver()
+    saver = DcpSaver()
     for name, state in states.items():
         (folder / name).mkdir(exist_ok=True)
         saver.save(state, folder / name, background=name == "all").wait()
@@ -344,7 +344,7 @@ def test_saves_of_several_states_in_one_process(tmp_path: Path, ranks: RankPool,
         for other in ("process", "process again"):
             assert (tmp_path / other / name).read_bytes() == (tmp_path / "all" / name).read_bytes()
     for name, values in expected.items():
-        tensors = read_tensors(tmp_path / name)
+        tensors = open_tensors(tmp_path / name)
         assert tensors.keys() == values.keys()
         for key, value in values.items():
             assert np.array_equal(tensors[key].read(), value)

@@ -105,8 +105,8 @@ def test_a_reward_model(tmp_path: Path, brief_runs: None) -> None:
         first.load_state_dict(trial.engine.model.state_dict())
         ours = float(trial.step().loss)
         train = trial.run.data.train
-        places = [train.locate(at, 0)[1] for at in range(4)]
-        numbers = [int(train.list_documents(index)[0]) // 2 for index in places]
+        places = [train.locate_sample(at, 0)[1] for at in range(4)]
+        numbers = [int(train.list_document_numbers(index)[0]) // 2 for index in places]
 
     def score(model: Any, number: int, key: str) -> torch.Tensor:
         row = pairs(60)[number]

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from portable.cli import main
 from portable.config import RunConfig
-from portable.converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from portable.converters.storage.completion_markers import COMPLETE_MARKER, INCOMPLETE_MARKER
 from portable.converters.storage.object_store import RemotePath
 from portable.converters.writers import conversion
 from portable.converters.writers import replace_folder as exchange_module
 from portable.converters.writers import store_output as remote_output
-from portable.converters.writers.replace_folder import exchange
+from portable.converters.writers.replace_folder import exchange_paths
 from portable.errors import UserError
-from portable.output.export import MARKER, export, recover_export
-from portable.run.finish import LARGE_EXPORT, build_export_rows
+from portable.output.export import EXPORT_MARKER_FILE, export_model, recover_export
+from portable.run.finish import LARGE_EXPORT_BYTES, build_export_cost_rows
 from portable.run.rank import run_rank
 from tests.converters.compare import tree
 from tests.object_store import ObjectStore
@@ -105,14 +105,14 @@ def test_it_keeps_what_a_person_put_there(
 ) -> None:
     final = tmp_path / "final"
     for _ in range(2):
-        export(checkpoint, final)  # which replaces its own
+        export_model(checkpoint, final)  # which replaces its own
     assert [path.name for path in tmp_path.iterdir()] == ["final"] and not capsys.readouterr().err
     (final / "README.md").write_text("mine")
-    export(checkpoint, final)
+    export_model(checkpoint, final)
     assert (tmp_path / "final.kept" / "README.md").read_text() == "mine"
     assert "README.md was not part of the export" in capsys.readouterr().err
     (final / "config.json").write_text("{}")
-    export(checkpoint, final)
+    export_model(checkpoint, final)
     assert (tmp_path / "final.kept-2" / "config.json").read_text() == "{}"
 
 
@@ -120,7 +120,7 @@ def test_a_link_is_not_followed(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "thesis.txt").write_text("mine")
     (tmp_path / "final").symlink_to("elsewhere")
-    export(checkpoint, tmp_path / "final")
+    export_model(checkpoint, tmp_path / "final")
     assert not (tmp_path / "final").is_symlink()
     assert (tmp_path / "final" / "model.safetensors").exists()
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["thesis.txt"]
@@ -134,7 +134,7 @@ def test_a_kill_at_any_moment_loses_nothing(
 ) -> None:
     """It is emulated: nothing that changes a name or deletes happens from then on."""
     final = tmp_path / "final"
-    export(checkpoint, final)
+    export_model(checkpoint, final)
     (final / "README.md").write_text("mine")
     dying, rmtree = dies_after(survived), shutil.rmtree
 
@@ -145,15 +145,15 @@ def test_a_kill_at_any_moment_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", dying(Path.rename))
         patch.setattr(shutil, "rmtree", removed)
-        patch.setattr(exchange_module, "exchange", dying(lambda *two: atomic and exchange(*two)))
+        patch.setattr(exchange_module, "exchange_paths", dying(lambda *two: atomic and exchange_paths(*two)))
         try:
-            export(checkpoint, final)
+            export_model(checkpoint, final)
         except MemoryError:
             assert not atomic or (final / "model.safetensors").exists()
     recover_export(final)
     assert (final / "model.safetensors").exists()
     assert [path.read_text() for path in tmp_path.glob("final*/README.md")] == ["mine"]
-    export(checkpoint, final)
+    export_model(checkpoint, final)
     left_over = {path.name for path in tmp_path.iterdir()} - {"final", "final.kept"}
     # The converter's own, whose lock this process, which is not dead, still holds.
     assert all(name.startswith("..final.new.tmp-") for name in left_over)
@@ -171,7 +171,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     method: str,
 ) -> None:
     """Killed as it begins to replace, or while new ones come, which is emulated: nothing is tidied up."""
-    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     whole = s3.tree("run/final")
     s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
     if method != "DELETE":
@@ -179,17 +179,17 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     else:  # of the marker, after that of what was moved
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
     with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(remote_output.StoreOutput, "abort", lambda _: None)
-        export(checkpoint, RemotePath.of(s3.url("run/final")))
+        patch.setattr(remote_output.StoreOutput, "abort_uploads", lambda _: None)
+        export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     s3.heal()
-    assert INCOMPLETE in s3.names("run/final/")
+    assert INCOMPLETE_MARKER in s3.names("run/final/")
     assert list(s3.tree("run/final.kept").values()) == [b"mine"]
     s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
     capsys.readouterr()
-    export(checkpoint, RemotePath.of(s3.url("run/final")))
+    export_model(checkpoint, RemotePath.from_url(s3.url("run/final")))
     assert s3.tree("run/final.kept-2") == {"README.md": b"mine"}
     assert "README.md was not part of the export; moved to" in capsys.readouterr().err
-    assert {**s3.tree("run/final"), COMPLETE: b""} == {**whole, COMPLETE: b""}
+    assert {**s3.tree("run/final"), COMPLETE_MARKER: b""} == {**whole, COMPLETE_MARKER: b""}
 
 
 # -- by several nodes ----------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def train_as_node(
         environment: Environment variables of the run.
     """
     rank = int(os.environ["RANK"])
-    write_files = conversion._write_files
+    write_files = conversion._write_tensor_files
 
     def record(*arguments: Any) -> None:
         (folder / f"rank{rank}.json").write_text(json.dumps([file.name for file in arguments[3]]))
@@ -221,7 +221,7 @@ def train_as_node(
         write_files(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion, "_write_files", record)
+        patch.setattr(conversion, "_write_tensor_files", record)
         for name, value in {"LOCAL_RANK": str(rank % per_node), **(environment or {})}.items():
             patch.setenv(name, value)
         assert run_rank(config.backend, config) == 0
@@ -239,7 +239,7 @@ def base_in_shards(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pa
 
 
 def read_export(run: Path) -> dict[str, bytes]:
-    return {name: data for name, data in tree(run / "final").items() if name != MARKER}
+    return {name: data for name, data in tree(run / "final").items() if name != EXPORT_MARKER_FILE}
 
 
 @pytest.mark.parametrize(
@@ -289,9 +289,9 @@ def test_nodes_write_to_a_bucket(
     ranks.run(2, train_as_node, config, tmp_path, 1, None, s3.environment)
     assert all(json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     there = s3.tree("run/final")
-    assert COMPLETE in there and not s3.open_uploads()
+    assert COMPLETE_MARKER in there and not s3.open_uploads()
     on_disk = read_export(tmp_path / "run")
-    del there[COMPLETE], there["README.md"], on_disk["README.md"]  # the cards name the places
+    del there[COMPLETE_MARKER], there["README.md"], on_disk["README.md"]  # the cards name the places
     assert there == on_disk
 
 
@@ -314,9 +314,9 @@ def test_a_node_that_is_killed_leaves_no_model(
 
 def test_a_large_model_states_what_its_export_costs(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path / "run", corpus)
-    assert build_export_rows(config, int(LARGE_EXPORT) - 1, 8, 8) == []
-    assert build_export_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []
-    (alone,) = build_export_rows(config, 36 * 10**11, 8, 8)
+    assert build_export_cost_rows(config, int(LARGE_EXPORT_BYTES) - 1, 8, 8) == []
+    assert build_export_cost_rows(config.replaced({"checkpoint.export": False}), 10**12, 8, 8) == []
+    (alone,) = build_export_cost_rows(config, 36 * 10**11, 8, 8)
     assert "written by 1 node " in alone[1] and "1:00:00 at 1 GB/s a node (8.0 idle device hours)" in alone[1]
-    (shared,) = build_export_rows(config, 36 * 10**11, 64, 8)
+    (shared,) = build_export_cost_rows(config, 36 * 10**11, 64, 8)
     assert "written by 8 nodes " in shared[1] and "7:30 at 1 GB/s a node (8.0 idle" in shared[1]

@@ -17,15 +17,15 @@ import pytest
 import torch
 import yaml
 
-from portable.checkpoint.external import open_external
+from portable.checkpoint.external import open_external_checkpoint
 from portable.cli import main
 from portable.converters import open_checkpoint
 from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.engines import Engines
@@ -108,12 +108,12 @@ def begin(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
     keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
     config = configured(folder, corpus, **keys)
     backend = create_backend(config.backend)
-    resolved = resolve(config, backend.name)
+    resolved = resolve_run(config, backend.name)
     backend.start()
     try:
-        restored = restore(prepare(resolved, backend), path)
+        restored = restore_run(prepare_run(resolved, backend), path)
         folder.mkdir(exist_ok=True)
-        restored.engine.save(folder, background=False).wait()
+        restored.engine.save_shards(folder, background=False).wait()
         return restored.progress.step, restored.progress.samples
     finally:
         backend.stop()
@@ -252,7 +252,7 @@ def test_the_model_names_what_the_optimizer_numbers(
     path = trainer / f"checkpoint-{STEPS}" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
     names = [name for name, _ in llama().named_parameters()]
-    opened = open_external(trainer, names)
+    opened = open_external_checkpoint(trainer, names)
     assert opened is not None and opened.optimizer is not None
     held = torch.load(foreign / "trainer.ref.pt", weights_only=False)["optim"]
     for name, values in opened.optimizer.state.items():

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from portable.config import RunConfig
 from portable.converters import open_checkpoint
 from portable.errors import UserError
-from portable.model.build import build_base_model, load_model_config
-from portable.model.freezing import build_tie_notes, find_frozen_names, freeze
+from portable.model.build import build_and_freeze_model, load_model_config
+from portable.model.freezing import build_tied_parameter_notes, freeze_parameters, list_frozen_names
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, write_pretrained
@@ -25,7 +25,7 @@ def run_of(tmp_path: Path, corpus: Path) -> Any:
 
 
 def model_of(config: RunConfig) -> PreTrainedModel:
-    return build_base_model(load_model_config(config.model), config)
+    return build_and_freeze_model(load_model_config(config.model), config)
 
 
 def trained(model: torch.nn.Module) -> list[str]:
@@ -39,7 +39,7 @@ def test_patterns_choose(run_of: Any) -> None:
     assert "lm_head.weight" in found and "model.embed_tokens.weight" not in found
     assert {name.split(".")[2] for name in found if "layers" in name} == {"1"}
     assert not any("norm" in name for name in found)
-    assert sorted(found + find_frozen_names(model)) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(found + list_frozen_names(model)) == sorted(name for name, _ in model.named_parameters())
     assert len(trained(model_of(run_of(train__frozen="embed", **untied)))) == len([*model.parameters()]) - 1
 
 
@@ -47,10 +47,12 @@ def test_a_tied_parameter_is_one(run_of: Any) -> None:
     config = run_of(train__trainable="lm_head", model__config__tie_word_embeddings=True)
     model = model_of(config)
     assert trained(model) == ["model.embed_tokens.weight"]
-    assert len(build_tie_notes(model, config.train)) == 1 and not build_tie_notes(model, run_of().train)
+    assert len(build_tied_parameter_notes(model, config.train)) == 1 and not build_tied_parameter_notes(
+        model, run_of().train
+    )
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    freeze(model, ["lm_head.weight"], torch.bfloat16)
+    freeze_parameters(model, ["lm_head.weight"], torch.bfloat16)
     assert head.weight is embedding.weight and embedding.weight.dtype == torch.bfloat16
     assert not trained(model)
 

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from portable.command_line import TrainOptions, parse_args
+from portable.command_line import TrainOptions, parse_train_args
 from portable.config import RunConfig, keys, load_config
 from portable.errors import UserError
-from portable.importing.hints import FOREIGN_NAMES
+from portable.importing.hints import FOREIGN_VOCABULARY
 from portable.registry import World
-from portable.run.length import FEW_STEPS, describe_length, warn_of_few_steps, warn_of_rare_checkpoints
+from portable.run.length import (
+    MIN_USEFUL_STEPS,
+    build_few_steps_warning,
+    build_rare_checkpoints_warning,
+    format_run_length,
+)
 
-TABLE, SECTIONS = keys.get_settings(RunConfig), keys.get_sections(RunConfig)
-HINTS = sorted({meaning.advice for meaning in FOREIGN_NAMES.keys.values() if meaning.advice})
+TABLE, SECTIONS = keys.get_setting_fields(RunConfig), keys.get_section_descriptions(RunConfig)
+HINTS = sorted({meaning.advice for meaning in FOREIGN_VOCABULARY.keys.values() if meaning.advice})
 
 
 @pytest.mark.parametrize("hint", HINTS)
@@ -24,7 +29,7 @@ def test_a_hint_names_settings_that_there_are(hint: str) -> None:
     named = re.findall(rf"(?:{'|'.join(SECTIONS)})\.[a-z_]+", hint)
     assert all(key in TABLE or key.startswith("model.config.") for key in named)
     told = re.findall(r"--([a-z-]+)", hint)
-    assert set(told) <= {name.replace("_", "-") for name in keys.get_settings(TrainOptions)}
+    assert set(told) <= {name.replace("_", "-") for name in keys.get_setting_fields(TrainOptions)}
 
 
 POPULAR = Path(__file__).with_name("imports").joinpath("popular.txt").read_text("utf-8").split()
@@ -38,8 +43,8 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
     with pytest.raises(UserError) as in_a_file:
         load_config({name: 1})
     with pytest.raises(UserError) as as_a_flag:
-        parse_args([f"--{name}", "1"])
-    remedy_of_name = "".join(FOREIGN_NAMES.keys.get(name, ""))  # a setting or advice
+        parse_train_args([f"--{name}", "1"])
+    remedy_of_name = "".join(FOREIGN_VOCABULARY.keys.get(name, ""))  # a setting or advice
     for text, start in ((str(in_a_file.value), "unknown key "), (str(as_a_flag.value), "unknown flag --")):
         told, _, remedy = text.partition("; ")
         assert name in told if name in SECTIONS else text.startswith(f"{start}{name}; ")
@@ -67,22 +72,22 @@ def test_remedies_for_few_steps_give_enough_steps(
     settings = {"train.epochs": epochs, "train.global_batch_size": batch}
     if epochs is None:
         settings["train.steps"] = 2
-    warning = warn_of_few_steps(load_config(None, settings), samples, World(ranks))
+    warning = build_few_steps_warning(load_config(None, settings), samples, World(ranks))
     assert (warning is None) == (not remedies)
     named = {key: int(value) for key, value in re.findall(r"train\.(\w+) to (\d+)", warning or "")}
     assert named == remedies
     for key, value in named.items():
         config = load_config(None, settings | {f"train.{key}": value})
-        assert (config.train.epochs or 0) * samples / config.train.global_batch_size > FEW_STEPS - 1
+        assert (config.train.epochs or 0) * samples / config.train.global_batch_size > MIN_USEFUL_STEPS - 1
         assert config.train.global_batch_size % ranks == 0
 
 
 def test_length_is_described_in_steps_and_epochs() -> None:
     config = load_config(None, {"train.epochs": 3, "train.global_batch_size": 16})
-    assert describe_length(config, 87, 464) == "87: 3 epochs of 464 samples"
+    assert format_run_length(config, 87, 464) == "87: 3 epochs of 464 samples"
     config = load_config(None, {"train.steps": 40, "train.global_batch_size": 8})
-    assert describe_length(config, 40, 640) == "40: 0.5 epochs of 640 samples"
-    assert describe_length(config, 40, None) == "40"
+    assert format_run_length(config, 40, 640) == "40: 0.5 epochs of 640 samples"
+    assert format_run_length(config, 40, None) == "40"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +102,8 @@ def test_length_is_described_in_steps_and_epochs() -> None:
     ],
 )
 def test_rare_checkpoints_are_named(settings: dict[str, Any], samples: int, warns: bool) -> None:
-    warning = warn_of_rare_checkpoints(load_config(None, {**settings, "train.global_batch_size": 8}), samples)
+    warning = build_rare_checkpoints_warning(
+        load_config(None, {**settings, "train.global_batch_size": 8}), samples
+    )
     assert (warning is not None) == warns
     assert warning is None or "10,000 steps" in warning

@@ -27,7 +27,7 @@ from pyarrow import parquet
 from transformers import CONFIG_MAPPING
 
 from benchmarks import inotify
-from portable.adapters.settings import find_adapter_folder
+from portable.adapters.settings import resolve_adapter_folder
 from portable.batch import Batch
 from portable.cli import main
 from portable.commands import resume_info
@@ -35,16 +35,16 @@ from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.converters.cli import main as convert
 from portable.data.sources import sharded_tokens
-from portable.data.sources.pretokenized import FORMAT, INDEX
+from portable.data.sources.pretokenized import INDEX_FILE, INDEX_FORMAT
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import bounded_tokenizer, limited_calls, tokenize
-from portable.data.tokens.chat_template import ChatTemplate
+from portable.data.tokens.chat_template import ConversationEncoder
 from portable.data.tokens.tokenizer import Vocabulary, load_tokenizer
 from portable.errors import UserError
 from portable.model.build import load_model_config
 from portable.model.config_values import check_config_values
 from portable.model.training_loss import Outputs
-from portable.paths import check_folder
+from portable.paths import check_folder_files
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import source
@@ -124,7 +124,7 @@ def test_columns_of_a_shard_are_added_once() -> None:
     data = np.array([samples, *offsets, *range(samples)], "<u4").tobytes()
     piece: Any = {"sizes": [4] + [0] * columns, "column": 0, "dtype": "<u4", "shaped": True}
     start = time.process_time()
-    documents = sharded_tokens._parse_documents(data, piece)
+    documents = sharded_tokens._parse_shard_documents(data, piece)
     assert np.concatenate(documents).tolist() == list(range(samples))
     assert time.process_time() - start < 10
 
@@ -144,7 +144,7 @@ OPENED: dict[str, Callable[[Path], Any]] = {
     "dry": lambda folder: main(["--output_dir", str(folder), "--dry-run"]),
     "resume": lambda folder: main(["--resume-info", str(folder / "checkpoints" / "step-000002")]),
     "data.tokenizer": lambda folder: load_tokenizer(str(folder)),
-    "adapter.name_or_path": lambda folder: find_adapter_folder(str(folder)),
+    "adapter.name_or_path": lambda folder: resolve_adapter_folder(str(folder)),
     "model.name_or_path": lambda folder: main(["--model.name_or_path", str(folder), "--dry-run"]),
 }
 
@@ -325,9 +325,9 @@ def test_a_folder_of_a_model_has_few_files(tmp_path: Path) -> None:
     """A home folder has so many that looking at each takes minutes."""
     for number in range(4):
         (tmp_path / f"{number}.json").touch()
-    check_folder("adapter.name_or_path", str(tmp_path), most=4)
+    check_folder_files("adapter.name_or_path", str(tmp_path), max_files=4)
     with pytest.raises(UserError, match=r"^adapter.name_or_path: .* has more than 3 files; name the folder"):
-        check_folder("adapter.name_or_path", str(tmp_path), most=3)
+        check_folder_files("adapter.name_or_path", str(tmp_path), max_files=3)
 
 
 def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
@@ -337,10 +337,10 @@ def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
     (repository / "blobs").mkdir()
     (repository / "blobs" / "hash").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/hash")
-    check_folder("model.name_or_path", str(snapshot))
+    check_folder_files("model.name_or_path", str(snapshot))
     (snapshot / "vocab.json").symlink_to("../../refs")
     with pytest.raises(UserError, match=r"^model.name_or_path: .*vocab.json: a link here leaves"):
-        check_folder("model.name_or_path", str(snapshot))
+        check_folder_files("model.name_or_path", str(snapshot))
 
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -573,9 +573,9 @@ def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, s
         watch.add(secret)
         with pytest.raises(UserError, match=told) as refused:
             opened = source(place)
-            opened.digest()
+            opened.compute_digest()
             if isinstance(opened, TokenSource):
-                list(opened.iter_tokens(1 << 20, None))
+                list(opened.iter_token_chunks(1 << 20, None))
             else:
                 found = "".join(document.text for document in opened.iter_documents())
                 pytest.fail(f"read {found[:60]}")
@@ -589,9 +589,13 @@ LONG_NUMBER = "1" + "0" * 400
 
 @pytest.mark.parametrize("shards", ['[[1e999, 4, "a"]]', "[[1]]", "7", "null"])
 def test_a_damaged_index_of_prepared_tokens_is_one_line(shards: str, tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(f'{{"format": {FORMAT}, "made": "a", "kind": "text", "shards": {shards}}}')
-    with pytest.raises(UserError, match=rf"^data.source: .*{INDEX}: damaged .*; run portable-data again$"):
-        source(str(tmp_path), stream=True).digest()
+    (tmp_path / INDEX_FILE).write_text(
+        f'{{"format": {INDEX_FORMAT}, "made": "a", "kind": "text", "shards": {shards}}}'
+    )
+    with pytest.raises(
+        UserError, match=rf"^data.source: .*{INDEX_FILE}: damaged .*; run portable-data again$"
+    ):
+        source(str(tmp_path), stream=True).compute_digest()
 
 
 @pytest.mark.parametrize("key", ["data.columns", "data.label_field"])
@@ -623,14 +627,18 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited_calls, "SECONDS", 1.0)
-    chat = ChatTemplate(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
+    monkeypatch.setattr(limited_calls, "MAX_CALL_SECONDS", 1.0)
+    chat = ConversationEncoder(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^data\.chat_template: ") as refused:
-        chat.encode([record({"messages": TALK})])
+        chat.encode_documents([record({"messages": TALK})])
     assert "\n" not in str(refused.value)
     assert time.monotonic() - began < 30
-    assert ChatTemplate(tokenizer("qwen2_5"), SAYS, NO_FRAME).encode([record({"messages": TALK})]).stopping
+    assert (
+        ConversationEncoder(tokenizer("qwen2_5"), SAYS, NO_FRAME)
+        .encode_documents([record({"messages": TALK})])
+        .num_stopping
+    )
     status = Path(f"/proc/{limited_calls._workers[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
@@ -660,7 +668,7 @@ def test_a_tokenizer_that_fails_is_one_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.tokenizer: ") as refused:
         loaded = load_tokenizer(write_tokenizer(tmp_path, **TOKENIZERS[case]))
         Vocabulary.from_tokenizer(loaded)
-        tokenize._encode(loaded, ["a" * 40 + "c"])
+        tokenize._encode_batch(loaded, ["a" * 40 + "c"])
     assert str(refused.value).isprintable()
 
 
@@ -702,7 +710,7 @@ def test_a_tokenizer_without_end_is_one_line(
     with pytest.raises(UserError) as refused:
         loaded = load_tokenizer(write_tokenizer(tmp_path, **parts))
         Vocabulary.from_tokenizer(loaded)
-        tokenize._encode(loaded, ["a" * 1500 + "c"])
+        tokenize._encode_batch(loaded, ["a" * 1500 + "c"])
     assert str(refused.value) == (
         f"data.tokenizer: {str(tmp_path)!r} takes too much time or memory to {action}; use another "
         "tokenizer, or null to train one"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from portable.errors import UserError
-from portable.reporting.html_report import POINTS, main, thin_points
+from portable.reporting.html_report import TARGET_NUM_POINTS, downsample_points, main
 from portable.reporting.metrics import MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -46,7 +46,7 @@ def invented(folder: Path, rows: list[dict[str, Any]], config: str = "data: {seq
     folder.mkdir()
     metrics = MetricsFile(folder, from_step=0)
     for row in rows:
-        metrics.write(row)
+        metrics.append_row(row)
     metrics.close()
     (folder / "config.yaml").write_text(config)
     return folder
@@ -77,7 +77,7 @@ def test_metrics_file_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     before = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
     metrics = MetricsFile(tmp_path, from_step=40_000)
     read = int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0]) - before
-    metrics.write({"step": 40_001, "eval_loss": 1.0})
+    metrics.append_row({"step": 40_001, "eval_loss": 1.0})
     metrics.close()
     assert [metrics.has_evaluation(step) for step in (40_000, 40_001, 40_002)] == [True, True, False]
     assert path.read_text() == "".join(lines[:40_001]) + '{"step": 40001, "eval_loss": 1.0}\n'
@@ -102,8 +102,8 @@ def test_two_runs_lie_beside_each_other(
 def test_long_curves_keep_their_spikes() -> None:
     points: list[Any] = [(step, None, None, step % 7 / 7) for step in range(300_001)]
     points[123_456] = (123_456, None, None, 50.0)
-    kept = thin_points(points)
-    assert POINTS / 2 < len(kept) <= POINTS + 2
+    kept = downsample_points(points)
+    assert TARGET_NUM_POINTS / 2 < len(kept) <= TARGET_NUM_POINTS + 2
     assert points[123_456] in kept and kept[-1] == points[-1] and kept == sorted(kept)
 
 

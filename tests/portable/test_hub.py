@@ -23,9 +23,9 @@ from portable import Run
 from portable.config import load_config
 from portable.errors import RunError, UserError
 from portable.output import hub as hub_module
-from portable.output.export import MARKER
-from portable.output.hub import Hub
-from portable.reporting.model_card import CARD
+from portable.output.export import EXPORT_MARKER_FILE
+from portable.output.hub import HubRepository
+from portable.reporting.model_card import MODEL_CARD_FILE
 from portable.run.rank import run_rank
 from tests import hub_datasets
 from tests.composite import build_composite
@@ -56,7 +56,7 @@ def use(url: str, token: str | None, patch: pytest.MonkeyPatch) -> None:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with serving(FakeHub()) as found:
         use(found.url, TOKEN, monkeypatch)
-        monkeypatch.setattr(hub_module, "WAITS", (0.0, 0.0))
+        monkeypatch.setattr(hub_module, "RETRY_WAIT_SECONDS", (0.0, 0.0))
         yield found
 
 
@@ -68,7 +68,7 @@ def run(folder: Path, corpus: Path, **settings: Any) -> int:
 def on_rank(url: str, config: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
         use(url, TOKEN, patch)
-        patch.setattr(hub_module, "WAITS", (0.0, 0.0))
+        patch.setattr(hub_module, "RETRY_WAIT_SECONDS", (0.0, 0.0))
         return run_rank("cpu", config)
 
 
@@ -81,12 +81,12 @@ def test_two_ranks_upload_the_final_model_once(
     repository = hub.repositories["me/of-two"]
     final = tmp_path / "of-two" / "final"
     assert repository.private and [message for message, _ in repository.commits] == ["Final model, step 2"]
-    there = {path.name: path.read_bytes() for path in final.iterdir() if path.name != MARKER}
+    there = {path.name: path.read_bytes() for path in final.iterdir() if path.name != EXPORT_MARKER_FILE}
     assert repository.files == there and "model.safetensors" in there
     assert load(there["model.safetensors"])
     assert sum("/commit/" in one for one in hub.requests) == sum("create" in one for one in hub.requests) == 1
     assert f"{hub.url}/me/of-two" in (tmp_path / "of-two" / "log.txt").read_text("utf-8")
-    card = there[CARD].decode()
+    card = there[MODEL_CARD_FILE].decode()
     assert yaml.safe_load(card.split("---\n")[1])["pipeline_tag"] == "text-generation"
     assert str(tmp_path) not in card and str(corpus.parent) not in card and "corpus.jsonl" in card
     assert not any(json.loads(line)["text"] in card for line in corpus.read_text().splitlines())
@@ -116,13 +116,13 @@ def test_an_adapter_is_uploaded_as_one(tmp_path: Path, corpus: Path, hub: FakeHu
     there = hub.repositories["me/lora"].files
     assert "adapter_config.json" in there and "model.safetensors" not in there
     assert all(".lora_" in name for name in load(there["adapter_model.safetensors"]))
-    assert yaml.safe_load(there[CARD].decode().split("---\n")[1])["library_name"] == "peft"
+    assert yaml.safe_load(there[MODEL_CARD_FILE].decode().split("---\n")[1])["library_name"] == "peft"
 
 
 def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
     """Its file is read back as the settings of the run, but for what is the machine's."""
     run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
-    text = (tmp_path / "run" / "final" / CARD).read_text("utf-8")
+    text = (tmp_path / "run" / "final" / MODEL_CARD_FILE).read_text("utf-8")
     (tmp_path / "again.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     again = load_config(tmp_path / "again.yaml").fingerprint()
     mine = load_config(tmp_path / "run" / "config.yaml").fingerprint()
@@ -159,7 +159,7 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
     assert len(messages) <= 3
     weights = [files["model.safetensors"] for _, files in commits]
     assert weights[0] != weights[-1] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
-    card = commits[0][1][CARD].decode()
+    card = commits[0][1][MODEL_CARD_FILE].decode()
     assert "| 1 |" in card and "| 2 |" not in card  # what was known at that step
     assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
     left = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -173,31 +173,33 @@ def export(tmp_path: Path) -> Path:
     folder.mkdir()
     save_file({"weight": np.arange(6.0)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    (folder / CARD).write_text("---\nlibrary_name: transformers\n---\n")
-    (folder / MARKER).write_text("{}")
+    (folder / MODEL_CARD_FILE).write_text("---\nlibrary_name: transformers\n---\n")
+    (folder / EXPORT_MARKER_FILE).write_text("{}")
     return folder
 
 
-def of(folder: Path, **settings: Any) -> Hub:
+def of(folder: Path, **settings: Any) -> HubRepository:
     given = {"hub.push": "end", "output_dir": str(folder / "run"), "backend": "cpu"}
-    return Hub(checked(None, given | {key.replace("__", "."): value for key, value in settings.items()}))
+    return HubRepository(
+        checked(None, given | {key.replace("__", "."): value for key, value in settings.items()})
+    )
 
 
 def test_a_failing_upload_is_repeated(export: Path, hub: FakeHub) -> None:
     """A commit whose answer was lost is not made twice."""
     hub.faults = {"POST /me/run.git": [503], "PUT /lfs": [DROP], "/commit/": [500, LOST]}
-    assert of(export).push(export, "Step 1") == f"{hub.url}/me/run"
+    assert of(export).push_export(export, "Step 1") == f"{hub.url}/me/run"
     assert not any(hub.faults.values()) and len(hub.repositories["me/run"].commits) == 1
-    assert set(hub.repositories["me/run"].files) == {"model.safetensors", "config.json", CARD}
+    assert set(hub.repositories["me/run"].files) == {"model.safetensors", "config.json", MODEL_CARD_FILE}
 
 
 def test_a_hub_that_never_answers(export: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """huggingface_hub has no limit of its own."""
     before = get_session().timeout
     hub.hold = threading.Event()
-    monkeypatch.setattr(hub_module, "_NO_ANSWER", 0.3)
+    monkeypatch.setattr(hub_module, "_UPLOAD_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(RunError, match="timed out"):
-        of(export).push(export, "Step 1")
+        of(export).push_export(export, "Step 1")
     hub.hold.set()
     assert get_session().timeout == before
 
@@ -207,10 +209,10 @@ def test_a_hub_that_is_down_at_the_start(
 ) -> None:
     hub.faults = {"whoami": [503, DROP]}
     one = of(export)
-    one.check()
-    one.create()
+    one.check_access()
+    one.create_repository()
     assert capsys.readouterr().err.count("warning: hub.push: the hub does not answer (") == 1
-    one.push(export, "Step 1")
+    one.push_export(export, "Step 1")
     assert hub.repositories["me/run"].commits
 
 
@@ -223,7 +225,7 @@ def test_a_lost_upload_loses_no_run(
     told = [line for line in capfd.readouterr().err.splitlines() if "warning: hub" in line]
     final = tmp_path / "run" / "final"
     assert (final / "model.safetensors").is_file() and not hub.repositories["me/run"].commits
-    by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {MARKER} --private"
+    by_hand = f"upload it by hand: hf upload me/run {final} . --exclude {EXPORT_MARKER_FILE} --private"
     assert told[-1].endswith(by_hand), told
     assert sum("/commit/" in one for one in hub.requests) in ((1, 2) if fault == 403 else (3, 6))
 
@@ -279,15 +281,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.tokens.tokenizer import load_tokenizer
-from portable.hub_requests import get_revisions
-from portable.model.build import build_model, load_model_config
+from portable.hub_requests import get_revisions_read
+from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.pretrained import load_pretrained_weights
 
 def load(name):
     settings = load_config(None, {"model.name_or_path": name, "data.source": "texts.jsonl"}).model
-    model = build_model(load_model_config(settings), settings)
+    model = build_model_on_meta(load_model_config(settings), settings)
     load_tokenizer(name)
-    assert get_revisions() == {f"model {name}": sys.argv[1]}
+    assert get_revisions_read() == {f"model {name}": sys.argv[1]}
     return sorted(load_pretrained_weights(settings, model).found)
 """
 LOAD_DATASET = """

@@ -20,15 +20,15 @@ from portable.cli import main
 from portable.commands.importing import print_imported_config
 from portable.config import RunConfig, keys, load_config
 from portable.config.origins import Origin
-from portable.config.yaml_text import YamlDocument, parse
+from portable.config.yaml_text import YamlDocument, parse_yaml
 from portable.importing import axolotl, trl
 from portable.importing.foreign_file import ForeignFile, ForeignProgram
-from portable.importing.programs import PROGRAMS, TORCHTUNE, TRL, read_file
+from portable.importing.programs import FOREIGN_PROGRAMS, TORCHTUNE, TRL, convert_foreign_file
 from tests.published import tree
 
-TABLE = keys.get_settings(RunConfig)
+TABLE = keys.get_setting_fields(RunConfig)
 IMPORTS = Path(__file__).with_name("imports")
-EXPECTED = parse((IMPORTS / "expected.yaml").read_text("utf-8"), "expected.yaml").value
+EXPECTED = parse_yaml((IMPORTS / "expected.yaml").read_text("utf-8"), "expected.yaml").value
 TRL_FILE, AXOLOTL_FILE, FACTORY_FILE, ACCELERATE_FILE = (
     (IMPORTS / f"{name}.yaml").read_text("utf-8")
     for name in ("trl", "axolotl", "llama-factory", "accelerate")
@@ -39,8 +39,8 @@ def imported(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str,
     """The settings that are printed, by dotted key, and the text."""
     print_imported_config(words)
     text = capsys.readouterr().out
-    config = load_config(parse(text, "run.yaml").value)
-    return {key: keys.to_plain(config.get(key)) for key in TABLE if config.is_set(key)}, text
+    config = load_config(parse_yaml(text, "run.yaml").value)
+    return {key: keys.to_plain_value(config.get(key)) for key in TABLE if config.is_set(key)}, text
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -74,8 +74,8 @@ KEYS = yaml.safe_load((IMPORTS / "keys.yaml").read_text("utf-8"))
 
 @pytest.mark.parametrize("row", KEYS, ids=lambda row: json.dumps(row["given"]))
 def test_what_a_file_means_to_its_program(row: dict[str, Any]) -> None:
-    found = read_file(YamlDocument(row["given"], {}), "theirs.yaml")
-    assert not found.refused
+    found = convert_foreign_file(YamlDocument(row["given"], {}), "theirs.yaml")
+    assert not found.refusals
     expected = row["comes_to"]
     assert {key: found.values.get(key) for key in expected} == expected
     assert found.values.keys().isdisjoint(row.get("unset", ()))
@@ -193,10 +193,10 @@ def with_key(values: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 
 def effective(theirs: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return all settings of the run that a file describes, and the refused keys."""
-    imported_run = read_file(YamlDocument(theirs, {}), "theirs.yaml")
+    imported_run = convert_foreign_file(YamlDocument(theirs, {}), "theirs.yaml")
     pairs = {"data.format": "preference"} if "train.loss" in imported_run.values else {}
     config = load_config(None, {**pairs, **imported_run.values})
-    return {key: keys.to_plain(config.get(key)) for key in TABLE}, imported_run.refused
+    return {key: keys.to_plain_value(config.get(key)) for key in TABLE}, imported_run.refusals
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -207,12 +207,12 @@ def test_a_default_of_a_program_that_is_written_out_changes_nothing(name: str) -
     compared = 0
     for key, value in defaults().items():
         program = TORCHTUNE if start is TUNE_START else TRL
-        if key in start or program.find_key(key) is None or SAME_MEANING.get(key) == value:
+        if key in start or program.find_key_entry(key) is None or SAME_MEANING.get(key) == value:
             continue
         compared += 1
-        named = read_file(YamlDocument(with_key(start, key, value), {}), "theirs.yaml")
-        assert not named.refused
-        if named.values == read_file(YamlDocument(start, {}), "theirs.yaml").values:
+        named = convert_foreign_file(YamlDocument(with_key(start, key, value), {}), "theirs.yaml")
+        assert not named.refusals
+        if named.values == convert_foreign_file(YamlDocument(start, {}), "theirs.yaml").values:
             continue
         actual, _ = effective(with_key(start, key, value))
         other = {setting: actual[setting] for setting in actual if actual[setting] != expected[setting]}
@@ -246,8 +246,10 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
             continue
         section, _, _ = dotted.rpartition(".")
         misspelled = f"{section}.misspelled".strip(".")
-        imported_run = read_file(YamlDocument(with_key(start, misspelled, "xyz"), {}), "theirs.yaml")
-        lines = [*imported_run.refused, *imported_run.notes]
+        imported_run = convert_foreign_file(
+            YamlDocument(with_key(start, misspelled, "xyz"), {}), "theirs.yaml"
+        )
+        lines = [*imported_run.refusals, *imported_run.notes]
         around = section.split(".")[0]
         named = [line for line in lines if "misspelled" in line]
         if section:
@@ -261,7 +263,7 @@ def test_no_key_of_any_depth_of_published_files_vanishes(files: str) -> None:
     assert compared > 100
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", FOREIGN_PROGRAMS, ids=lambda program: program.name)
 def test_targets_are_settings(program: ForeignProgram) -> None:
     """A setting that a key becomes exists, and so does each setting among the defaults of the program."""
     tables = [program.keys, axolotl.ENTRY_KEYS, trl.MIXTURE_ENTRY_KEYS]
@@ -272,12 +274,12 @@ def test_targets_are_settings(program: ForeignProgram) -> None:
     assert {difference.setting for difference in program.differences} <= {"", *TABLE}
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", FOREIGN_PROGRAMS, ids=lambda program: program.name)
 def test_values_become_the_settings_that_the_table_names(program: ForeignProgram) -> None:
     for name, key in program.keys.items():
         for value in (True, 1, 0.5, "x", "cpu", "fp32", ["x"], {"x": 1}, *key.unless):
             file = ForeignFile(program, tree(name, value), lambda path: Origin(".".join(path), 0))
-            file.convert()
+            file.convert_keys()
             assert file.result.values.keys() <= {*key.targets, *UNNAMED_TARGETS}, (name, value)
 
 
@@ -305,10 +307,10 @@ def test_no_key_of_an_entry_of_axolotl_vanishes(key: str) -> None:
     pairs = {"rl": "dpo"} if key in ("field_prompt", "field_chosen", "field_rejected") else {}
     results = []
     for entry in (start, {**start, key: values.get(key, "xyz")}):
-        imported_run = read_file(
+        imported_run = convert_foreign_file(
             YamlDocument({"base_model": "a", "datasets": [entry], **pairs}, {}), "theirs.yaml"
         )
-        results.append((imported_run.values, imported_run.notes, imported_run.refused))
+        results.append((imported_run.values, imported_run.notes, imported_run.refusals))
     assert (results[0] != results[1]) == (key not in SILENT)
 
 
@@ -330,8 +332,10 @@ def test_no_argument_of_a_dataset_of_torchtune_vanishes(dataset: str) -> None:
                 "packed": False,
                 **more,
             }
-            imported_run = read_file(YamlDocument({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml")
-            results.append((imported_run.values, imported_run.notes, imported_run.refused))
+            imported_run = convert_foreign_file(
+                YamlDocument({"checkpointer": {}, "dataset": start}, {}), "theirs.yaml"
+            )
+            results.append((imported_run.values, imported_run.notes, imported_run.refusals))
         is_supported = not any("has no counterpart: set data.source" in line for line in results[0][2])
         assert results[0] != results[1] or not is_supported, key
 
@@ -406,9 +410,9 @@ WITH_ADAPTER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)
 def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
-    for program in PROGRAMS:
-        start: dict[str, Any] = dict.fromkeys((program.own_keys or program.usual_keys)[:2])
+    for program in FOREIGN_PROGRAMS:
+        start: dict[str, Any] = dict.fromkeys((program.unique_keys or program.usual_keys)[:2])
         start |= WITH_ADAPTER.get(program.name, {})
         for name in program.keys:
-            found = read_file(YamlDocument({**start, **tree(name, value)}, {}), "theirs.yaml")
-            assert all("\n" not in line for line in (*found.refused, *found.notes))
+            found = convert_foreign_file(YamlDocument({**start, **tree(name, value)}, {}), "theirs.yaml")
+            assert all("\n" not in line for line in (*found.refusals, *found.notes))

@@ -122,7 +122,7 @@ def test_the_next_run_removes_the_semaphores_of_killed_runs() -> None:
     names.remove_leftovers()
     assert not left.exists()
     assert created <= semaphores()
-    names.unlink()
+    names.unlink_names()
     assert not created & semaphores()
 
 

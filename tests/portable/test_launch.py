@@ -18,8 +18,8 @@ import torch
 
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.loop import StopSignals
-from portable.output.output_dir import lock_folder
-from portable.ranks.launch import launch
+from portable.output.output_dir import lock_run_folder
+from portable.ranks.launch import launch_ranks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import free_port, wait_for
@@ -59,14 +59,14 @@ def test_ctrl_c_is_answered_immediately_on_a_terminal(
 ) -> None:
     monkeypatch.setattr("portable.terminal.sys.stderr.isatty", lambda: True)
     signals = StopSignals()
-    signals.install()
+    signals.install_handlers()
     try:
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
-        signals.restore()
+        signals.restore_handlers()
     assert capfd.readouterr().err.count("stopping after this step") == 1
 
 
@@ -75,17 +75,17 @@ def test_repeated_sigterm_does_not_terminate_a_rank_that_saves(monkeypatch: pyte
     monkeypatch.setattr("portable.errors._is_end_requested", False)
     handler = signal.getsignal(signal.SIGTERM)
     signals = StopSignals()
-    signals.install()
+    signals.install_handlers()
     try:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert signals.requested
     finally:
-        signals.restore()
+        signals.restore_handlers()
     assert signal.getsignal(signal.SIGTERM) is handler
     # The launcher that sent it knows of the first failure, so nothing is left to report.
     monkeypatch.setattr("portable.errors.time.sleep", None)
-    ReportedElsewhereError("another rank failed", 1).wait()
+    ReportedElsewhereError("another rank failed", 1).wait_for_report()
 
 
 @pytest.mark.slow
@@ -122,12 +122,12 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     workers = ranks_of(scratch)
     assert sorted(workers) == [0, 1]
     assert all(alive(pid) for pid in workers.values())
-    with pytest.raises(UserError, match="in use"), lock_folder(folder):
+    with pytest.raises(UserError, match="in use"), lock_run_folder(folder):
         pass
     os.kill(parent_of(workers[0]), signal.SIGKILL)
     run.communicate(timeout=AT_MOST)
     wait_for(lambda: not any(alive(pid) for pid in workers.values()))
-    with lock_folder(folder):
+    with lock_run_folder(folder):
         pass
 
     # One rank killed: the launcher says which, and how it ended.
@@ -185,7 +185,7 @@ def test_a_refusal_is_told_once(
             environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if command == TORCHRUN:
             (tmp_path / "out").mkdir()
-            held.enter_context(lock_folder(tmp_path / "out"))
+            held.enter_context(lock_run_folder(tmp_path / "out"))
         done = zygote.run(*command, *settings, **environment)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and told.format(port=port) in lines[0], done.stderr
@@ -313,11 +313,11 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
         readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
         patch.setattr("portable.ranks.oom_kills.read_oom_kills", lambda: next(readings))
     if how == "breaks":
-        patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
+        patch.setattr("portable.ranks.launch.REPORT_SECONDS", 1.0)  # the other rank never reports
     if how == "asked twice":
         threading.Thread(target=ask_twice).start()
     try:
-        launch(_rank_function, (how,), ranks=2, memory_advice="set this lower")
+        launch_ranks(_rank_function, (how,), ranks=2, memory_advice="set this lower")
     except (UserError, RunError) as error:
         print(f"{type(error).__name__}: {error}")
 
@@ -365,8 +365,12 @@ def test_what_a_launcher_says_of_its_ranks(how: str, tmp_path: Path, zygote: Zyg
 @pytest.mark.parametrize(
     ("rank", "code"),
     [
-        ("from portable.ranks.launch import launch; launch(leave, (), ranks=2)", 0),
-        ("from portable.cli import program; leave(); sys.argv[1:] = ['--nothing']; sys.exit(program())", 2),
+        ("from portable.ranks.launch import launch_ranks; launch_ranks(leave, (), ranks=2)", 0),
+        (
+            "from portable.cli import run_as_process; leave(); sys.argv[1:] = ['--nothing']; "
+            "sys.exit(run_as_process())",
+            2,
+        ),
     ],
     ids=["launcher", "torchrun"],
 )

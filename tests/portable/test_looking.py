@@ -15,14 +15,14 @@ import pytest
 from transformers import AutoTokenizer
 
 import portable.converters.cli
-from portable.adapters.adapter import adapt
+from portable.adapters.adapter import inject_adapter
 from portable.cli import main
 from portable.commands import chat
 from portable.config import load_config
 from portable.converters.cli import main as convert
-from portable.model.build import build_base_model, load_model_config
+from portable.model.build import build_and_freeze_model, load_model_config
 from portable.planner.cli import main as plan
-from portable.reporting.model_card import CARD, list_commands
+from portable.reporting.model_card import MODEL_CARD_FILE, list_usage_commands
 from tests.runs import configured, flags, tiny, write_conversations, write_labelled, write_pretrained
 from tests.tiny_models import tiny_config
 
@@ -231,7 +231,7 @@ def test_each_command_runs(
         corpus = write_labelled(tmp_path, 40)
     assert main(flags(tiny("runs/mine", corpus, **settings))) == 0
     commands = commands_of(capsys)
-    card = Path("runs/mine/final", CARD).read_text()
+    card = Path("runs/mine/final", MODEL_CARD_FILE).read_text()
     assert str(tmp_path) not in card.split("```sh")[1].split("```")[0]
     for what, command in commands.items():
         assert command.replace("runs/mine/final", "path/of/this/folder") in card
@@ -251,7 +251,7 @@ def test_each_command_runs(
 
 def test_names_in_commands_are_quoted() -> None:
     settings = {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"}
-    found = dict(list_commands(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
+    found = dict(list_usage_commands(load_config(None, settings), "-it/final", "llama", "LlamaForCausalLM"))
     assert shlex.split(found["vLLM"])[:3] == ["vllm", "serve", "a $(b)"]
     assert "\"$(hf download 'a $(b)')\"" in found["llama.cpp"]
 
@@ -260,10 +260,12 @@ def test_vllm_command_serves_an_adapter_of_stacked_experts(tmp_path: Path, corpu
     """vLLM rejects such an adapter without these options, and peft doubles the rank of `gate_up_proj`."""
     settings = {"adapter__type": "lora", "adapter__r": 12, "model__config": tiny_config("qwen3_moe")}
     config = configured(tmp_path, corpus, **settings)
-    model = build_base_model(load_model_config(config.model), config)
-    adapter = adapt(model, load_model_config(config.model), config)
+    model = build_and_freeze_model(load_model_config(config.model), config)
+    adapter = inject_adapter(model, load_model_config(config.model), config)
     run = load_config(None, {"model.name_or_path": "base", "adapter.type": "lora", "output_dir": "mine"})
-    commands = dict(list_commands(run, "mine/final", "qwen3_moe", "Qwen3MoeForCausalLM", adapter=adapter))
+    commands = dict(
+        list_usage_commands(run, "mine/final", "qwen3_moe", "Qwen3MoeForCausalLM", adapter=adapter)
+    )
     *command, module = shlex.split(commands["vLLM"])
     options = "--enable-lora --max-lora-rank 32 --enable-mixed-moe-lora-format --lora-modules"
     assert command == ["vllm", "serve", "base", *options.split()]
@@ -289,7 +291,7 @@ def test_vllm_command_serves_an_adapter_of_stacked_experts(tmp_path: Path, corpu
 def test_commands_fit_the_model(
     model_type: str, architecture: str, settings: dict[str, Any], command: str, programs: int
 ) -> None:
-    commands = dict(list_commands(load_config(None, settings), "final", model_type, architecture))
+    commands = dict(list_usage_commands(load_config(None, settings), "final", model_type, architecture))
     assert command in commands["transformers"]
     assert len(commands) == programs
     if programs > 1:

@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.data.dataset import build_data
 from portable.errors import UserError
-from portable.evaluation.metrics import NOTHING
+from portable.evaluation.metrics import LOSS_ONLY
 from portable.model.build import AUTO_CLASSES, load_model_config
 from portable.model.chunked_loss import install_chunked_head
-from portable.model.loss import Objective, compute_token_loss, divide_by_global_weight, forward_loss
+from portable.model.loss import (
+    TrainingObjective,
+    compute_micro_batch_loss,
+    compute_summed_cross_entropy,
+    scale_loss_by_global_weight,
+)
 from portable.run.batches import build_train_loader
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import Losses, assert_close, our_losses
@@ -80,7 +85,7 @@ def inputs(task: str, rows: int = 3) -> dict[str, Tensor]:
     tokens = torch.randint(3, 64, (rows, 10), generator=generator)
     mask = torch.ones(rows, 9, dtype=torch.int64)
     mask[::2, 6:] = 0
-    labels = tokens[:, 1:].masked_fill(mask == 0, IGNORED)
+    labels = tokens[:, 1:].masked_fill(mask == 0, IGNORED_LABEL)
     batch = {"input_ids": tokens[:, :-1], "attention_mask": mask, "labels": labels}
     return batch | ({"decoder_input_ids": tokens[:, :-1].flip(1)} if task == "seq2seq-lm" else {})
 
@@ -91,9 +96,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def loss_of(objective: Objective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor) -> Tensor:
-    output = forward_loss(model, batch, objective)
-    return divide_by_global_weight(output, valid, objective.global_batch_size)[0]
+def loss_of(
+    objective: TrainingObjective, model: nn.Module, batch: dict[str, Tensor], valid: Tensor
+) -> Tensor:
+    output = compute_micro_batch_loss(model, batch, objective)
+    return scale_loss_by_global_weight(output, valid, objective.global_batch_size)[0]
 
 
 def transformers_own(model: PreTrainedModel, batch: dict[str, Tensor], task: str) -> Tensor:
@@ -112,12 +119,12 @@ def test_a_micro_batch_alone_has_the_loss_of_transformers(model_type: str) -> No
     truth = transformers_own(model, batch, task)
     truth.backward()
     expected = gradients(model)
-    valid = (batch["labels"] != IGNORED).sum()
-    loss = loss_of(Objective(model, len(batch["labels"])), model, batch, valid)
+    valid = (batch["labels"] != IGNORED_LABEL).sum()
+    loss = loss_of(TrainingObjective(model, len(batch["labels"])), model, batch, valid)
     loss.backward()
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-7)
-    alone = compute_token_loss(model, batch) / valid
+    alone = compute_summed_cross_entropy(model, batch) / valid
     assert loss > alone + 0.05  # something is added, and the cross-entropy is without it
 
 
@@ -127,8 +134,8 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
     task = MODELS[model_type]
     model, batch = built(model_type), inputs(task, rows=4)
     micro_batches = [{name: t[part] for name, t in batch.items()} for part in (slice(0, 3), slice(3, 4))]
-    valid = (batch["labels"] != IGNORED).sum()
-    objective = Objective(model, 4)
+    valid = (batch["labels"] != IGNORED_LABEL).sum()
+    objective = TrainingObjective(model, 4)
     for micro_batch in micro_batches:
         loss_of(objective, model, micro_batch, valid).backward()
     found = gradients(model)
@@ -137,7 +144,7 @@ def test_over_a_global_batch_it_is_the_mean_over_sequences(model_type: str) -> N
         labels = micro_batch["labels"]
         mean = functional.cross_entropy(logits.view(-1, 64), labels.view(-1))
         added = transformers_own(model, micro_batch, task) - mean
-        (mean * ((labels != IGNORED).sum() / valid) + added * share).backward()
+        (mean * ((labels != IGNORED_LABEL).sum() / valid) + added * share).backward()
     torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-6)
 
 
@@ -154,7 +161,9 @@ def test_nothing_is_added_unless_the_config_asks_for_it(model_type: str, off: di
     """A head in parts gives losses in place of logits, of which a z-loss would make nonsense."""
     batch = inputs(MODELS.get(model_type, "causal-lm"))
     model, valid = built(model_type, **off), torch.tensor(7)
-    assert loss_of(Objective(model, 3), model, batch, valid).equal(compute_token_loss(model, batch) / valid)
+    assert loss_of(TrainingObjective(model, 3), model, batch, valid).equal(
+        compute_summed_cross_entropy(model, batch) / valid
+    )
     if model_type == "bamba":
         assert (
             install_chunked_head(model, "auto") is not None
@@ -185,10 +194,10 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         torch.testing.assert_close(step.loss, truth, rtol=1e-6, atol=0)
         torch.testing.assert_close(step.grad_norm, norm, rtol=1e-5, atol=0)
         # An evaluation tells the cross-entropy alone.
-        batch = trial.backend.place(rows[0])
-        labels = int((rows[0]["labels"] != IGNORED).sum())
-        alone = compute_token_loss(trial.engine.model, batch) / labels
-        evaluated = trial.engine.evaluate(batch, NOTHING, {})["loss"] / labels
+        batch = trial.backend.copy_to_device(rows[0])
+        labels = int((rows[0]["labels"] != IGNORED_LABEL).sum())
+        alone = compute_summed_cross_entropy(trial.engine.model, batch) / labels
+        evaluated = trial.engine.evaluate(batch, LOSS_ONLY, {})["loss"] / labels
         torch.testing.assert_close(evaluated.float(), alone.detach(), rtol=1e-6, atol=0)
 
 
@@ -234,7 +243,7 @@ def test_padding_is_not_among_the_tokens_of_a_router(
     with opened(config) as trial:
         plain = transformers.AutoModelForCausalLM.from_config(trial.run.model_config).float()
         plain.load_state_dict(trial.engine.model.state_dict())
-        cache, gates, total, labels = trial.run.data.tokens, [], 0.0, 0
+        cache, gates, total, labels = trial.run.data.first_tokens, [], 0.0, 0
         with torch.no_grad():
             for number in range(2):
                 ids = torch.from_numpy(cache.read_document("text", number).astype("int64"))
@@ -360,9 +369,9 @@ def test_accuracy_and_entropy_by_hand(loss: str | None, chunks: int, corpus: Pat
                 log_p = trial.engine.model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
             first = slice(None, None, 2 if loss == "simpo" else 1)
             hits += int((log_p.argmax(-1) == labels)[first].sum())
-            count += int((labels != IGNORED)[first].sum())
-            entropy += float(-(log_p.exp() * log_p).sum(-1)[labels != IGNORED].sum())
-            labelled += int((labels != IGNORED).sum())
+            count += int((labels != IGNORED_LABEL)[first].sum())
+            entropy += float(-(log_p.exp() * log_p).sum(-1)[labels != IGNORED_LABEL].sum())
+            labelled += int((labels != IGNORED_LABEL).sum())
         result = trial.step()
         trial.batches = loader
         found = trial.read_metrics(result)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from portable.cli import main
-from portable.command_line import parse_args
+from portable.command_line import parse_train_args
 from portable.config import dump_yaml
 from tests.object_store import ObjectStore
 from tests.ranks import wait_for
@@ -79,7 +79,7 @@ def test_a_file_passes_its_programs_schema(target: str, devices: list[str], fold
         for line in script.splitlines():
             if " --config " in line and "run.yaml" in line and "cloud.sh" not in line and "init" not in line:
                 words = shlex.split(line.replace("~/", "").replace("'", ""))
-                parse_args([w for w in words[words.index("--config") :] if w != "$@"])
+                parse_train_args([w for w in words[words.index("--config") :] if w != "$@"])
     if file.suffix == ".yaml":
         schema = json.loads((SCHEMAS / f"{target}.json").read_text())
         jsonschema.validate(yaml.safe_load(text), schema)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.config import RunConfig
-from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
+from portable.data.samples.classes import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from portable.data.samples.order import EpochIndex
 from portable.errors import UserError
-from portable.evaluation.builtin_metrics import KNOWN, MetricSettings, build_metrics
+from portable.evaluation.builtin_metrics import METRIC_BUILDERS, MetricSettings, build_metrics
 from portable.evaluation.generation import compute_rouge_l
 from portable.evaluation.metrics import evaluate
-from portable.evaluation.totals import add_to_totals
+from portable.evaluation.totals import compute_new_totals
 from portable.model.training_loss import Outputs
 from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines
@@ -36,9 +36,9 @@ def values_of(
     setting: MetricSettings, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()
 ) -> Any:
     """The values over micro-batches of ``size`` rows, the last filled up with rows that must not count."""
-    measures = build_metrics((*KNOWN[setting.task], *more), setting)
+    measures = build_metrics((*METRIC_BUILDERS[setting.task], *more), setting)
     floats = labels.is_floating_point()
-    ignored = math.nan if floats else IGNORED
+    ignored = math.nan if floats else IGNORED_LABEL
     short = -len(labels) % size
     logits = torch.cat([logits, torch.full((short, *logits.shape[1:]), 1e4)])
     labels = torch.cat([labels, torch.full((short, *labels.shape[1:]), ignored, dtype=labels.dtype)])
@@ -46,10 +46,10 @@ def values_of(
     for rows, wanted in zip(logits.split(size), labels.split(size), strict=True):
         outputs = Outputs(None if floats else rows.argmax(dim=-1), rows)
         sums = measures(outputs, {"labels": wanted})
-        totals = add_to_totals(totals, {name: value.double() for name, value in sums.items()})
-    valid = (~labels.isnan() if floats else labels != IGNORED).sum()
+        totals = compute_new_totals(totals, {name: value.double() for name, value in sums.items()})
+    valid = (~labels.isnan() if floats else labels != IGNORED_LABEL).sum()
     totals = {"labels": valid, "loss": 2 * valid, **totals}
-    return measures.compute_values({name: total.double() for name, total in totals.items()})
+    return measures.compute_metric_values({name: total.double() for name, total in totals.items()})
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
@@ -58,7 +58,7 @@ def test_one_class_per_text(size: int) -> None:
     labels = torch.randint(0, 3, (40,))
     logits = torch.randn(40, 4) + 2 * functional.one_hot(labels, 4)
     logits[:, 3] = -100
-    found = values_of(MetricSettings(SINGLE, NAMES), logits, labels, size)
+    found = values_of(MetricSettings(SINGLE_LABEL, NAMES), logits, labels, size)
     pairs = list(zip(labels.tolist(), logits.argmax(dim=-1).tolist(), strict=True))
     counts = [[pairs.count((row, column)) for column in range(4)] for row in range(4)]
     assert found["confusion"] == {"classes": list(NAMES), "counts": counts}
@@ -79,7 +79,7 @@ def test_several_classes_per_text(size: int) -> None:
     labels = torch.randint(0, 2, (40, 3)).float()
     labels[5, 1] = math.nan
     logits = torch.randn(40, 3) + labels.nan_to_num()
-    found = values_of(MetricSettings(MULTI, NAMES[:3]), logits, labels, size)
+    found = values_of(MetricSettings(MULTI_LABEL, NAMES[:3]), logits, labels, size)
     right, wrong, missed, rows = [0] * 3, [0] * 3, [0] * 3, 0
     for row, wanted in zip((logits > 0).tolist(), labels.tolist(), strict=True):
         rows += all(
@@ -145,16 +145,16 @@ DEGENERATE: dict[str, tuple[str, list[Any], list[Any]]] = {
     "large values that vary little": (REGRESSION, [[1e6 + i / 8] for i in range(9)], [[1e6]] * 9),
     "far from the labels": (REGRESSION, [[0.5], [0.25], [0.125]], [[1e10], [-1e10], [0.0]]),
     "zeros": (REGRESSION, [[0.0]] * 3, [[0.0]] * 3),
-    "one class, right": (SINGLE, [1] * 4, [1] * 4),
-    "one class, wrong": (SINGLE, [1] * 4, [2] * 4),
-    "one sample": (SINGLE, [0], [3]),
-    "a class that is only predicted": (SINGLE, [0, 1, 0, 1], [0, 3, 0, 3]),
-    "a class that is never predicted": (SINGLE, [0, 1, 2, 2], [0, 0, 0, 0]),
-    "no class at all": (MULTI, [[0.0] * 3] * 3, [[-1.0] * 3] * 3),
-    "no class, all predicted": (MULTI, [[0.0] * 3] * 3, [[1.0] * 3] * 3),
-    "all classes, none predicted": (MULTI, [[1.0] * 3] * 3, [[-1.0] * 3] * 3),
-    "one text of several classes": (MULTI, [[1.0, 0.0, 1.0]], [[1.0, 1.0, -1.0]]),
-    "a class without texts": (MULTI, [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]], [[1.0, -1.0, -1.0]] * 2),
+    "one class, right": (SINGLE_LABEL, [1] * 4, [1] * 4),
+    "one class, wrong": (SINGLE_LABEL, [1] * 4, [2] * 4),
+    "one sample": (SINGLE_LABEL, [0], [3]),
+    "a class that is only predicted": (SINGLE_LABEL, [0, 1, 0, 1], [0, 3, 0, 3]),
+    "a class that is never predicted": (SINGLE_LABEL, [0, 1, 2, 2], [0, 0, 0, 0]),
+    "no class at all": (MULTI_LABEL, [[0.0] * 3] * 3, [[-1.0] * 3] * 3),
+    "no class, all predicted": (MULTI_LABEL, [[0.0] * 3] * 3, [[1.0] * 3] * 3),
+    "all classes, none predicted": (MULTI_LABEL, [[1.0] * 3] * 3, [[-1.0] * 3] * 3),
+    "one text of several classes": (MULTI_LABEL, [[1.0, 0.0, 1.0]], [[1.0, 1.0, -1.0]]),
+    "a class without texts": (MULTI_LABEL, [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]], [[1.0, -1.0, -1.0]] * 2),
 }
 
 
@@ -171,7 +171,7 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
         mse, mae, r2 = (getattr(metrics, name)(labels, predictions) for name in names)
         truth = {"mse": mse, "mae": mae, "r2": r2}
         values = values_of(MetricSettings(problem), torch.tensor(predictions), torch.tensor(labels), size)
-    elif problem == SINGLE:
+    elif problem == SINGLE_LABEL:
         each = metrics.f1_score(labels, predictions, labels=range(4), average=None, zero_division=0)
         truth = {
             "accuracy": metrics.accuracy_score(labels, predictions),
@@ -199,16 +199,18 @@ def test_degenerate_cases_match_sklearn(case: str, size: int) -> None:
 def test_f1_of_absent_classes_matches_sklearn() -> None:
     """The macro mean includes all classes for multilabel data, and otherwise only classes that occur."""
     labels, logits = torch.tensor([[1.0, 0, 0], [0, 1, 0]]), torch.tensor([[1.0, -1, -1], [-1, -1, -1]])
-    values = values_of(MetricSettings(MULTI, NAMES[:3]), logits, labels, 2)
+    values = values_of(MetricSettings(MULTI_LABEL, NAMES[:3]), logits, labels, 2)
     assert values["f1_macro"] == pytest.approx(1 / 3) and values["f1_micro"] == pytest.approx(2 / 3)
-    values = values_of(MetricSettings(SINGLE, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3)
+    values = values_of(
+        MetricSettings(SINGLE_LABEL, NAMES), torch.eye(4)[[0, 1, 1]], torch.tensor([0, 1, 0]), 3
+    )
     assert values["f1"] == pytest.approx((2 / 3 + 2 / 3) / 2)
 
 
 def test_tokens() -> None:
     torch.manual_seed(3)
     logits, labels = torch.randn(10, 6, 16), torch.randint(0, 16, (10, 6))
-    labels[:, 4:] = IGNORED
+    labels[:, 4:] = IGNORED_LABEL
     right = (logits.argmax(dim=-1) == labels)[:, :4].double().mean()
     wanted = {"loss": 2, "perplexity": pytest.approx(math.e**2), "accuracy": pytest.approx(float(right))}
     for size in (1, 4, 10):
@@ -221,7 +223,7 @@ def test_tokens() -> None:
 def long_words(outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """A function: the mean of the labels, and the share of them that are large."""
     labels = batch["labels"]
-    valid = labels != IGNORED
+    valid = labels != IGNORED_LABEL
     return {
         "mean_label": (torch.where(valid, labels, 0).sum(), valid.sum()),
         "large": (((labels > 1) & valid).sum(), valid.sum()),
@@ -259,14 +261,17 @@ def test_metrics_by_import_path() -> None:
     labels = torch.randint(0, 4, (40,))
     own = (f"{__name__}:long_words", f"{__name__}:Largest")
     found = [
-        values_of(MetricSettings(SINGLE, NAMES), torch.randn(40, 4), labels, size, own) for size in (1, 7, 40)
+        values_of(MetricSettings(SINGLE_LABEL, NAMES), torch.randn(40, 4), labels, size, own)
+        for size in (1, 7, 40)
     ]
     assert [one["mean_label"] for one in found] == [float(labels.double().mean())] * 3
     assert [one["large"] for one in found] == [float((labels > 1).double().mean())] * 3
     assert [one["mode"] for one in found] == [float(labels.bincount().argmax())] * 3
     measures = build_metrics(own, MetricSettings("causal-lm"))
     assert (
-        measures.names is None and measures.get_mode("mode") == "max" and measures.get_mode("large") is None
+        measures.value_names is None
+        and measures.get_better_direction("mode") == "max"
+        and measures.get_better_direction("large") is None
     )
 
 
@@ -281,7 +286,7 @@ def test_metrics_by_import_path() -> None:
 )
 def test_what_is_no_metric_is_refused(name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        values_of(MetricSettings(SINGLE, NAMES), torch.randn(4, 4), torch.arange(4), 2, (name,))
+        values_of(MetricSettings(SINGLE_LABEL, NAMES), torch.randn(4, 4), torch.arange(4), 2, (name,))
     assert str(caught.value).startswith("train.metrics: ") and told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -320,8 +325,11 @@ def trained(config: RunConfig) -> Iterator[tuple[Opened, dict[str, Any]]]:
         for _ in range(trial.run.steps):
             trial.step()
         run = trial.run
-        assert run.data.eval is not None
-        yield trial, evaluate(trial.backend, trial.engine, build_eval_loader(run, run.data.eval), run.metrics)
+        assert run.data.first_eval is not None
+        yield (
+            trial,
+            evaluate(trial.backend, trial.engine, build_eval_loader(run, run.data.first_eval), run.metrics),
+        )
 
 
 def evaluated(config: RunConfig) -> dict[str, Any]:
@@ -349,7 +357,7 @@ def alone(texts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     for kind, settings in KINDS.items():
         config = configured(tmp_path_factory.mktemp("one"), texts[kind], **settings, strategy="no_shard")
         with trained(config) as (trial, found[kind]):
-            held_out = trial.run.data.eval
+            held_out = trial.run.data.first_eval
             assert held_out is not None
             batch = held_out.build_batch([EpochIndex(0, index) for index in range(len(held_out))])
             by_hand = classes_by_hand if kind == "classes" else texts_by_hand
@@ -376,7 +384,7 @@ def texts_by_hand(model: Any, batch: dict[str, Tensor], tokenizer: Any) -> dict[
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     said = tokenizer.batch_decode(tokens[:, 1:], skip_special_tokens=True)
-    targets = [tokenizer.decode(row[row != IGNORED], skip_special_tokens=True) for row in labels]
+    targets = [tokenizer.decode(row[row != IGNORED_LABEL], skip_special_tokens=True) for row in labels]
     scores = [compute_rouge_l(a, b) for a, b in zip(said, targets, strict=True)]
     exact = [a.strip() == b.strip() for a, b in zip(said, targets, strict=True)]
     assert sum(scores) > 0 and len(set(said)) > 1  # it has learned to say different things
@@ -424,10 +432,10 @@ def test_predictions_without_all_logits(corpus: Path, tmp_path: Path) -> None:
             trial.step()
         run, head = trial.run, trial.engine.model.get_output_embeddings()
         head.register_forward_hook(lambda *call: widths.append(call[-1].shape[-1]))
-        assert run.data.eval is not None
+        assert run.data.first_eval is not None
         for own in ((), (f"{__name__}:long_words",)):  # the second needs all logits
             measures = build_metrics(("accuracy", *own), MetricSettings("causal-lm"))
-            batches = build_eval_loader(run, run.data.eval)
+            batches = build_eval_loader(run, run.data.first_eval)
             found.append(evaluate(trial.backend, trial.engine, batches, measures))
     # A token's loss and its prediction.
     assert set(widths) == {384, 2} and (widths[0], widths[-1]) == (2, 384)

@@ -21,8 +21,8 @@ import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.samples.base import PackedCausal, SampleRange, Samples
-from portable.data.samples.mixture import Interleave, Mixture, MixtureSchedule, MixtureShare
+from portable.data.samples.base import PackedCausalSamples, SampleRange, Samples
+from portable.data.samples.mixture import MixtureSamples, MixtureSchedule, MixtureShare, WeightedInterleaving
 from portable.data.samples.order import derive_seed
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
@@ -47,7 +47,7 @@ def test_each_source_has_a_seed_of_its_own() -> None:
     assert len({derive_seed(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
-def dealt(deal: Interleave | MixtureSchedule, sources: int, count: int) -> Iterator[list[int]]:
+def dealt(deal: WeightedInterleaving | MixtureSchedule, sources: int, count: int) -> Iterator[list[int]]:
     """Check that each position has one source, which counts up by one; yield how often each came so far."""
     seen = [0] * sources
     for position in range(count):
@@ -61,7 +61,7 @@ def dealt(deal: Interleave | MixtureSchedule, sources: int, count: int) -> Itera
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
     """No prefix is off by more than stated."""
-    deal = Interleave(weights)
+    deal = WeightedInterleaving(weights)
     shares = [Fraction(repr(weight)) / sum(Fraction(repr(w)) for w in weights) for weight in weights]
     bound = Fraction(math.ceil(math.log2(len(weights))), 2)
     for at, seen in enumerate(dealt(deal, len(weights), 4000), 1):
@@ -85,20 +85,20 @@ def test_a_schedule_changes_weights_and_goes_on() -> None:
 # -- the order of samples -----------------------------------------------------------------------------------
 
 
-def mixture(folder: Path, shares: Sequence[MixtureShare]) -> Mixture:
+def mixture(folder: Path, shares: Sequence[MixtureShare]) -> MixtureSamples:
     """Sources whose tokens tell them apart: the first of sample s of source j is 3 s + j."""
     parts: dict[str, Samples] = {}
     for number, (name, count) in enumerate((("web", 300), ("code", 120), ("books", 7))):
         tokens = [3 * at + number for at in range(count) for _ in range(4)]
         cache = token_cache(folder / name, [[*tokens, 0]])
-        parts[name] = PackedCausal(cache, SampleRange(0, count), 4)
-    return Mixture(parts, dict(zip(parts, shares, strict=True)))
+        parts[name] = PackedCausalSamples(cache, SampleRange(0, count), 4)
+    return MixtureSamples(parts, dict(zip(parts, shares, strict=True)))
 
 
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
     mixed = mixture(tmp_path, [MixtureShare(epochs=1.0), MixtureShare(epochs=2.0), MixtureShare(epochs=10.0)])
     assert mixed.epoch_samples == 300 + 240 + 70
-    taken = [mixed.locate(position, 7) for position in range(mixed.epoch_samples)]
+    taken = [mixed.locate_sample(position, 7) for position in range(mixed.epoch_samples)]
     assert sorted(taken) == sorted(
         [(0, n) for n in range(300)]
         + [(epoch, 300 + n) for epoch in range(2) for n in range(120)]

@@ -19,7 +19,7 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model import pretrained
-from portable.model.deferred_init import Recording
+from portable.model.deferred_init import InitializationRecording
 from portable.model.initialize import InitialWeights
 from portable.model.parameters import get_state_tensors
 from portable.model.pretrained import PretrainedWeights, load_pretrained_weights
@@ -43,7 +43,7 @@ def chosen(task: str = "causal-lm", **model: Any) -> Any:
 
 
 def built(settings: Any) -> Any:
-    return models.build_model(models.load_model_config(settings), settings)
+    return models.build_model_on_meta(models.load_model_config(settings), settings)
 
 
 # -- initial weights ---------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ def blueprint(model_type: str, task: str) -> InitialWeights:
 
 def draw_all(ours: InitialWeights, **sizes: int) -> dict[str, torch.Tensor]:
     """All weights by name."""
-    weights = ours.build_weights(3, **sizes)
-    assert ours.not_recorded is None
+    weights = ours.build_lazy_weights(3, **sizes)
+    assert ours.recording_failure is None
     return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.items()}
 
 
@@ -121,7 +121,7 @@ def test_initial_weights_are_those_of_from_config(model_type: str, task: str) ->
     differences = {name: unlike(in_slices[name], tensor) for name, tensor in theirs.items()}
     assert {name: how for name, how in differences.items() if how} == {}
     draws = torch.Generator().manual_seed(0)
-    for name, weight in ours.build_weights(3, largest=0, smallest=1).items():
+    for name, weight in ours.build_lazy_weights(3, max_whole_bytes=0, min_recorded_elements=1).items():
         index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), in_slices[name][index]), (name, index)
 
@@ -130,14 +130,14 @@ def test_a_rank_draws_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096}
     model = built(chosen(config={"model_type": "llama", **SMALL, **sizes}))
     computed = []
-    fill = Recording._fill_tile
+    fill = InitializationRecording._apply_writes_to_tile
 
-    def fill_tile(self: Recording, tile: torch.Tensor, *rest: Any) -> None:
+    def fill_tile(self: InitializationRecording, tile: torch.Tensor, *rest: Any) -> None:
         computed.append(tile.numel())
         fill(self, tile, *rest)
 
-    monkeypatch.setattr(Recording, "_fill_tile", fill_tile)
-    weights = InitialWeights.from_model(model).build_weights(3, largest=0)
+    monkeypatch.setattr(InitializationRecording, "_apply_writes_to_tile", fill_tile)
+    weights = InitialWeights.from_model(model).build_lazy_weights(3, max_whole_bytes=0)
     for ranks in (1, 4, 64):
         computed.clear()
         for weight in weights.values():
@@ -179,7 +179,7 @@ def test_initial_weights_of_any_operation_are_the_same_in_slices() -> None:
     assert (weights[f"{second}mlp.gate_proj.weight"] == 3).all()
     assert (weights[f"{second}mlp.down_proj.weight"] == 5).all()
     draws = torch.Generator().manual_seed(0)
-    for name, weight in ours.build_weights(3, largest=0, smallest=1).items():
+    for name, weight in ours.build_lazy_weights(3, max_whole_bytes=0, min_recorded_elements=1).items():
         index = draw_index(weight.shape, draws)
         assert torch.equal(torch.from_numpy(weight.read(index).copy()), weights[name][index]), name
 
@@ -190,8 +190,8 @@ def test_a_model_that_cannot_be_recorded_is_computed_whole() -> None:
     )
     whole = draw_all(ours)
     assert (whole["lm_head.weight"] == 1).all()
-    weights = ours.build_weights(3, largest=0, smallest=1)
-    assert ours.not_recorded is not None
+    weights = ours.build_lazy_weights(3, max_whole_bytes=0, min_recorded_elements=1)
+    assert ours.recording_failure is not None
     assert all(torch.equal(whole[name], torch.from_numpy(w.read())) for name, w in weights.items())
 
 
@@ -227,7 +227,7 @@ def test_keys_of_published_configs_are_taken(tmp_path: Path) -> None:
     config = models.load_model_config(settings)
     assert config.decoder_start_token_id == 0
     config.save_pretrained(tmp_path)
-    models.build_model(config, settings)
+    models.build_model_on_meta(config, settings)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def save_random(folder: Path, config: Any) -> Any:
 
 
 def read(weights: PretrainedWeights) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.found.items()}
+    return {name: torch.from_numpy(weight.read().copy()) for name, weight in weights.tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_weights_are_those_of_from_pretrained(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if model_type == "mixtral":
         name = "model.layers.1.mlp.experts.gate_up_proj"
-        part = weights.found[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
+        part = weights.tensors[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
         assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
 
 
@@ -362,11 +362,11 @@ def test_a_rank_reads_only_its_share_of_a_mixture(
 
     monkeypatch.setattr(pretrained, "_read_floats", count)
     weights = load_pretrained_weights(chosen(name_or_path=str(tmp_path)), model)
-    assert weights.missing == [] and weights.found.keys() == theirs.keys()
+    assert weights.missing == [] and weights.tensors.keys() == theirs.keys()
     draws = torch.Generator().manual_seed(0)
     stacked = 0
     for name, tensor in theirs.items():
-        ours = weights.found[name]
+        ours = weights.tensors[name]
         assert torch.equal(torch.from_numpy(ours.read().copy()), tensor), name
         for index in (draw_index(tuple(tensor.shape), draws), draw_index(tuple(tensor.shape), draws)):
             read_elements.clear()
@@ -384,7 +384,7 @@ def test_a_base_model_fits_a_model_with_a_head(tmp_path: Path) -> None:
     weights = load_pretrained_weights(chosen("masked-lm", name_or_path=str(tmp_path)), bert)
     assert all(name.startswith("cls.") for name in weights.missing)
     key = "encoder.layer.0.attention.self.query.weight"
-    assert torch.equal(torch.from_numpy(weights.found[f"bert.{key}"].read()), base.state_dict()[key])
+    assert torch.equal(torch.from_numpy(weights.tensors[f"bert.{key}"].read()), base.state_dict()[key])
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -468,7 +468,7 @@ def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None
     AutoConfig.for_model("mixtral", **MOE).save_pretrained(tmp_path)
     settings = chosen(name_or_path=str(tmp_path))
     config = models.load_model_config(settings)
-    assert models.build_model(config, settings).config.output_router_logits is True
+    assert models.build_model_on_meta(config, settings).config.output_router_logits is True
     assert config.output_router_logits is False
 
 
@@ -477,12 +477,12 @@ def test_router_loss_of_a_run_is_not_in_the_saved_config(tmp_path: Path) -> None
 BUILD_LARGE = """
 import resource
 from portable.config import load_config
-from portable.model.build import build_model, load_model_config
+from portable.model.build import build_model_on_meta, load_model_config
 
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 settings = load_config({"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 1}}}).model
 settings.config["num_local_experts"] = 256
-model = build_model(load_model_config(settings), settings)
+model = build_model_on_meta(load_model_config(settings), settings)
 largest = max(model.parameters(), key=lambda parameter: parameter.numel())
 print(4 * largest.numel() >> 30, all(not buffer.is_meta for buffer in model.buffers()))
 """

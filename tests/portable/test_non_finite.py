@@ -19,15 +19,20 @@ import torch
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import RunConfig
-from portable.data.samples.order import locate
+from portable.data.samples.order import locate_sample
 from portable.errors import ReportedElsewhereError, RunError
 from portable.model import build as models
-from portable.optim.non_finite_updates import MAX_STREAK, NEW_COUNTERS, Health, count_update
+from portable.optim.non_finite_updates import (
+    INITIAL_COUNTERS,
+    MAX_STREAK,
+    UpdateHealth,
+    count_update_and_decide_skip,
+)
 from portable.registry import create_backend
 from portable.reporting.metrics import read_events, read_metrics
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import LaunchMode, run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.engines import Engines
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
@@ -64,8 +69,8 @@ def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[i
     """The sample that breaks the model."""
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
-    samples = prepare(resolve(config, backend.name), backend).data.train
-    batch = samples.build_batch([locate(BAD_SAMPLE, len(samples), config.seed)])
+    samples = prepare_run(resolve_run(config, backend.name), backend).data.train
+    batch = samples.build_batch([locate_sample(BAD_SAMPLE, len(samples), config.seed)])
     tokens: list[int] = batch["input_ids"][0].tolist()
     return tokens
 
@@ -75,7 +80,7 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
 
     Its model breaks over ``bad_tokens``; over every sample, where there are none.
     """
-    build, out, err = models.build_model, io.StringIO(), io.StringIO()
+    build, out, err = models.build_model_on_meta, io.StringIO(), io.StringIO()
 
     def breaks(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         if kind == "none":
@@ -94,7 +99,7 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
         return built
 
     with (
-        patch.object(models, "build_model", build_and_break),
+        patch.object(models, "build_model_on_meta", build_and_break),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -237,12 +242,14 @@ def test_too_many_in_a_row_end_the_run(name: str, run: Run, tmp_path: Path) -> N
 
 def test_the_account() -> None:
     """Streaks, told by the values that went in."""
-    account = torch.tensor(NEW_COUNTERS)
+    account = torch.tensor(INITIAL_COUNTERS)
     losses = [1.0, torch.nan, 1.0, torch.inf, 1.0, 1.0, 1.0, 1.0]
     bad = [False, True, False, True, True, True, False, True]
     seen = []
     for loss, wrong in zip(losses, bad, strict=True):
-        account, left_out = count_update(account, bad=torch.tensor(wrong), loss=torch.tensor(loss), limit=3)
+        account, left_out = count_update_and_decide_skip(
+            account, is_non_finite=torch.tensor(wrong), loss=torch.tensor(loss), max_streak=3
+        )
         seen.append(bool(left_out))
     assert seen == [False, True, False, True, True, True, True, True]  # nothing is updated after the third
-    assert Health.from_counters(account.tolist(), 3) == Health(6, 3, bad_loss=True, halted=3)
+    assert UpdateHealth.from_counters(account.tolist(), 3) == UpdateHealth(6, 3, bad_loss=True, halted=3)

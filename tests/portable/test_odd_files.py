@@ -86,7 +86,7 @@ def test_lines_of_csv_with_too_many_cells(
     assert "Expected 2 fields in line 22, saw 3" in refusal(opened(path))
     skipping = opened(path, on_bad_record="skip")
     assert texts(skipping) == [*TEXTS, "last"]
-    assert skipping.fields.bad is not None and skipping.fields.bad.count == 1
+    assert skipping.fields.bad is not None and skipping.fields.bad.num_skipped == 1
     assert f"skipped: data.source: {path}: line 22: expected 2 fields, saw 3" in capsys.readouterr().err
 
 
@@ -108,10 +108,10 @@ def test_the_first_file_is_empty(opened: Callable[..., DataSource], tmp_path: Pa
     (tmp_path / "data" / "b.jsonl").write_text("\n")
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
     write_jsonl(tmp_path / "data" / "c.jsonl", [{"messages": talk}])
-    assert opened(tmp_path / "data", format="auto").detect_format() == "messages"
-    opened(tmp_path / "data", format="messages").check()
+    assert opened(tmp_path / "data", format="auto").detect_and_set_format() == "messages"
+    opened(tmp_path / "data", format="messages").check_readable()
     with pytest.raises(UserError, match="contains no text"):
-        opened(tmp_path / "data" / "b.jsonl").check()
+        opened(tmp_path / "data" / "b.jsonl").check_readable()
 
 
 # -- folders ------------------------------------------------------------------------------------------------
@@ -234,13 +234,13 @@ def test_fetched_once_until_it_changes(s3: ObjectStore, bucket: Path, tmp_path: 
     size = (bucket / "b.jsonl").stat().st_size
     assert given.size_bytes == size + (bucket / "more" / "c.json").stat().st_size
     assert s3.bytes_out("b.jsonl") == 0  # the key and the size come from the listing
-    key, first = given.key, list(given.iter_documents())
+    key, first = given.cache_key, list(given.iter_documents())
     again = fetched(names, tmp_path / "cache")
-    assert again.key == key and list(again.iter_documents()) == first
+    assert again.cache_key == key and list(again.iter_documents()) == first
     assert s3.bytes_out("b.jsonl") == size
     s3.put("data/b.jsonl", (bucket / "b.jsonl").read_bytes().replace(b"one", b"two"))
     changed = fetched(names, tmp_path / "cache")
-    assert changed.key != key
+    assert changed.cache_key != key
     assert next(document.text for document in changed.iter_documents()) == "two line of text"
 
 
@@ -278,7 +278,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     folder = tmp_path_factory.mktemp("tokenizer")
     made = train_tokenizer(source(str(corpus(folder))), 300, folder)
     made.save_pretrained(folder / "saved")
-    end = Vocabulary.from_tokenizer(made).end
+    end = Vocabulary.from_tokenizer(made).end_token
     assert end is not None
     return str(folder / "saved"), end
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from portable.config import load_config
-from portable.model.build import build_model, load_model_config
+from portable.model.build import build_model_on_meta, load_model_config
 from portable.model.flops import compute_flops_per_token
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
-from portable.planner.memory_model import SOME_DISK, StrategySetting
+from portable.planner.memory_model import PLACEHOLDER_DISK_PATH, StrategySetting
 from portable.planner.plan import Planner
 from portable.planner.run_time import compute_hours
 from tests.promises import record
@@ -83,8 +83,8 @@ def test_what_sends_the_fewest_bytes_comes_first(plan: Plan) -> None:
     sent: dict[int, list[int]] = {}
     for option in found["options"]:
         setting = StrategySetting(option["strategy"], option["offload_optimizer"], option["offload_params"])
-        if not setting.offloaded:
-            sent.setdefault(Planner.get_position(setting), []).append(option["communication_bytes"])
+        if not setting.offload_targets:
+            sent.setdefault(Planner.get_order_position(setting), []).append(option["communication_bytes"])
     groups = [sent[place] for place in sorted(sent)]
     assert len(groups) == 3
     for group, following in itertools.pairwise(groups):
@@ -130,7 +130,7 @@ def test_a_disk_comes_last(plan: Plan) -> None:
         assert option["disk_bytes"] == pytest.approx(each * found["parameters"], rel=0.001)
     assert (found["best"]["strategy"], found["best"]["offload_optimizer"]) == ("zero3", "nvme")
     told = plan(*arguments, model=LARGE, told=True)
-    assert f"nvme_path: {SOME_DISK}" in told
+    assert f"nvme_path: {PLACEHOLDER_DISK_PATH}" in told
     assert "of its disk" in " ".join(told.split())  # whatever the width of the terminal
 
 
@@ -231,7 +231,7 @@ PUBLISHED: list[tuple[str, str, str, int, float, float, str]] = [
 def flops(model: str, seq_len: int) -> float:
     config = load_config(None, {"model.config": json.loads(model)})
     found = load_model_config(config.model)
-    return compute_flops_per_token(build_model(found, config.model), found, seq_len)
+    return compute_flops_per_token(build_model_on_meta(found, config.model), found, seq_len)
 
 
 def planned(device: str, model: str, seq_len: int, tokens: float) -> float:

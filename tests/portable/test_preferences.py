@@ -18,14 +18,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from portable import UserError
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.config import RunConfig
-from portable.data.sources.conversations import detect_format, read_preference
+from portable.data.sources.conversations import detect_record_format, parse_preference
+from portable.data.sources.documents import Conversation
 from portable.losses import DPO, IPO, ORPO, SimPO
 from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.engines import ENGINES, Engines
 from tests.parity import opened
 from tests.portable.chat_support import tokenizer
@@ -127,7 +128,10 @@ def test_the_losses_are_those_of_trl(tmp_path: Path, brief_runs: None) -> None:
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
         train = trial.run.data.train
-        order = [train.list_documents(train.locate(at, config.seed)[1])[0] // 2 for at in range(4 * STEPS)]
+        order = [
+            train.list_document_numbers(train.locate_sample(at, config.seed)[1])[0] // 2
+            for at in range(4 * STEPS)
+        ]
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
 
@@ -197,12 +201,15 @@ def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
         for batch in batches:
             ids, mask = batch["input_ids"], batch["attention_mask"]
             valid = batch["completion_mask"][:, 1:] == 1
-            labels = torch.where(valid, ids[:, 1:], IGNORED)
+            labels = torch.where(valid, ids[:, 1:], IGNORED_LABEL)
             ours, theirs = (
                 torch.where(valid, log_probs(one, ids, mask), 0.0)[None] for one in (model, reference)
             )
             # The second pair only fills up.
-            filled, none = torch.stack([labels, torch.full_like(labels, IGNORED)]), torch.zeros_like(ours)
+            filled, none = (
+                torch.stack([labels, torch.full_like(labels, IGNORED_LABEL)]),
+                torch.zeros_like(ours),
+            )
             given = {"labels": filled, "reference_log_probs": torch.cat([theirs, none]).sum(-1)}
             with torch.no_grad():
                 wanted = trainer.compute_loss(trainer.model, batch)
@@ -221,7 +228,7 @@ def test_the_losses_without_reference_are_those_of_trl(kind: str, monkeypatch: p
     torch.manual_seed(0)
     log_probs = -torch.rand(5, 2, 9)
     valid = torch.arange(9) < torch.randint(1, 10, (5, 2, 1))
-    batch = {"labels": torch.where(valid, 7, IGNORED)}
+    batch = {"labels": torch.where(valid, 7, IGNORED_LABEL)}
     log_probs = torch.where(valid, log_probs, 0.0)
     chosen, rejected = (log_probs.sum(-1) / valid.sum(-1)).unbind(-1)
     theirs: Any = SimpleNamespace(accelerator=torch.zeros(()), alpha=0.0, label_smoothing=0.0)
@@ -309,7 +316,7 @@ def test_every_engine_has_the_same(
 def losses_of_a_host(config: RunConfig) -> list[dict[str, float]]:
     """On the only rank of its host, which exchanges what is computed once in several parts."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with patch("portable.run.precompute._BETWEEN", 4):
+    with patch("portable.run.precompute._MICRO_BATCHES_PER_EXCHANGE", 4):
         return losses(config)
 
 
@@ -350,11 +357,11 @@ class Teacher:
         return {"teacher": forward().log_probs.float().sum(-1)}
 
     def weight(self, batch: Any) -> float:
-        return float((batch["labels"] != IGNORED).any(-1).sum())
+        return float((batch["labels"] != IGNORED_LABEL).any(-1).sum())
 
     def __call__(self, outputs: Outputs, batch: Any) -> Any:
         assert outputs.log_probs is not None
-        valid = (batch["labels"] != IGNORED).any(-1)
+        valid = (batch["labels"] != IGNORED_LABEL).any(-1)
         losses = (outputs.log_probs.sum(-1) - batch["teacher"] - 1).square()
         return torch.where(valid, losses, 0.0).sum(), valid.sum()
 
@@ -410,7 +417,7 @@ def test_what_cannot_work_is_refused_before_the_run(
     config = configured(tmp_path / "run", tmp_path, **{**PAIRS, **own})
     for writes in (False, True):
         with pytest.raises(UserError, match=told):
-            resolve(config, "cpu", writes=writes)
+            resolve_run(config, "cpu", writes_output=writes)
 
 
 def trained_again(folder: Path) -> None:
@@ -560,11 +567,13 @@ def test_prompts_that_both_begin_with() -> None:
     question = {"role": "user", "content": "why?"}
     one, other = ({"role": "assistant", "content": text} for text in ("so", "no"))
     row = {"prompt": "why?", "chosen": [question, one], "rejected": [question, other]}
-    assert detect_format(row, "text", "x") == "preference"
-    explicit = read_preference({"prompt": [question], "chosen": [one], "rejected": [other]}, "x")
-    assert read_preference(row, "x") == explicit
+    assert detect_record_format(row, "text", "x") == "preference"
+    explicit = parse_preference({"prompt": [question], "chosen": [one], "rejected": [other]}, "x")
+    assert parse_preference(row, "x") == explicit
     first, second = explicit
-    assert (first.prompt, len(first.messages)) == (1, 2) and second.messages[-1]["content"] == "no"  # type: ignore[union-attr]
+    assert isinstance(first, Conversation) and isinstance(second, Conversation)
+    assert (first.num_prompt_messages, len(first.messages)) == (1, 2)
+    assert second.messages[-1]["content"] == "no"
 
 
 @pytest.mark.parametrize(
@@ -577,6 +586,6 @@ def test_prompts_that_both_begin_with() -> None:
 )
 def test_what_is_no_preference(row: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
-        read_preference(row, "file: line 3")
+        parse_preference(row, "file: line 3")
     said = str(caught.value)
     assert "file: line 3" in said and "a record of data.format preference looks like" in said

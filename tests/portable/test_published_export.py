@@ -15,9 +15,9 @@ from portable.converters.cli import main as convert
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.registry import create_backend
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.composite import write_composite
 from tests.runs import configured
 from tests.tiny_models import VOCABULARY, tiny_config, tiny_model
@@ -116,8 +116,8 @@ def test_tensors_that_another_class_lacks_are_listed(bases: Path, corpus: Path, 
     config = configure_run(bases / "qwen3_next", tmp_path / "run", records).replaced(
         {key.replace("__", "."): value for key, value in labels.items()}
     )
-    names = prepare(resolve(config, "cpu"), create_backend("cpu")).names
-    (note,) = names.build_notes(reported=["lm_head.weight"])
+    names = prepare_run(resolve_run(config, "cpu"), create_backend("cpu")).published_names
+    (note,) = names.build_base_tensor_notes(reported=["lm_head.weight"])
     assert "Qwen3NextForSequenceClassification does not have these tensors" in note
     assert note.endswith("mtp.fc.weight, mtp.norm.weight")
 
@@ -227,9 +227,11 @@ def test_a_merge_that_would_fail_is_rejected_before_training(
     config = configure_run(
         bases / "mixtral", tmp_path / "run", corpus, adapter__type="lora", checkpoint__export="merged"
     )
-    monkeypatch.setattr("portable.converters.adapters.base_names.BaseNames.find", lambda *_: None)
+    monkeypatch.setattr(
+        "portable.converters.adapters.base_names.BaseNameLookup.find_parameter", lambda *_: None
+    )
     with pytest.raises(UserError, match=r"checkpoint\.export: .* give the base"):
-        prepare(resolve(config, "cpu"), create_backend("cpu"))
+        prepare_run(resolve_run(config, "cpu"), create_backend("cpu"))
 
 
 def test_a_run_resumes_from_a_conversion_with_published_names(corpus: Path, tmp_path: Path) -> None:

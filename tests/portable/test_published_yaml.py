@@ -17,10 +17,10 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-from portable.command_line import Invocation, parse_args
+from portable.command_line import Invocation, parse_train_args
 from portable.config import RunConfig, keys
 from portable.errors import UserError
-from portable.importing.programs import read_environment
+from portable.importing.programs import convert_accelerate_environment
 from tests.published import Shape, shapes
 
 SHAPES = shapes("accelerate.json") + shapes("accelerate_keys.yaml")
@@ -36,7 +36,7 @@ def beside_a_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def invoked(shape: Shape, folder: Path) -> Invocation:
     file = folder / "accelerate.yaml"
     file.write_text(yaml.safe_dump(shape.config, sort_keys=False))
-    return parse_args(["--accelerate-config", str(file)])
+    return parse_train_args(["--accelerate-config", str(file)])
 
 
 def launched(folder: Path) -> tuple[Any, dict[str, str]]:
@@ -145,9 +145,11 @@ def test_is_what_accelerate_makes_of_it(
         for name, ours, theirs in pairs(invocation.config, given, arguments, environment):
             assert (name, ours) == (name, theirs)
     assert {key: invocation.config.get(key) for key in shape.comes_to} == shape.comes_to
-    by_launcher = read_environment(environment).values  # of a rank that it starts, without the file
+    by_launcher = convert_accelerate_environment(
+        environment
+    ).values  # of a rank that it starts, without the file
     assert by_launcher or not (arguments.use_deepspeed or given.get("fsdp_offload_params"))
-    assert by_launcher == {key: keys.to_plain(invocation.config.get(key)) for key in by_launcher}
+    assert by_launcher == {key: keys.to_plain_value(invocation.config.get(key)) for key in by_launcher}
     assert invocation.gpu_ids == environment.get("CUDA_VISIBLE_DEVICES")
     if shape.config.get("num_processes", -1) != -1 and not arguments.tpu:
         assert invocation.nproc == arguments.num_processes

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from portable.errors import UserError
 from portable.ranks import collectives
 from portable.ranks.collectives import reduce_any, sum_over_ranks
-from portable.ranks.oom_kills import has_new_kill, read_oom_kills
-from portable.ranks.open_file_limit import prepare_open_files
-from portable.ranks.rendezvous import agree_on_attempt
-from portable.ranks.slurm import parse_first_host, read_rank_variables
+from portable.ranks.oom_kills import has_new_oom_kill, read_oom_kills
+from portable.ranks.open_file_limit import raise_open_file_limit
+from portable.ranks.rendezvous import agree_on_attempt_name
+from portable.ranks.slurm import parse_first_host, read_slurm_rank_variables
 from portable.temporary_folder import create_scratch_folder
 from tests.ranks import RankPool
 
@@ -34,11 +34,11 @@ from pathlib import Path
 from portable.ranks import watchdog
 from portable.data.samples.loader import BatchIterator
 
-watchdog.GRACE = 0.1
+watchdog.GRACE_SECONDS = 0.1
 def a_step_that_never_ends():
     time.sleep(60)
 
-dog = watchdog.Watchdog(rank=3, seconds=1.5, folder=Path(sys.argv[1]), report=print)
+dog = watchdog.Watchdog(rank=3, timeout_seconds=1.5, folder=Path(sys.argv[1]), report=print)
 with dog:
     batches = BatchIterator(int, range(8), 0, False)
     dog.watch(batches)
@@ -69,7 +69,7 @@ def test_a_rank_that_stands_still_says_where_and_ends(tmp_path: Path) -> None:
 
 
 def join_attempt(store: Any, rank: int, world_size: int) -> str:
-    return agree_on_attempt(store, rank, world_size, datetime.timedelta(seconds=20))
+    return agree_on_attempt_name(store, rank, world_size, datetime.timedelta(seconds=20))
 
 
 def test_ranks_agree_on_an_attempt_that_no_earlier_one_had() -> None:
@@ -91,7 +91,7 @@ def sums_of_ranks(ring_ranks: int) -> list[list[float]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_RING_RANKS", ring_ranks)
+        patch.setattr(collectives, "_MAX_RING_RANKS", ring_ranks)
         return [sum_over_ranks([rank, 1]), sum_over_ranks([0.5]), [reduce_any(rank == 4), reduce_any(False)]]
 
 
@@ -104,10 +104,10 @@ def test_a_limit_of_open_files_that_is_too_low_is_refused(monkeypatch: pytest.Mo
     limits = [(256, 1024)]
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    prepare_open_files(100)
+    raise_open_file_limit(100)
     assert limits[-1] == (1024, 1024)
     with pytest.raises(UserError, match=r"RLIMIT_NOFILE: 1024 ranks need up to 4352 .* hard limit is 1024"):
-        prepare_open_files(1024)
+        raise_open_file_limit(1024)
 
 
 def put(path: Path, text: str) -> None:
@@ -118,16 +118,16 @@ def put(path: Path, text: str) -> None:
 def test_kills_for_memory_are_counted_on_every_level(tmp_path: Path) -> None:
     """By both versions of cgroups, in files laid out like the kernel's own; nothing is said without them."""
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\n")
-    assert read_oom_kills(tmp_path) == {} and has_new_kill({}, {}) is None
+    assert read_oom_kills(tmp_path) == {} and has_new_oom_kill({}, {}) is None
     put(tmp_path / "proc/vmstat", "nr_free_pages 7\noom_kill 4\n")
     put(tmp_path / "proc/self/cgroup", "4:cpu,memory:/batch/job1\n1:name=systemd:/x\n0::/batch/job1\n")
     put(tmp_path / "sys/fs/cgroup/memory/batch/job1/memory.oom_control", "under_oom 0\noom_kill 2\n")
     put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 3\noom_kill 3\n")
     before = read_oom_kills(tmp_path)
     assert sorted(before.values()) == [2, 3, 4]
-    assert has_new_kill(before, read_oom_kills(tmp_path)) is False
+    assert has_new_oom_kill(before, read_oom_kills(tmp_path)) is False
     put(tmp_path / "sys/fs/cgroup/batch/memory.events", "low 0\noom 4\noom_kill 4\n")
-    assert has_new_kill(before, read_oom_kills(tmp_path)) is True
+    assert has_new_oom_kill(before, read_oom_kills(tmp_path)) is True
 
 
 # -- variables of srun, as its documentation and its source name them; real ones: tests/gpu/test_nodes.py ---
@@ -145,7 +145,7 @@ STEP = {
 
 
 def test_a_task_of_srun_is_a_rank() -> None:
-    variables = read_rank_variables(STEP)
+    variables = read_slurm_rank_variables(STEP)
     port = int(variables.pop("MASTER_PORT"))
     assert variables == {
         "RANK": "9",
@@ -155,11 +155,13 @@ def test_a_task_of_srun_is_a_rank() -> None:
         "MASTER_ADDR": "gpu007",
     }
     assert 20_000 <= port < 32_000
-    other = read_rank_variables({**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"})
+    other = read_slurm_rank_variables(
+        {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    )
     assert other["LOCAL_WORLD_SIZE"] == "4"
     assert (other["MASTER_ADDR"], other["MASTER_PORT"]) == ("gpu007", str(port))
-    assert read_rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
-    given = read_rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
+    assert read_slurm_rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
+    given = read_slurm_rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("ib0.head", "29500")
     assert parse_first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
 
@@ -175,13 +177,13 @@ def test_a_task_of_srun_is_a_rank() -> None:
     ids=["no SLURM", "torchrun", "one task", "batch script"],
 )
 def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
-    assert read_rank_variables(environment) == {}
+    assert read_slurm_rank_variables(environment) == {}
 
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])
 def test_unreadable_variables_are_refused(damage: dict[str, str]) -> None:
     with pytest.raises(UserError, match="srun: its variables do not define this task's rank"):
-        read_rank_variables({**STEP, **damage})
+        read_slurm_rank_variables({**STEP, **damage})
 
 
 # -- temporary files -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
 from portable.output.publisher import Publisher
 from portable.run.rank import run_rank
-from portable.terminal import tell
+from portable.terminal import print_status
 from tests.engines import ENGINES, Engines
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
 from tests.ranks import RankPool, wait_for
@@ -34,7 +34,7 @@ EIGHT = "checkpoints/step-000008"
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
-    monkeypatch.setattr("portable.converters.storage.object_store.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("portable.converters.storage.object_store.FIRST_RETRY_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.freeze_existing_objects", nullcontext)
 
 
@@ -236,12 +236,12 @@ def test_a_store_that_is_away_for_a_while(
         return forward(method, path, headers, body)
 
     def say(text: str) -> None:
-        tell(text)
+        print_status(text)
         if "could not be written" in text:
             given_up.set()
 
     monkeypatch.setattr(s3, "forward", refuse)
-    monkeypatch.setattr("portable.checkpoint.store.tell", say)
+    monkeypatch.setattr("portable.checkpoint.store.print_status", say)
     assert remote.leg(**settings) == 0
     assert away[0]
     told = capfd.readouterr().err
@@ -351,11 +351,11 @@ def test_places_that_cannot_be(
 @pytest.fixture
 def place(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     """Of leases that are renewed and become stale quickly."""
-    monkeypatch.setattr(lease, "RENEWED", 0.05)
-    monkeypatch.setattr(lease, "STALE", 0.6)
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.6)
     # Both are in this process here, which must not count as being gone.
-    monkeypatch.setattr(lease, "_identify_machine", lambda: None)
-    return RemotePath.of(remote.url)
+    monkeypatch.setattr(lease, "_read_machine_identity", lambda: None)
+    return RemotePath.from_url(remote.url)
 
 
 def test_a_run_that_is_held_is_refused(remote: Remote, place: RemotePath) -> None:
@@ -365,7 +365,7 @@ def test_a_run_that_is_held_is_refused(remote: Remote, place: RemotePath) -> Non
             remote.leg()
         (place / LEASE_FILE).unlink()
         wait_for(lambda: remote.names() == [LEASE_FILE])
-        first.check()
+        first.check_not_taken()
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
     assert not remote.names()
@@ -375,19 +375,19 @@ def test_a_lease_that_nobody_renews_is_taken_over(
     remote: Remote, place: RemotePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Lease, "_renew", lambda _: None)
+        patched.setattr(Lease, "_renew_until_ended", lambda _: None)
         first = Lease(place).__enter__()
     with Lease(place) as second:
         assert "taking over the lease" in capsys.readouterr().err
-        second.check()
+        second.check_not_taken()
         with pytest.raises(RunError, match="another run has started to write"):
-            first.check()
+            first.check_not_taken()
         first.__exit__(None, None, None)
-        second.check()  # whoever lost the lease does not remove it
+        second.check_not_taken()  # whoever lost the lease does not remove it
         assert remote.names() == [LEASE_FILE]
     first._taken_by = None  # as if it had stood still until now
     with pytest.raises(RunError, match="which took over the lease and has ended"):
-        first.check()
+        first.check_not_taken()
     assert not remote.names()
 
 
@@ -396,18 +396,18 @@ def test_of_two_that_start_at_once_one_begins(
 ) -> None:
     """Both have seen that there is no lease before either writes one."""
     first, second = Lease(place), Lease(place)
-    read = Lease._read
+    read = Lease._read_lease
 
     def read_before_the_first_begins(self: Lease) -> tuple[dict[str, Any], Any]:
         found = read(self)
-        monkeypatch.setattr(Lease, "_read", read)
+        monkeypatch.setattr(Lease, "_read_lease", read)
         first.__enter__()
         return found
 
-    monkeypatch.setattr(Lease, "_read", read_before_the_first_begins)
+    monkeypatch.setattr(Lease, "_read_lease", read_before_the_first_begins)
     with pytest.raises(UserError, match="in use by another run"):
         second.__enter__()
-    first.check()
+    first.check_not_taken()
     first.__exit__(None, None, None)
     assert not remote.names()
 
@@ -424,7 +424,7 @@ def test_a_store_without_conditional_writes_is_told(
     monkeypatch.setattr(remote.store, "forward", without)
     with Lease(place) as held:
         time.sleep(0.3)
-        held.check()
+        held.check_not_taken()
         assert capsys.readouterr().err.count("no conditional writes") == 1
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
@@ -437,9 +437,9 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
 ) -> None:
     """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
     monkeypatch.setattr("portable.output.publisher.get_lasting_folder", lambda: tmp_path)
-    first, second = (Publisher(RemotePath.of(remote.url), 0, None) for _ in range(2))
-    assert first.work != second.work
-    first.open(lambda: 0)
+    first, second = (Publisher(RemotePath.from_url(remote.url), 0, None) for _ in range(2))
+    assert first.work_folder != second.work_folder
+    first.prepare_local_folders(lambda: 0)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     first.close()

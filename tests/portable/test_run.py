@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.store import CheckpointStore
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.converters.formats.dcp.checksums import CHECKSUMS
 from portable.converters.manifest import MANIFEST
 from portable.errors import DamagedError, UserError
-from portable.output.output_dir import lock_folder, open_output
+from portable.output.output_dir import lock_run_folder, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -55,7 +55,9 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     assert [row["samples"] for row in logged] == [6 * step for step in range(1, 9)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
-    names = [folder.name for _, folder in Checkpoints(finished / "checkpoints", keep=None).list_complete()]
+    names = [
+        folder.name for _, folder in CheckpointStore(finished / "checkpoints", keep=None).list_complete()
+    ]
     assert names == ["step-000004", "step-000008"]
     state = json.loads((finished / "checkpoints" / "step-000008" / "trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 2)
@@ -132,7 +134,7 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
     if moment == "shards":
         from portable.engines.fsdp.engine import TorchEngine
 
-        write = TorchEngine.save
+        write = TorchEngine.save_shards
 
         def save(self: TorchEngine, target: Path, *, background: bool) -> Any:
             handle = write(self, target, background=background)
@@ -143,7 +145,7 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
                 die()
             return handle
 
-        TorchEngine.save = save  # type: ignore[method-assign, assignment]
+        TorchEngine.save_shards = save  # type: ignore[method-assign, assignment]
     elif moment == "rename":
         sync = module.sync_folder
 
@@ -190,11 +192,11 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, fini
     for name in (".final.tmp-17-abcdef", ".final.tmp-18-abcdef", ".other.tmp-17-abcdef"):
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_text("half")
-    with open_output(configured(folder, corpus)).lock():
+    with open_output(configured(folder, corpus)).lock_against_other_runs():
         assert (folder / "final" / "model.safetensors").read_bytes() == model
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
     shutil.copytree(folder / "final", folder / ".final.old-18-abcdef")
-    with open_output(configured(folder, corpus)).lock():
+    with open_output(configured(folder, corpus)).lock_against_other_runs():
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 
@@ -224,7 +226,7 @@ def test_other_text_and_damaged_or_foreign_checkpoints_are_refused(
 
     source.write_text(corpus.read_text())
     folder.mkdir()
-    with lock_folder(folder):
+    with lock_run_folder(folder):
         refused("in use by another run")
     leg(folder, corpus, data__source=str(source), train__stop_after=2)
     source.write_text(corpus.read_text().replace("small", "large"))
@@ -301,13 +303,13 @@ def test_every_file_of_a_checkpoint_is_checked(
     folder = tmp_path / "step-000004"
     for name in ("step-000004", "step-000008"):
         shutil.copytree(finished / "checkpoints" / name, tmp_path / name)
-    assert TrainerState.read(folder).check_files(folder) is None
+    assert TrainerState.read(folder).verify_files(folder) is None
     damage(folder)
     with pytest.raises(DamagedError, match=told):
-        TrainerState.read(folder).check_files(folder)
+        TrainerState.read(folder).verify_files(folder)
     whole = finished / "checkpoints" / "step-000004"
     with pytest.raises(DamagedError, match="belongs to another checkpoint"):
-        dataclasses.replace(TrainerState.read(whole), run={}).check_files(whole)
+        dataclasses.replace(TrainerState.read(whole), run={}).verify_files(whole)
 
 
 def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(

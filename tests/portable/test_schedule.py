@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, get_scheduler
 
-from portable.batch_plan import plan_batches, total_steps
+from portable.batch_plan import compute_batch_plan, compute_total_steps
 from portable.config import RunConfig, load_config
 from portable.data.samples.loader import iter_rank_positions
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.build import AUTO_CLASSES
 from portable.model.flops import compute_flops_per_token
-from portable.model.parameter_groups import assign_groups, find_decaying_names
+from portable.model.parameter_groups import assign_parameter_groups, list_decayed_names
 from portable.optim.schedule import (
     Constant,
     Cosine,
@@ -156,9 +156,9 @@ def test_weight_decay_is_for_what_the_trainer_has_it_for(name: str) -> None:
         config = AutoConfig.for_model(model_type, **sizes | settings)
         model: nn.Module = getattr(transformers, AUTO_CLASSES[task]).from_config(config)
     rule: Any = transformers.Trainer.get_decay_parameter_names
-    assert find_decaying_names(model) == set(rule(None, model))
+    assert list_decayed_names(model) == set(rule(None, model))
     found = [other for other, _ in model.named_parameters() if other.endswith(telling)]
-    assert found and all((other in find_decaying_names(model)) == decays for other in found)
+    assert found and all((other in list_decayed_names(model)) == decays for other in found)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,9 @@ def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str) 
     given = {"model.config": TINY_MODEL, "train.frozen": "embed", "train.parameter_groups": groups}
     with pytest.raises(UserError) as raised:
         config = load_config(None, given)
-        assign_groups(models.build_base_model(models.load_model_config(config.model), config), config.train)
+        assign_parameter_groups(
+            models.build_and_freeze_model(models.load_model_config(config.model), config), config.train
+        )
     assert str(raised.value).startswith(f"train.parameter_groups: {message}")
 
 
@@ -193,7 +195,7 @@ def batches(**train: object) -> RunConfig:
 def test_the_default_micro_batch_follows_the_world(
     total: int, world: int, micro: int, accumulation: int
 ) -> None:
-    plan = plan_batches(batches(global_batch_size=total), world_size=world, rank=0)
+    plan = compute_batch_plan(batches(global_batch_size=total), world_size=world, rank=0)
     assert (plan.micro_batch_size, plan.accumulation_steps) == (micro, accumulation)
     assert plan.micro_batch_size * plan.accumulation_steps * world == total
 
@@ -205,7 +207,7 @@ def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
     config = batches() if micro is None else batches(micro_batch_size=micro)
     taken: list[int] = []
     for rank in range(3):
-        plan = plan_batches(config, world_size=3, rank=rank)
+        plan = compute_batch_plan(config, world_size=3, rank=rank)
         assert (plan.micro_batch_size, plan.accumulation_steps) == (size, accumulation)
         loader = iter_rank_positions(
             position=16, global_batch_size=8, micro_batch_size=size, rank=rank, world_size=3
@@ -218,15 +220,15 @@ def test_ranks_that_do_not_divide_the_batch_take_its_sequences_once(
 
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
     with pytest.raises(UserError, match=r"8 sequences cannot be divided among 9 ranks; set it to 9"):
-        plan_batches(batches(), world_size=9, rank=0)
+        compute_batch_plan(batches(), world_size=9, rank=0)
     with pytest.raises(UserError, match=r"4 does not divide the 2 sequences .*; use 2 or another divisor"):
-        plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
+        compute_batch_plan(batches(micro_batch_size=4), world_size=4, rank=0)
 
 
 def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
     config = batches(micro_batch_size=1)
-    alone = plan_batches(config, world_size=1, rank=0)
-    second = plan_batches(config, world_size=2, rank=1)
+    alone = compute_batch_plan(config, world_size=1, rank=0)
+    second = compute_batch_plan(config, world_size=2, rank=1)
     assert (
         second.compute_dropout_seed(16, 3)
         == alone.compute_dropout_seed(16, 4 + 3)
@@ -237,11 +239,11 @@ def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
 
 
 def test_epochs_become_steps() -> None:
-    assert total_steps(batches(steps=7), 100) == 7
-    assert total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
-    assert total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
+    assert compute_total_steps(batches(steps=7), 100) == 7
+    assert compute_total_steps(batches(epochs=2, global_batch_size=8), 100) == 25
+    assert compute_total_steps(batches(epochs=0.01, global_batch_size=8), 100) == 1
     # As docs/migrate.md has it; the Trainer's epochs end in a smaller batch, 33 steps in all.
-    assert total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
+    assert compute_total_steps(batches(epochs=3, global_batch_size=10), 105) == 32
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_epochs_become_steps() -> None:
 def test_flops_are_those_that_torch_counts(given: dict[str, Any]) -> None:
     run = load_config(None, {**given, "model.attention": "eager"})  # it counts no attention kernels of CPUs
     config = models.load_model_config(run.model)
-    model = models.build_base_model(config, run).to_empty(device="cpu")
+    model = models.build_and_freeze_model(config, run).to_empty(device="cpu")
     if "model.config" in given:
         model.set_experts_implementation("eager")  # nor products of groups
     with torch.no_grad():

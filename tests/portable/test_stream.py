@@ -29,11 +29,11 @@ from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.samples.order import EpochIndex
 from portable.data.sources import file_parts, source_kinds
-from portable.data.sources.file_parts import FilePart
-from portable.data.sources.pretokenized import INDEX
+from portable.data.sources.file_parts import FileRangeSource
+from portable.data.sources.pretokenized import INDEX_FILE
 from portable.data.sources.records import Fields
-from portable.data.sources.source_kinds import StreamedFiles
-from portable.data.stream import Stream
+from portable.data.sources.source_kinds import StreamSource
+from portable.data.stream import StreamSamples
 from portable.data.tokens import tokenize
 from portable.errors import RunError, UserError
 from tests import hub_datasets
@@ -63,9 +63,9 @@ def settings(files: Path, **more: Any) -> DataConfig:
     return DataConfig(**{**GIVEN, **places, **more})
 
 
-def opened(files: Path, **more: Any) -> Stream:
+def opened(files: Path, **more: Any) -> StreamSamples:
     found = build_data(settings(files, **more)).train
-    assert isinstance(found, Stream)
+    assert isinstance(found, StreamSamples)
     found._processes = 0  # tests of it alone set it
     return found
 
@@ -104,13 +104,13 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     position = 500
     expected = ids(stream, position, 40)
     read: list[str] = []
-    unchanged = FilePart.check_unchanged
+    unchanged = FileRangeSource.check_unchanged
 
-    def counted(self: FilePart) -> Any:
+    def counted(self: FileRangeSource) -> Any:
         read.append(self.name)
         return unchanged(self)
 
-    monkeypatch.setattr(FilePart, "check_unchanged", counted)
+    monkeypatch.setattr(FileRangeSource, "check_unchanged", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
     first = len(read)  # the shard that tells the columns
     other.load_state_dict(stream.state_dict())
@@ -129,11 +129,11 @@ def test_no_more_is_on_disk_than_the_limit(files: Path, monkeypatch: pytest.Monk
     largest = max(_sizes(files.parent / "free"))
     limited = opened(files, cache_limit=3 * largest / 1e9)
     limited._processes = 1
-    monkeypatch.setattr(Stream, "_read_ahead", lambda *_: None)
+    monkeypatch.setattr(StreamSamples, "_request_shards_ahead", lambda *_: None)
     most = 0
     for position in range(0, 2600, 13):
-        place = limited.locate(position, 0)
-        assert place == free.locate(position, 0)
+        place = limited.locate_sample(position, 0)
+        assert place == free.locate_sample(position, 0)
         assert limited[place[1]]["input_ids"].tolist() == free[place[1]]["input_ids"].tolist()
         most = max(most, sum(_sizes(files.parent / "cache")))
     assert len(_sizes(files.parent / "free")) == FILES
@@ -151,14 +151,14 @@ def _sizes(cache: Path) -> list[int]:
 def test_a_file_that_changed_is_refused(files: Path) -> None:
     stream = opened(files, cache_limit=1e-9)
     ids(stream, 0, 900)
-    shard = stream.locate(0, 0)[1] >> 32
+    shard = stream.locate_sample(0, 0)[1] >> 32
     file = files / f"part-{shard}.jsonl"
     text = file.read_text()
     file.write_text(text.replace("r3 ", "r4 "))
     shutil.rmtree(files.parent / "cache" / "streams" / "tokens")
     stream._open.clear()
     with pytest.raises(RunError, match=rf"part-{shard}.jsonl has changed since the run read it"):
-        stream[stream.locate(0, 0)[1]]
+        stream[stream.locate_sample(0, 0)[1]]
     other = opened(files, cache_dir=str(files.parent / "other"))
     with pytest.raises(RunError, match="has changed since the checkpoint"):
         other.load_state_dict(stream.state_dict())
@@ -191,7 +191,7 @@ def test_bad_records_are_skipped_and_told(
     skipping = source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path, on_bad_record="skip")
     assert [document.text for document in skipping.iter_documents()] == good
     assert skipping.fields.bad is not None
-    skipping.fields.bad.tell(skipping.name)
+    skipping.fields.bad.print_skipped_count(skipping.name)
     told = capfd.readouterr().err.splitlines()
     place = ":4" if part_bytes > 1000 else ""
     assert [line for line in told if f"{place}: not a line of JSON" in line and "warning: skipped" in line]
@@ -205,7 +205,7 @@ COUNT = 1600
 """Samples beyond an epoch: every file was read."""
 
 
-def rows(found: Stream, count: int = COUNT) -> list[list[int]]:
+def rows(found: StreamSamples, count: int = COUNT) -> list[list[int]]:
     return found.build_batch(ids(found, 0, count))["input_ids"].tolist()
 
 
@@ -306,7 +306,7 @@ def test_runs_that_share_a_cache_do_not_disturb_each_other(
     files: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each removes what the other may need next, in a room for less than one of them."""
-    monkeypatch.setattr(Stream, "_read_ahead", lambda *_: None)
+    monkeypatch.setattr(StreamSamples, "_request_shards_ahead", lambda *_: None)
     runs = [opened(files, cache_limit=1e-6) for _ in range(2)]
     found: list[list[list[int]]] = [[], []]
     for run in runs:
@@ -352,14 +352,14 @@ def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-def stream(name: str, folder: Path, **data: Any) -> StreamedFiles:
+def stream(name: str, folder: Path, **data: Any) -> StreamSource:
     found = source(name, stream=True, cache_dir=folder / "cache", **data)
-    assert isinstance(found, StreamedFiles)
+    assert isinstance(found, StreamSource)
     return found
 
 
-def texts_of(files: StreamedFiles) -> list[str]:
-    parts = [part.open(files.settings) for part in files.parts]
+def texts_of(files: StreamSource) -> list[str]:
+    parts = [part.open_source(files.settings) for part in files.shards]
     return [found.text for part in parts for found in part.iter_documents()]
 
 
@@ -377,7 +377,7 @@ def test_a_part_of_an_object_costs_its_own_bytes(
         path.write_bytes(lines(texts))
     s3.put_tree(tmp_path, "data")
     files = stream(s3.url(f"data/{name}"), tmp_path)
-    part = files.parts[5].open(files.settings)
+    part = files.shards[5].open_source(files.settings)
     found = [document.text for document in part.iter_documents()]
     assert found and texts[texts.index(found[0]) :][: len(found)] == found
     # Twice the end of a .parquet file, which is its table of contents.
@@ -453,7 +453,7 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
 
         def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
             opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
-            return opened.parts[0].open(opened.settings).key if parts else opened.key  # type: ignore[attr-defined]
+            return opened.parts[0].open(opened.settings).key if parts else opened.cache_key  # type: ignore[attr-defined]
 
         keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes}
         assert len({*keys, key()}) == len(changes) + 1
@@ -474,7 +474,7 @@ def config(files: Path, tmp_path: Path) -> Path:
     return path
 
 
-def sorted_rows(found: Stream, count: int) -> list[list[int]]:
+def sorted_rows(found: StreamSamples, count: int) -> list[list[int]]:
     return sorted(found.build_batch([place])["input_ids"][0].tolist() for place in ids(found, 0, count))
 
 
@@ -491,7 +491,7 @@ def test_the_samples_are_those_of_the_text(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was tokenized")
 
-    monkeypatch.setattr(tokenize, "_encode", refuse)
+    monkeypatch.setattr(tokenize, "_encode_batch", refuse)
     prepared: dict[str, Any] = {"source": str(out), "cache_dir": str(tmp_path / "other"), "vocab_size": None}
     train = opened(files, **prepared)
     assert train._count_epoch_samples() == total and train.count_epochs(total) == 1
@@ -519,14 +519,14 @@ def test_it_goes_on_where_it_was_killed(
 
     monkeypatch.setattr(pretokenize._ShardWriter, "__call__", stops)
     main([*command, str(out)])
-    assert made == [0, 1, 2, 3, 4] and not (out / INDEX).exists()
+    assert made == [0, 1, 2, 3, 4] and not (out / INDEX_FILE).exists()
     (out / "shards" / "000001" / "text.bin").write_bytes(b"half")
     (out / "shards" / "000003" / "meta.json").unlink()
     made.clear()
     stops_at.clear()
     assert main([*command, str(out)]) == 0
     assert made == [1, 3, 5, 6, 7, 8]
-    assert (out / INDEX).read_text() == (whole / INDEX).read_text()
+    assert (out / INDEX_FILE).read_text() == (whole / INDEX_FILE).read_text()
     assert not (out / ".making").exists()
     made.clear()
     assert main([*command, str(out)]) == 0 and made == []

@@ -22,7 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from portable import train
 from portable.callbacks import Run
 from portable.config import RunConfig, keys
-from portable.reporting.profiling import RECORDED
+from portable.reporting.profiling import NUM_RECORDED_STEPS
 from portable.run.rank import LaunchMode, run_rank
 from portable.terminal import set_quiet
 from tests.ranks import RankPool
@@ -49,7 +49,7 @@ def steps_logged(library: Any) -> list[int]:
 
 
 def test_the_names_are_accelerates() -> None:
-    choices = keys.get_settings(RunConfig)["log.trackers"].choices
+    choices = keys.get_setting_fields(RunConfig)["log.trackers"].choices
     assert {str(getattr(name, "value", name)) for name in LOGGER_TYPE_TO_CLASS} == set(choices or ())
 
 
@@ -142,7 +142,7 @@ def test_every_rank_writes_a_trace(tmp_path: Path, corpus: Path, ranks: RankPool
     for rank in range(2):
         with gzip.open(tmp_path / "run" / "profile" / f"rank{rank}.json.gz") as file:
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
-        assert len({name for name in names if str(name).startswith("ProfilerStep")}) == RECORDED
+        assert len({name for name in names if str(name).startswith("ProfilerStep")}) == NUM_RECORDED_STEPS
         assert any("all_gather" in str(name) for name in names)
         assert "aten::mm" in names
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
-from portable.api import with_objects
+from portable.api import replace_settings_with_objects
 from portable.batch import Batch
 from portable.callbacks import Run
 from portable.config import RunConfig
@@ -86,13 +86,13 @@ def test_what_gives_no_data_or_no_model_is_refused_in_a_line(
 
 def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
     rows = list(records())
-    config = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
-    again = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
+    config = replace_settings_with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
+    again = replace_settings_with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
     assert config.data.source == again.data.source
     found = source(config.data.source)
     assert [document.text for document in found.iter_documents()] == [row["text"] for row in rows]
     with pytest.raises(UserError, match="data: record 2 is a str"):
-        with_objects(config, data=[{"text": "a"}, "b"])
+        replace_settings_with_objects(config, data=[{"text": "a"}, "b"])
 
 
 # -- finished samples --------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Valued:
 def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list[str]]:
     with opened(config) as trial:
         results = [trial.step() for _ in range(4)]
-        losses = trial.backend.read([result.loss for result in results])
+        losses = trial.backend.read_to_host([result.loss for result in results])
         numbers = trial.read_metrics(results[-1])
         return losses, numbers, [name for name, _ in trial.engine.model.named_parameters()]
 
@@ -300,7 +300,7 @@ def with_scalar(model: Any) -> None:
 def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, model__function=f"{HERE}:with_scalar")
     with pytest.raises(UserError, match=r"with_scalar: the parameter gain is a scalar, .* torch\.ones\(1\)"):
-        models.build_base_model(models.load_model_config(config.model), config)
+        models.build_and_freeze_model(models.load_model_config(config.model), config)
 
 
 # -- modules named like folders of the repository ---------------------------------------------------------
@@ -339,7 +339,7 @@ def test_setting_names_module_called_like_a_folder_of_the_repository(
     for name in ("plugged", module):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in (module, "plugged"):
-        assert plugins.load("train.loss", f"{name}:loss")() == 7
+        assert plugins.load_plugin("train.loss", f"{name}:loss")() == 7
         monkeypatch.delitem(sys.modules, name)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from portable import UserError
-from portable.batch import IGNORED, Batch
+from portable.batch import IGNORED_LABEL, Batch
 from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
-from portable.model.regularization import add_noise
+from portable.model.regularization import install_embedding_noise
 from portable.model.training_loss import Outputs
 from portable.run.batches import build_eval_loader
 from tests.engines import ENGINES, Engines
@@ -37,7 +37,7 @@ PADDED: dict[str, Any] = {
 
 
 def factor(labels: Tensor) -> Tensor:
-    return torch.where(labels == IGNORED, 0.0, 0.25 + (labels % 4).float())
+    return torch.where(labels == IGNORED_LABEL, 0.0, 0.25 + (labels % 4).float())
 
 
 class Focal:
@@ -70,7 +70,7 @@ def squared(outputs: Outputs, batch: Batch) -> Any:
     labels = batch["labels"]
     wanted = functional.one_hot(labels.clamp(min=0), outputs.logits.shape[-1])
     losses = (outputs.logits.float() - wanted).square().mean(-1)
-    return torch.where(labels == IGNORED, 0.0, losses).sum(), (labels != IGNORED).sum()
+    return torch.where(labels == IGNORED_LABEL, 0.0, losses).sum(), (labels != IGNORED_LABEL).sum()
 
 
 def plain_squared(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -82,16 +82,18 @@ def plain_variant(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
     labels = batch["labels"].flatten()
     logits = logits.flatten(0, 1)
     smooth = functional.cross_entropy(
-        logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=0.2
+        logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=0.2
     )
-    z = logits.logsumexp(-1).square()[labels != IGNORED].sum()
-    return smooth + 0.01 * z, int((labels != IGNORED).sum())
+    z = logits.logsumexp(-1).square()[labels != IGNORED_LABEL].sum()
+    return smooth + 0.01 * z, int((labels != IGNORED_LABEL).sum())
 
 
 def by_column(outputs: Outputs, batch: Batch) -> Any:
     """Records weigh what a column says; another column is a whole number."""
     assert outputs.log_probs is not None and not batch["group"].is_floating_point()
-    share = torch.where(batch["labels"] == IGNORED, 0.0, batch["share"][:, None] + batch["group"][:, None])
+    share = torch.where(
+        batch["labels"] == IGNORED_LABEL, 0.0, batch["share"][:, None] + batch["group"][:, None]
+    )
     return -(share * outputs.log_probs).sum(), share.sum()
 
 
@@ -145,9 +147,9 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
     with opened(config) as trial:
         results = [trial.step() for _ in range(STEPS)]
         backend = trial.backend
-        found = [tuple(backend.read([result.loss, result.grad_norm])) for result in results]
-        assert trial.run.data.eval is not None
-        batches = build_eval_loader(trial.run, trial.run.data.eval)
+        found = [tuple(backend.read_to_host([result.loss, result.grad_norm])) for result in results]
+        assert trial.run.data.first_eval is not None
+        batches = build_eval_loader(trial.run, trial.run.data.first_eval)
         evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
         assert graphs is None or all(count == 1 for count in graphs.graph_counts.values()), (
@@ -187,11 +189,11 @@ class Odd:
 
     def weight(self, batch: Batch) -> float:
         rows = {"negative": -1.0, "of rows": float(len(batch["labels"]))}
-        return rows.get(self.kind, float((batch["labels"] != IGNORED).sum()))
+        return rows.get(self.kind, float((batch["labels"] != IGNORED_LABEL).sum()))
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
         assert outputs.logits is not None
-        valid, squares = batch["labels"] != IGNORED, outputs.logits.float().square()
+        valid, squares = batch["labels"] != IGNORED_LABEL, outputs.logits.float().square()
         total, weight = squares.sum(), valid.sum()
         match self.kind:
             case "fails":
@@ -306,7 +308,7 @@ def test_noise_is_that_of_the_document(packing: Any, seq_len: int, corpus: Path,
         batch = {name: value[:1] for name, value in next(trial.batches).items()}
         model = AutoModelForCausalLM.from_config(trial.run.model_config)
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "document_lengths")}
-    count = int((batch["labels"][0] != IGNORED).sum())
+    count = int((batch["labels"][0] != IGNORED_LABEL).sum())
     if packing:
         count = int(batch["document_lengths"][0, 0])
     whole = torch.cat([batch["input_ids"][:, :count], batch["labels"][:, count - 1 : count]], dim=1)
@@ -324,5 +326,5 @@ def test_noise_is_that_of_the_document(packing: Any, seq_len: int, corpus: Path,
 
     theirs = copy.deepcopy(model)
     activate_neftune(theirs, 5.0)
-    add_noise(model, 5.0, beyond=1)
+    install_embedding_noise(model, 5.0, extra_tokens=1)
     torch.testing.assert_close(noise(model, **inputs), noise(theirs, input_ids=whole))

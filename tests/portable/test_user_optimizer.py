@@ -13,7 +13,7 @@ import torch
 from portable.converters import open_checkpoint
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
+from portable.run.resolve import resolve_run
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.ranks import RankPool
@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_is_refused_before_the_run(name: str, corpus: Path, tmp_path: Path) -> None:
     given, told = REFUSED[name]
     with pytest.raises(UserError, match=told) as caught:
-        resolve(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
+        resolve_run(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
     assert "\n" not in str(caught.value)
 
 

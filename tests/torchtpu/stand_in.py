@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from portable.tpu.compile.messages import assign_devices, messages
+from portable.tpu.compile.messages import assign_partitions_to_devices, xla_messages
 
 PATIENCE = 120.0  # seconds that a chip waits for the others, where a TPU would hang
 POINTER, SIZE, INT, INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
@@ -137,18 +137,18 @@ HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 
 def for_cpu(options: bytes, chip: int | None = None) -> bytes:
     """Without the options that only libtpu knows; with a ``chip``, for it alone."""
-    found = messages.CompileOptions.FromString(options)
+    found = xla_messages.CompileOptions.FromString(options)
     kept = [one for one in found.env_option_overrides if b"xla_tpu" not in one]
     del found.env_option_overrides[:]
     found.env_option_overrides.extend(kept)
     if chip is not None:
-        assign_devices(found.executable_build_options, [chip])
+        assign_partitions_to_devices(found.executable_build_options, [chip])
     return bytes(found.SerializeToString())
 
 
 def chips_of(options: bytes) -> list[int]:
     """The chip of each partition."""
-    assignment = messages.CompileOptions.FromString(options).executable_build_options.device_assignment
+    assignment = xla_messages.CompileOptions.FromString(options).executable_build_options.device_assignment
     return [chip for part in assignment.computation_devices for chip in part.replica_device_ids]
 
 

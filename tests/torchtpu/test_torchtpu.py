@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config.yaml_writer import dump_yaml
 from portable.errors import UserError
 from portable.planner.cli import main as plan
-from portable.registry import load_backend_package, resolve_backend
+from portable.registry import load_backend_package, resolve_backend_name
 from portable.reporting.metrics import read_metrics
 from portable.tpu import device_specs
 from portable.tpu.torchtpu.torch_tpu_internals import PACKAGE
@@ -80,12 +80,12 @@ def test_without_a_tpu_it_says_so(corpus: Path, tmp_path: Path) -> None:
     """torch_tpu itself ends the process."""
     with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
         load_backend_package("tpu").check_ranks(1)
-    assert resolve_backend("auto") == "cpu"
+    assert resolve_backend_name("auto") == "cpu"
 
 
 def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside torch_xla, which needs another torch."""
-    monkeypatch.setattr(device_specs, "count_chips", lambda: 4)
+    monkeypatch.setattr(device_specs, "count_tpu_chips", lambda: 4)
     monkeypatch.setattr(PACKAGE, "_name", "torch-tpu-that-is-not-here")
     with pytest.raises(UserError, match=r"none is installed; .* 'portable-trainer\[torchtpu\]'"):
         load_backend_package("tpu").check_ranks(2)
@@ -105,8 +105,8 @@ def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
 def test_what_it_does_not_do(settings: dict[str, Any], told: str, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
         config = configured(tmp_path, corpus, backend="tpu", **settings)
-        check(config)
-        check(config, late=True)
+        check_config(config)
+        check_config(config, is_resolved=True)
 
 
 def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,15 +52,15 @@ def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]
     from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.runtime import torch_xla
 
-    runtime.start()
+    runtime.start_xla_runtime()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
     layout = MeshLayout(load_config(None, {"backend": "xla"}), 1)
-    attention.attend_by_rows(model, 8, layout)
+    attention.configure_attention(model, 8, layout)
     found = {name: attended(name, "xla:0") for name in names}
     query = torch.zeros(2, 4, TOKENS, 8, device="xla:0")
     hlo = torch_xla._XLAC._get_xla_tensors_hlo
     text = hlo([functional.scaled_dot_product_attention(query, query, query, is_causal=True)])
-    attention.attend_by_rows(model, None, layout)
+    attention.configure_attention(model, None, layout)
     whole = hlo([functional.scaled_dot_product_attention(query, query, query)])
     return found, [t.count(f"{TOKENS},{TOKENS}]") for t in (text, whole)]
 
@@ -107,18 +107,18 @@ LENGTH = 52  # which no other size is
 
 def steps_and_graph(config: Any) -> tuple[Steps, str]:
     """Four steps, and the first graph, as torch_xla hands it to the compiler."""
-    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.graphs import GraphRunner
     from portable.tpu.xla.runtime import torch_xla
 
     texts: list[str] = []
-    run = Graphs.run
+    run = GraphRunner.run
 
     def seen(graphs: Any, kind: str, results: Any) -> None:
         texts.append("" if texts else torch_xla._XLAC._get_xla_tensors_hlo(list(results)))
         run(graphs, kind, results)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graphs, "run", seen)
+        patch.setattr(GraphRunner, "run", seen)
         return take_steps(config, 4), texts[0]
 
 
@@ -156,10 +156,10 @@ def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     from portable.tpu.xla import attention, runtime
     from portable.tpu.xla.layout import MeshLayout
 
-    runtime.start()
+    runtime.start_xla_runtime()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="t5"))
     theirs = with_a_bias("xla:0")
-    attention.attend_by_rows(model, None, MeshLayout(load_config(None, {"backend": "xla"}), 1))
+    attention.configure_attention(model, None, MeshLayout(load_config(None, {"backend": "xla"}), 1))
     return with_a_bias("xla:0"), theirs
 
 

@@ -19,18 +19,23 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import format_bytes
 from portable.planner.cli import main
-from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph, LargeValue
-from portable.planner.compiler_report import add_remedy, compare
+from portable.planner.compiled_graph import CollectiveStatistics, CompiledGraph, CompiledRun, LargeValue
+from portable.planner.compiler_report import add_remedy_to_problems, compare_with_plan
 from portable.planner.memory_model import StrategySetting
-from portable.planner.plan import DeviceBytes, Option
+from portable.planner.plan import DeviceBytes, PlanOption
 from portable.tpu.compile import compiler, trace
-from portable.tpu.compile.compiler import compile_graphs, describe_exhaustion, explain_refusal, find_library
-from portable.tpu.compile.hlo import Computation
-from portable.tpu.compile.libtpu import compile_options
-from portable.tpu.compile.messages import messages
+from portable.tpu.compile.compiler import (
+    compile_graph_files,
+    describe_compile_error,
+    describe_memory_shortage,
+    find_libtpu,
+)
+from portable.tpu.compile.hlo import HloComputation
+from portable.tpu.compile.libtpu import build_compile_options
+from portable.tpu.compile.messages import xla_messages
 from portable.tpu.compile.report import analyze_module, count_convolution_flops
-from portable.tpu.compile.slices import GENERATIONS, TpuSlice, find_slice
-from portable.tpu.libtpu_flags import OURS, add_missing_flags
+from portable.tpu.compile.slices import SLICE_FAMILIES, TpuSlice, select_tpu_slice
+from portable.tpu.libtpu_flags import ADDED_LIBTPU_FLAGS, add_missing_libtpu_flags
 from tests.ranks import wait_for
 from tests.tpu import hlo_modules as hlo
 from tests.tpu.hlo_modules import field, varint
@@ -41,9 +46,9 @@ FOUR = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
 
 
 @pytest.fixture(scope="module")
-def library(torch_xla: None) -> compiler.Library:
+def library(torch_xla: None) -> compiler.LibtpuInstallation:
     try:
-        return find_library()
+        return find_libtpu()
     except UserError:
         pytest.skip("libtpu is not installed")
 
@@ -58,7 +63,7 @@ def written(folder: Path, **modules: bytes) -> dict[str, Path]:
 
 
 def test_options_are_those_of_torch_xla() -> None:
-    found = messages.CompileOptions.FromString(compile_options([0, 4, 2], tupled=True))
+    found = xla_messages.CompileOptions.FromString(build_compile_options([0, 4, 2], is_tupled=True))
     build = found.executable_build_options
     assert found.parameter_is_tupled_arguments
     assert (build.device_ordinal, build.num_replicas, build.num_partitions) == (-1, 1, 3)
@@ -81,7 +86,7 @@ def test_options_are_those_of_torch_xla() -> None:
 )
 def test_no_such_slice(device: str | None, devices: int, topology: str | None, said: str) -> None:
     with pytest.raises(UserError) as refusal:
-        find_slice(device, devices, topology)
+        select_tpu_slice(device, devices, topology)
     assert str(refusal.value).startswith(said)
 
 
@@ -108,10 +113,12 @@ def flags_of_torch_xla(version: int, given: str) -> str:
 def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
-        ours = TpuSlice(device, FOUR[device]).build_environment({"LIBTPU_INIT_ARGS": given})[
+        ours = TpuSlice(device, FOUR[device]).build_compiler_environment({"LIBTPU_INIT_ARGS": given})[
             "LIBTPU_INIT_ARGS"
         ]
-        begun = add_missing_flags(given, OURS)  # as portable.tpu.xla.runtime, before torch_xla is imported
+        begun = add_missing_libtpu_flags(
+            given, ADDED_LIBTPU_FLAGS
+        )  # as portable.tpu.xla.runtime, before torch_xla is imported
         assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 
@@ -149,10 +156,10 @@ def test_collectives_are_counted_with_their_bytes() -> None:
     found = analyze_module(hlo.module(others, entry, [part], part, 10), 4, NEVER)
     one = 64 * 128 * 4
     assert found.collectives == {
-        "all-gather": Collective(2, 2 * 3 * one, 2, 1, 900),
-        "reduce-scatter": Collective(1, 3 * one, 0, 0, 0),
-        "all-reduce": Collective(1, one, 0, 0, 0),
-        "collective-permute": Collective(1, one, 0, 0, 0),
+        "all-gather": CollectiveStatistics(2, 2 * 3 * one, 2, 1, 900),
+        "reduce-scatter": CollectiveStatistics(1, 3 * one, 0, 0, 0),
+        "all-reduce": CollectiveStatistics(1, one, 0, 0, 0),
+        "collective-permute": CollectiveStatistics(1, one, 0, 0, 0),
     }
 
 
@@ -186,7 +193,7 @@ def test_collectives_that_are_carried_on(where: str) -> None:
     found = analyze_module(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives["all-gather"]
     assert (found.count, found.bytes) == (2, 2 * 3 * 64 * 128 * 4)
     if where == "a fusion":
-        assert found == Collective(2, found.bytes, 1, 1, 0)
+        assert found == CollectiveStatistics(2, found.bytes, 1, 1, 0)
 
 
 def test_large_values_and_the_host() -> None:
@@ -213,11 +220,11 @@ def test_large_values_and_the_host() -> None:
 def test_loops_count_as_often_as_they_run() -> None:
     for trips in (0, 1, 9):
         found = analyze_module(hlo.loop(trips, 64, 4), 4, 64 * 64)
-        assert found.unknown_loops == 0
+        assert found.loops_of_unknown_length == 0
         counts = {value.operation: value.count for value in found.large_values}
         assert counts.get("aten__mm", 0) == trips
     unknown = hlo.loop(9, 64, 4).replace(b"\xfa\x03\x02LT", b"\xfa\x03\x02NE")
-    assert analyze_module(unknown, 4, NEVER).unknown_loops == 1
+    assert analyze_module(unknown, 4, NEVER).loops_of_unknown_length == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -247,7 +254,7 @@ def test_flops_of_a_convolution(seed: int) -> None:
         hlo.op(3, "convolution", result, 1, 2, extra=field(15, field(1, window)) + field(16, axes)),
     ]
     computation = hlo.computation(1, instructions, [left, right], result, 3)
-    scope = Computation(messages.HloComputationProto.FromString(computation), None)
+    scope = HloComputation(xla_messages.HloComputationProto.FromString(computation), None)
     assert count_convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
 
 
@@ -272,16 +279,16 @@ Total hbm usage >= 35.13G:
 
 
 def test_one_line_of_an_account_of_memory() -> None:
-    assert describe_exhaustion(OUT_OF_MEMORY) == (
+    assert describe_memory_shortage(OUT_OF_MEMORY) == (
         "it takes 34.9 GiB of 15.8 GiB, arguments 4.0 GiB, the largest value is bf16[24576,24576] (1.1 GiB) "
         "of aten__mm.1 at llama.py:12"
     )
     newer = (
         "E1000: Ran out of memory on HBM, HLO temporaries (37.25G) exceeds available HBM (15.75G). HLO: m."
     )
-    assert describe_exhaustion(newer) == "it takes 37.2 GiB of 15.8 GiB"
-    assert explain_refusal("no\nmore", "") == "no"
-    assert explain_refusal("no kernel `ragged-dot-none`", "") == (
+    assert describe_memory_shortage(newer) == "it takes 37.2 GiB of 15.8 GiB"
+    assert describe_compile_error("no\nmore", "") == "no"
+    assert describe_compile_error("no kernel `ragged-dot-none`", "") == (
         "no kernel `ragged-dot-none`; use model.experts batched_mm"
     )
 
@@ -295,19 +302,19 @@ def graph(**sizes: Any) -> CompiledGraph:
 
 
 def test_peak_and_comparison() -> None:
-    sums = {"all-gather": Collective(1, 100)}
+    sums = {"all-gather": CollectiveStatistics(1, 100)}
     graphs = (
         graph(name="micro-batch", argument_bytes=60, temporary_bytes=50, code_bytes=1, collectives=sums),
         graph(
             name="update", argument_bytes=100, output_bytes=90, alias_bytes=80, code_bytes=2, collectives=sums
         ),
     )
-    found = Compiled("v5e:2x2", "libtpu", 160, graphs)
+    found = CompiledRun("v5e:2x2", "libtpu", 160, graphs)
     assert (found.peak_bytes, found.fits) == (100 + 3 + 50, True)  # the state stays through the micro-batch
-    assert found.compute_sent_bytes(4) == 500
+    assert found.compute_sent_bytes_per_step(4) == 500
     needs = DeviceBytes(parameters=20, gathered=10, gradients=20, optimizer=40, activations=40)
-    option = Option(StrategySetting("full_shard"), 1, "none", needs, 0, 0, 0, 400, True)
-    assert [(line.planned, line.compiled, line.percent) for line in compare(found, option, 4)] == [
+    option = PlanOption(StrategySetting("full_shard"), 1, "none", needs, 0, 0, 0, 400, True)
+    assert [(line.planned, line.compiled, line.percent) for line in compare_with_plan(found, option, 4)] == [
         (80, 100, 25),  # state: the gradients' sums are kept from one micro-batch to the next
         (50, 50, 0),
         (130, 153, pytest.approx(17.69, abs=0.01)),
@@ -315,10 +322,10 @@ def test_peak_and_comparison() -> None:
     ]
     value = LargeValue("f32[8,4]", 128, "aten__mm", "llama.py:12")
     step = graph(argument_bytes=60, temporary_bytes=70, large_values=(LargeValue("s8[9]", 9, "", ""), value))
-    one = Compiled("v5e:2x2", "libtpu", 90, (step,))
-    resident, working, *_ = compare(one, option, 1)
+    one = CompiledRun("v5e:2x2", "libtpu", 90, (step,))
+    resident, working, *_ = compare_with_plan(one, option, 1)
     assert (resident.planned, working.planned) == (60, 70)  # the gradients come and go within the step
-    (problem,) = add_remedy(one, "less").problems
+    (problem,) = add_remedy_to_problems(one, "less").problems
     assert problem == (
         "the run does not fit: 60 B of arguments, 70 B of temporary values and results and 0 B of code are "
         "more than 90 B, the largest value is f32[8,4] (128 B) of aten__mm at llama.py:12; remedy: less"
@@ -365,18 +372,18 @@ def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
-        find_library()
+        find_libtpu()
     (tmp_path / "libtpu.so").write_text("text")
     graphs = written(tmp_path, step=hlo.added(8))
     with pytest.raises(UserError, match=r"^--compile: v5e:1x1: .*libtpu.so is no libtpu: .*$"):
-        compile_graphs(graphs, TpuSlice("v5e", "1x1"), find_library(), NEVER)
+        compile_graph_files(graphs, TpuSlice("v5e", "1x1"), find_libtpu(), NEVER)
 
 
 # -- the compiler itself -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("only_memory", [False, True])
-def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: Path) -> None:
+def test_known_modules(only_memory: bool, library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """Bytes, FLOPs and traffic that are known beforehand, on four chips."""
     kept, trips, width = 1 << 20, 7, 512
     graphs = written(
@@ -385,7 +392,7 @@ def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: P
         copied=hlo.added(1024, 1024, devices=4),
         loop=hlo.loop(trips, width, 4),
     )
-    found = compile_graphs(graphs, TpuSlice("v5e", "2x2"), library, NEVER, only_memory=only_memory)
+    found = compile_graph_files(graphs, TpuSlice("v5e", "2x2"), library, NEVER, only_memory=only_memory)
     assert found.fits
     assert 1 << 27 < found.host_bytes < 1 << 33
     assert [graph.name for graph in found.graphs] == list(graphs)
@@ -402,36 +409,36 @@ def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: P
     assert gathered.bytes in [trips * 3 * width * width // 4 * size for size in (2, 4)]
 
 
-def test_memory_that_a_program_may_fill(library: compiler.Library, tmp_path: Path) -> None:
+def test_memory_that_a_program_may_fill(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """The limit that is planned with is the one that the compiler refuses by."""
     for device in ALL:
-        chips = GENERATIONS[device]
-        graphs = written(tmp_path, step=hlo.added(chips.hbm // 4 + (1 << 28)))
-        found = compile_graphs(graphs, TpuSlice(device, FOUR[device]), library, NEVER)
+        chips = SLICE_FAMILIES[device]
+        graphs = written(tmp_path, step=hlo.added(chips.usable_hbm_bytes // 4 + (1 << 28)))
+        found = compile_graph_files(graphs, TpuSlice(device, FOUR[device]), library, NEVER)
         assert not found.fits
         (problem,) = found.problems
         assert f" of {format_bytes(found.hbm_bytes)}" in problem, problem
         assert found.peak_bytes > found.hbm_bytes
 
 
-def test_what_does_not_compile(library: compiler.Library, tmp_path: Path) -> None:
+def test_what_does_not_compile(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     one = TpuSlice("v5e", "1x1")
     with pytest.raises(UserError) as unknown:
-        compile_graphs(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
+        compile_graph_files(written(tmp_path, step=hlo.custom("no_such_kernel")), one, library, NEVER)
     assert str(unknown.value) == (
         "--compile: step: libtpu refuses it: Custom emitter for no_such_kernel not found, in the operation "
         "of aten__foo at llama.py:7"
     )
     with pytest.raises(UserError, match=r"^--compile: v5e:3x3: "):
-        compile_graphs(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "3x3"), library, NEVER)
+        compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "3x3"), library, NEVER)
 
 
 def test_a_compiler_that_dies(
-    library: compiler.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: compiler.LibtpuInstallation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_no_such_flag=1")
     with pytest.raises(UserError) as died:
-        compile_graphs(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "1x1"), library, NEVER)
+        compile_graph_files(written(tmp_path, step=hlo.added(8)), TpuSlice("v5e", "1x1"), library, NEVER)
     assert "\n" not in str(died.value)
     assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
     assert str(died.value).endswith("'xla_no_such_flag'; remove it from LIBTPU_INIT_ARGS")
@@ -471,15 +478,15 @@ TINY = {
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_the_step_compiles_for_each_generation(
-    library: compiler.Library,
+    library: compiler.LibtpuInstallation,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One step is traced once, and compiled for all of them."""
-    traced: list[trace.Traced] = []
+    traced: list[trace.TracedGraph] = []
 
-    def once(config: Any, devices: int, folder: Path) -> list[trace.Traced]:
+    def once(config: Any, devices: int, folder: Path) -> list[trace.TracedGraph]:
         if not traced:
             traced.extend(trace.trace_graphs(config, devices, tmp_path))
         return traced
@@ -510,7 +517,7 @@ def test_the_step_compiles_for_each_generation(
     assert not list(tmp_path.glob("tpu_driver*"))  # megabytes of libtpu's
 
 
-def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any) -> CompiledGraph:
+def step_of(library: compiler.LibtpuInstallation, folder: Path, chips: str, **settings: Any) -> CompiledGraph:
     """The step of a Llama on v5e chips, with the memory and the collectives that the compiler assigns."""
     config = load_config(
         None,
@@ -525,14 +532,14 @@ def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any
         },
     )
     wanted = TpuSlice("v5e", chips)
-    (step,) = trace.trace_graphs(config, wanted.devices, folder / "traced")
-    found = compile_graphs({"step": step.path}, wanted, library, NEVER, only_memory=True)
+    (step,) = trace.trace_graphs(config, wanted.num_devices, folder / "traced")
+    found = compile_graph_files({"step": step.hlo_path}, wanted, library, NEVER, only_memory=True)
     return found.graphs[0]
 
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -> None:
+def test_no_matrix_is_reduced_whole(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """Gradients go to shards: also that of a tied head, and that of a matrix with a long second dim."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -554,7 +561,7 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_path: Path) -> None:
+def test_muon_moves_each_matrix_there_and_back(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """A chip sends what it has of the others' matrices, and later what it has made for them, in bf16."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     settings = {
@@ -574,7 +581,7 @@ def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_pa
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) -> None:
+def test_gradients_are_cut_at_once(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """On 64 chips they are added up whole. Whole ones do not lie there until the update."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
     settings = {
@@ -590,7 +597,7 @@ def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
-def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
+def test_logits_exist_once(library: compiler.LibtpuInstallation, tmp_path: Path) -> None:
     """Their gradients take their place, and the gradient of the head is not added up whole."""
     tokens, vocabulary, width = 1024, 64128, 256
     settings = {
@@ -608,7 +615,7 @@ def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "tokens", "most"), [(32000, 256, 1.0), (32001, 1024, 1.5)])
 def test_nothing_is_copied_for_a_head(
-    vocabulary: int, tokens: int, most: float, library: compiler.Library, tmp_path: Path
+    vocabulary: int, tokens: int, most: float, library: compiler.LibtpuInstallation, tmp_path: Path
 ) -> None:
     """Neither its state, for a gradient that lies otherwise, nor the gradients of the logits."""
     settings = {

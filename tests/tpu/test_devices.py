@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from portable.tpu import device_specs as devices
-from portable.tpu.libtpu_flags import OURS, VARIABLE
+from portable.tpu.libtpu_flags import ADDED_LIBTPU_FLAGS, LIBTPU_FLAGS_VARIABLE
 
-OWN = [f"--{flag}" for flag in OURS]
+OWN = [f"--{flag}" for flag in ADDED_LIBTPU_FLAGS]
 
 
 @pytest.fixture(autouse=True)
@@ -109,13 +109,13 @@ def test_a_metadata_server_that_does_not_say(
 
 
 def test_auto_takes_a_tpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from portable.registry import resolve_backend
+    from portable.registry import resolve_backend_name
 
-    assert resolve_backend("auto") != "xla"
+    assert resolve_backend_name("auto") != "xla"
     pci_device(tmp_path, "0x1ae0", "0x006f")
     # An environment has the one or the other: their versions of torch differ.
-    assert resolve_backend("auto") == ("tpu" if find_spec("torch_tpu") else "xla")
-    assert resolve_backend("cpu") == "cpu"
+    assert resolve_backend_name("auto") == ("tpu" if find_spec("torch_tpu") else "xla")
+    assert resolve_backend_name("cpu") == "cpu"
 
 
 @pytest.mark.xla
@@ -128,6 +128,6 @@ def test_flags_of_the_compiler(
     from portable.tpu.xla import runtime
 
     monkeypatch.setenv("PJRT_DEVICE", runs_on)
-    monkeypatch.setenv(VARIABLE, given)
-    runtime._import()
-    assert os.environ[VARIABLE].split() == flags
+    monkeypatch.setenv(LIBTPU_FLAGS_VARIABLE, given)
+    runtime._import_torch_xla()
+    assert os.environ[LIBTPU_FLAGS_VARIABLE].split() == flags

@@ -33,25 +33,25 @@ def z_scores(mask: torch.Tensor, p: float) -> list[float]:
 
 @pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
 def test_masks_are_random(p: float) -> None:
-    from portable.tpu.xla.dropout import draw_mask
+    from portable.tpu.xla.dropout import draw_dropout_mask
 
     shape = torch.Size((4, 8, 64, 128))
     first, second = keyed(0)
     keys = [(first, second), (first + 1, second), (first, second + 1), (first ^ (1 << 30), second)]
-    masks = torch.stack([draw_mask(shape, key, p) for key in keys])
+    masks = torch.stack([draw_dropout_mask(shape, key, p) for key in keys])
     assert max(map(abs, z_scores(masks, p))) < 4.5  # 16 figures: one in ten thousand times
 
 
 def dropped() -> list[torch.Tensor]:
     from portable.config import load_config
     from portable.tpu.xla import runtime
-    from portable.tpu.xla.dropout import draw_by_position
+    from portable.tpu.xla.dropout import use_positional_dropout
     from portable.tpu.xla.layout import MeshLayout
     from portable.tpu.xla.runtime import xr
     from portable.tpu.xla.torch_xla_internals import xla
 
-    runtime.start()
-    draw_by_position()
+    runtime.start_xla_runtime()
+    use_positional_dropout()
     layout = MeshLayout(load_config(None, {"backend": "xla"}), int(xr.addressable_runtime_device_count()))
     xla.set_rng_seed(7, "xla:0")
     ones = torch.ones(8, 16, 33, device="xla:0")
@@ -90,4 +90,4 @@ def test_no_device_draws_for_the_others(tmp_path: Path, corpus: Path, xla: XlaPo
         if instruction.opcode == "rng-bit-generator"
     ]
     assert drawing
-    assert max(sum(array.elements for array in one.arrays) for one in drawing) <= 4
+    assert max(sum(array.num_elements for array in one.result_arrays) for one in drawing) <= 4

@@ -9,17 +9,17 @@ import pytest
 
 from benchmarks.xla_memory import measure, told_in
 from portable.adapters.adapter import build_training_model
-from portable.adapters.settings import resolve_adapter
+from portable.adapters.settings import resolve_adapter_config
 from portable.config import RunConfig
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, StrategySetting
-from portable.planner.meta_model import MetaModel, inspect
-from portable.planner.plan import Planner, Target
+from portable.planner.meta_model import MetaModel, build_inventory
+from portable.planner.plan import Planner, PlanTarget
 from portable.registry import create_backend
-from portable.run.prepare import prepare
-from portable.run.resolve import resolve
-from portable.run.restore import restore
-from portable.tpu.xla.footprint import footprint
+from portable.run.prepare import prepare_run
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
+from portable.tpu.xla.footprint import compute_footprint
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK, XlaPool
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 def kept(config: RunConfig) -> tuple[int, int]:
     """Bytes of parameters and of optimizer state on the first device."""
     backend = create_backend("xla")
-    resolved = resolve(config, backend.name)
+    resolved = resolve_run(config, backend.name)
     backend.start()
     try:
-        engine: Any = restore(prepare(resolved, backend), None).engine
+        engine: Any = restore_run(prepare_run(resolved, backend), None).engine
         optimizer: XlaOptimizer = engine._optimizer
-        state = [t for tensors in optimizer.tensors().values() for t in tensors.values()]
-        return on_first_device(engine.model.parameters()), on_first_device([*state, optimizer._steps])
+        state = [t for tensors in optimizer.get_state_tensors().values() for t in tensors.values()]
+        return on_first_device(engine.model.parameters()), on_first_device([*state, optimizer._step_counts])
     finally:
         backend.stop()
 
@@ -69,8 +69,8 @@ def test_what_stays_is_exact(
 ) -> None:
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
-    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
-    found = footprint(inspect(model, config.train), config, Cluster(devices, devices))
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter_config(config))
+    found = compute_footprint(build_inventory(model, config.train), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
 
@@ -101,8 +101,8 @@ def test_a_step_takes_what_is_planned(
     config = configured(
         tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
     )
-    model = build_training_model(models.load_model_config(config.model), resolve_adapter(config))
-    target = Target("xla", Cluster(devices, devices), None, None)
+    model = build_training_model(models.load_model_config(config.model), resolve_adapter_config(config))
+    target = PlanTarget("xla", Cluster(devices, devices), None, None)
     planned = (
         Planner(config, MetaModel(model, config), target)
         .build_option(StrategySetting.from_config(config))

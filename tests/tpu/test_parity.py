@@ -228,14 +228,14 @@ def placed() -> tuple[list[list[int]], list[list[int]], str]:
     from portable.errors import UserError
     from portable.tpu.xla import layout, runtime
 
-    runtime.start()
+    runtime.start_xla_runtime()
     given: dict[str, Any] = {"backend": "xla", **TWO_A_SEQUENCE}
     laid = layout.MeshLayout(load_config(None, given), 4)
     batch = torch.arange(24).reshape(4, 6)
     with pytest.MonkeyPatch.context() as patch:
-        here = laid.place_batch(batch)
+        here = laid.place_batch_tensor(batch)
         patch.setattr(runtime.xr, "process_count", lambda: 2)
-        there = laid.place_batch(batch)
+        there = laid.place_batch_tensor(batch)
     try:
         layout.MeshLayout(
             load_config(None, {**given, "strategy": "hybrid_shard", "fsdp.shard_group_size": 1}), 4

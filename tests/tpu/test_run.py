@@ -28,17 +28,17 @@ from portable.loop import train_step
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import build_train_loader
-from portable.run.prepare import prepare
+from portable.run.prepare import prepare_run
 from portable.run.rank import run_rank
-from portable.run.resolve import resolve
-from portable.run.restore import restore
+from portable.run.resolve import resolve_run
+from portable.run.restore import restore_run
 from tests.parity import opened
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK, XlaPool
 
 if TYPE_CHECKING:
-    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.graphs import GraphRunner
     from portable.tpu.xla.optim import XlaOptimizer
 
 ROOT = Path(__file__).parents[2]
@@ -75,24 +75,24 @@ def test_counts_graphs_and_transfers_in_the_metrics(tmp_path: Path, corpus: Path
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:
     """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
-    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.graphs import GraphRunner
 
     said: list[str] = []
     with opened(config) as trial:
         backend, engine = trial.backend, trial.engine
-        engine.graphs = Graphs(said.append)
+        engine.graphs = GraphRunner(said.append)
 
         def step(length: int, scale: float) -> None:
             tokens = torch.ones(8, length, dtype=torch.int64)
-            batch = backend.place({"input_ids": tokens, "labels": tokens})
-            sums = engine.accumulate(batch, backend.total(8), last=True)
+            batch = backend.copy_to_device({"input_ids": tokens, "labels": tokens})
+            sums = engine.accumulate(batch, backend.sum_host_numbers(8), last=True)
             engine.update(1e-3, 1.0, sums.values[0] * scale)
 
         for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
             step(length, scale)
         optimizer: XlaOptimizer = engine._optimizer
-        for name, factors in optimizer._factors.items():
-            optimizer._factors[name] = factors._replace(weight_decay=2 * factors.weight_decay)
+        for name, factors in optimizer._group_factors.items():
+            optimizer._group_factors[name] = factors._replace(weight_decay=2 * factors.weight_decay)
         step(16, 2.0)
     return said
 
@@ -107,25 +107,31 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
-    from portable.tpu.xla.saving import stage_shards
+    from portable.tpu.xla.saving import stage_tensors
 
     backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
+    run = prepare_run(resolve_run(config, backend.name), backend)
     run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
     run.model.register_buffer("counter", torch.tensor(7))
-    engine: Any = restore(run, None).engine
+    engine: Any = restore_run(run, None).engine
     batches = iter(build_train_loader(run, 0))
     engine.model.spare.data.fill_(1.0)
     for _ in range(3):
         train_step(
-            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-2, max_grad_norm=1.0
+            backend,
+            engine,
+            batches,
+            batch_plan=run.batch_plan,
+            first_sample=0,
+            learning_rate=1e-2,
+            max_grad_norm=1.0,
         )
     batches.close()
-    staged = stage_shards(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
-    spare = min(float(shard.data.min()) for shard in staged["spare"].shards)
-    (counter,) = staged["counter"].shards
+    staged = stage_tensors(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
+    spare = min(float(shard.values.min()) for shard in staged["spare"].local_shards)
+    (counter,) = staged["counter"].local_shards
     optimizer: XlaOptimizer = engine._optimizer
-    return spare, float(optimizer.scalars()["spare"]["step"]), int(counter.data)
+    return spare, float(optimizer.read_state_scalars()["spare"]["step"]), int(counter.values)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -139,18 +145,20 @@ def save_as_a_host(folder: Path) -> None:
     """Two hosts' halves of a tensor, and a number that both have."""
     import torch.distributed as dist
 
-    from portable.engines.fsdp.saving import Saver
+    from portable.engines.fsdp.saving import DcpSaver
     from portable.tpu.xla.layout import LocalShard
-    from portable.tpu.xla.saving import Staged, StagedPlanner
+    from portable.tpu.xla.saving import StagedPlanner, StagedTensor
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    half = Staged(
+    half = StagedTensor(
         torch.Size((4, 2)), torch.float32, [LocalShard((2 * rank, 0), torch.full((2, 2), float(rank)))]
     )
-    only_on_one = Staged(torch.Size(()), torch.int64, [LocalShard((), torch.tensor(5))] if rank == 1 else [])
+    only_on_one = StagedTensor(
+        torch.Size(()), torch.int64, [LocalShard((), torch.tensor(5))] if rank == 1 else []
+    )
     state = {"model": {"half": half, "count": only_on_one}, "optim": {"step": torch.tensor(9.0)}}
-    Saver(StagedPlanner).save(state, folder, background=True).wait()
+    DcpSaver(StagedPlanner).save(state, folder, background=True).wait()
     dist.barrier()
 
 
@@ -188,8 +196,8 @@ def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
 def graph_of_a_step(config: RunConfig) -> str:
     with opened(config) as trial:
         trial.step()
-        graphs: Graphs = trial.engine.graphs
-        (text,) = graphs._texts["step"].values()
+        graphs: GraphRunner = trial.engine.graphs
+        (text,) = graphs._texts_by_hash["step"].values()
     return str(text)
 
 
@@ -293,7 +301,7 @@ def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
 
     batch = {"train__global_batch_size": 8}
     try:
-        resolve(configured(folder, corpus, backend="xla", **{**batch, **settings}), "xla")
+        resolve_run(configured(folder, corpus, backend="xla", **{**batch, **settings}), "xla")
     except UserError as error:
         return str(error)
     return ""

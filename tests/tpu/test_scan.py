@@ -216,7 +216,9 @@ def unsound(config: RunConfig) -> list[str]:
         with torch.no_grad():
             weight.mul_(trial.engine.layout.replicate(nan))
         batch = next(trial.batches)
-        trial.engine.accumulate(trial.backend.place(batch), trial.backend.total(1), last=False)
+        trial.engine.accumulate(
+            trial.backend.copy_to_device(batch), trial.backend.sum_host_numbers(1), last=False
+        )
         names: list[str] = trial.engine.find_nonfinite_gradients()
         return names
 
@@ -259,15 +261,15 @@ def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
     from portable.tpu.xla import runtime
     from portable.tpu.xla.scan import Scan
 
-    runtime.start()
+    runtime.start_xla_runtime()
     given = [tensor.to("xla:0").requires_grad_() for tensor in inputs()]
     scan = Scan(body, recompute=recompute)
     (carry,), (results,) = scan((given[0],), given[1:3], given[3:])
     loss = carry.square().sum() + results.square().sum()
     loss.backward()
-    (traced,) = scan._traced.values()
+    (traced,) = scan._loops_by_signature.values()
     found = [loss.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
-    return [tensor.cpu() for tensor in found], traced.saved
+    return [tensor.cpu() for tensor in found], traced.num_saved
 
 
 @pytest.mark.parametrize(("recompute", "saved"), [(False, 4), (True, 1)])
@@ -286,7 +288,7 @@ def dropped(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
     def drop(carry: Any, slices: Any, _: Any) -> Any:
         return carry, (torch.nn.functional.dropout(slices[0], 0.5),)
 
-    runtime.start()
+    runtime.start_xla_runtime()
     ones = torch.ones(4, 64, device="xla:0", requires_grad=True)
     _, (results,) = Scan(drop, recompute=recompute)((torch.zeros(1, device="xla:0"),), (ones,))
     results.sum().backward()

@@ -13,8 +13,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from portable.config import RunConfig
 from portable.run.rank import run_rank
 from portable.tpu.compile.hlo import HloModule
-from portable.tpu.compile.messages import messages
-from portable.tpu.compile.trace import ANSWER, trace_graphs
+from portable.tpu.compile.messages import xla_messages
+from portable.tpu.compile.trace import ANSWER_FILE, trace_graphs
 from portable.tpu.xla.sharding import ShardingRules
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import PAIRS, pairs
@@ -57,9 +57,9 @@ def run(config: RunConfig) -> int:
 
 
 def traced(config: RunConfig, folder: Path) -> list[str]:
-    from portable.tpu.xla.tracing import trace
+    from portable.tpu.xla.tracing import record_graphs
 
-    return [graph["name"] for graph in trace(config, folder, "CPU")]
+    return [graph["name"] for graph in record_graphs(config, folder, "CPU")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -76,7 +76,7 @@ def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: Xl
     names = xla.run(DEVICES, traced, config, folder, environment={"XLA_HLO_DEBUG": "1"})
     assert names == (["micro-batch", "update", "evaluation"] if case == "accumulated" else ["step"])
     compiled = [path.read_bytes() for path in dumped.glob("*before_optimizations.hlo.pb")]
-    theirs = [identity(messages.HloProto.FromString(one).hlo_module) for one in compiled]
+    theirs = [identity(xla_messages.HloProto.FromString(one).hlo_module) for one in compiled]
     ours = {name: identity((folder / f"{name}.hlo.pb").read_bytes()) for name in names}
     assert {name: found in theirs for name, found in ours.items()} == dict.fromkeys(names, True)
     # And the run compiles no other, but for what the reference says of all pairs before it begins.
@@ -87,7 +87,7 @@ def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: Xl
 
 def identity(module: bytes) -> tuple[str, list[int]]:
     """A hash of what a module computes, and the parameters that it donates."""
-    found = messages.HloModuleProto.FromString(module)
+    found = xla_messages.HloModuleProto.FromString(module)
     computations = {one.id: one for one in found.computations}
     known: dict[int, str] = {}
 
@@ -145,19 +145,21 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
     )
     found = trace_graphs(config, 16, tmp_path)
     assert [graph.name for graph in found] == (["step"] if looped else ["step", "evaluation", "generation"])
-    assert {graph.devices for graph in found} == {16}
-    assert found[0].donated >= 3 * (11 if looped else 146)
-    assert json.loads((tmp_path / ANSWER).read_text())["host_bytes"] < 2 << 30
-    step = found[0].path.read_bytes()
+    assert {graph.num_devices for graph in found} == {16}
+    assert found[0].num_donated_parameters >= 3 * (11 if looped else 146)
+    assert json.loads((tmp_path / ANSWER_FILE).read_text())["host_bytes"] < 2 << 30
+    step = found[0].hlo_path.read_bytes()
     assert b"modeling_llama.py" in step  # where operations come from
     sharded = entry_parameter_bytes(step, devices=16)
     parameters = 1_235_814_400
     assert sharded == pytest.approx(12 * parameters / 16, rel=0.01)
     instructions = [i for c in HloModule(step).computations.values() for i in c.instructions]
-    shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
+    shapes = {
+        array.dimensions for i in instructions for array in i.result_arrays if array.element_type == "pred"
+    }
     assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
     # The backward pass waits for the loss, and so do tokens and labels: all behind one barrier.
-    barriers = [[a.dimensions for a in i.arrays] for i in instructions if i.opcode == "opt-barrier"]
+    barriers = [[a.dimensions for a in i.result_arrays] for i in instructions if i.opcode == "opt-barrier"]
     assert [(), (), (16, 4096), (16, 4096)] in barriers
 
 
@@ -168,13 +170,13 @@ def entry_parameter_bytes(module: bytes, devices: int) -> int:
         if instruction.opcode == "parameter":
             unread = {one.field_number: one.data for one in UnknownFieldSet(instruction.message)}
             tiled = unread.get(40, b"").startswith(b"\x08\x03")  # a sharding of type OTHER
-            total += instruction.bytes // (devices if tiled else 1)
+            total += instruction.result_bytes // (devices if tiled else 1)
     return total
 
 
 def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> None:
     """Cut along another dim, what the optimizer broadcasts for both is sent between the devices."""
     rules = ShardingRules(configured(tmp_path, corpus, backend="xla"), 4)
-    assert rules.choose_dim("model.embed_tokens.weight", [384, 48]) == 1
-    assert rules.choose_dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
-    assert rules.choose_dim("lm_head.weight", [384, 48]) == 1
+    assert rules.choose_shard_dim("model.embed_tokens.weight", [384, 48]) == 1
+    assert rules.choose_shard_dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
+    assert rules.choose_shard_dim("lm_head.weight", [384, 48]) == 1

@@ -12,44 +12,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from portable.converters.interrupts import ignore_interrupts
+from portable.converters.interrupts import block_interrupts_in_children
 from portable.errors import UserError, to_one_line
 from portable.plugins import build_python_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_DIES_WITH_US = "from portable.ranks.parent_death import die_with_parent; die_with_parent(); "
+_DIE_WITH_PARENT_SOURCE = "from portable.ranks.parent_death import die_with_parent; die_with_parent(); "
 
 
-def ask(
-    code: str,
-    answer: Path,
+def run_in_child_process(
+    source: str,
+    answer_path: Path,
     *arguments: str,
     request: Any,
     environment: Mapping[str, str],
-    failure: Callable[[int, str], str],
-    said: Callable[[str], None] = lambda line: None,
+    format_failure: Callable[[int, str], str],
+    on_output_line: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run ``code`` in another process, which dies with this one, and read the answer that it writes.
+    """Run ``source`` in another process, which dies with this one, and read the answer that it writes.
 
     Args:
-        code: calls :func:`write_answer`; finds ``arguments`` in ``sys.argv``, from 2 on.
-        answer: does not exist.
+        source: calls :func:`write_answer`; finds ``arguments`` in ``sys.argv``, from 2 on.
+        answer_path: does not exist.
         request: Value that :func:`read_request` returns in that process.
         environment: of the process.
-        failure: what to say if it leaves no answer, from its exit code, the negative number of a signal, and
+        format_failure: what to say if it leaves no answer, from its exit code, the negative number of a
+        signal, and
             what it wrote on standard error.
-        said: called with each line that it prints.
+        on_output_line: called with each line that it prints.
 
     Raises:
         UserError: it left none, or ``refused``.
     """
-    log = answer.with_name(f"{answer.name}.log")
-    with log.open("wb") as errors, ignore_interrupts():
+    log = answer_path.with_name(f"{answer_path.name}.log")
+    with log.open("wb") as errors, block_interrupts_in_children():
         process = subprocess.Popen(
-            build_python_command(_DIES_WITH_US + code, str(answer), *arguments),
-            env={**environment, "TPU_LOG_DIR": str(answer.parent)},  # megabytes, which libtpu leaves in /tmp
+            build_python_command(_DIE_WITH_PARENT_SOURCE + source, str(answer_path), *arguments),
+            env={
+                **environment,
+                "TPU_LOG_DIR": str(answer_path.parent),
+            },  # megabytes, which libtpu leaves in /tmp
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -60,22 +64,22 @@ def ask(
             with suppress(BrokenPipeError), process.stdin as stdin:
                 stdin.write(pickle.dumps(request))
             for line in process.stdout:
-                said(line.decode("utf-8", "replace").strip())
+                on_output_line(line.decode("utf-8", "replace").strip())
         except BaseException:
             process.kill()
             raise
-    if not answer.exists():
-        raise UserError(failure(process.returncode, log.read_text("utf-8", "replace")))
-    result: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+    if not answer_path.exists():
+        raise UserError(format_failure(process.returncode, log.read_text("utf-8", "replace")))
+    result: dict[str, Any] = json.loads(answer_path.read_text("utf-8"))
     if "refused" in result:
         raise UserError(result["refused"])
     return result
 
 
-def explain_exit(code: int, log: str) -> str:
+def describe_exit(exit_code: int, error_output: str) -> str:
     """Why a process left no answer, by the last line of its errors."""
-    lines = log.strip().splitlines()
-    return to_one_line(lines[-1]) if lines else f"its process ended with {code}"
+    lines = error_output.strip().splitlines()
+    return to_one_line(lines[-1]) if lines else f"its process ended with {exit_code}"
 
 
 def read_request() -> Any:

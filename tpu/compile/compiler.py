@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_bytes
-from portable.planner.compiled_graph import Compiled
-from portable.planner.compiler_report import GRAPH
+from portable.planner.compiled_graph import CompiledRun
+from portable.planner.compiler_report import GRAPH_ADAPTER
 from portable.temporary_folder import create_scratch_folder
-from portable.terminal import shows_run_bars
-from portable.tpu.compile.child_process import ask
-from portable.tpu.compile.hlo import shorten_path
-from portable.tpu.compile.slices import TpuSlice, find_slice
+from portable.terminal import shows_run_progress_bars
+from portable.tpu.compile.child_process import run_in_child_process
+from portable.tpu.compile.hlo import strip_package_prefix
+from portable.tpu.compile.slices import TpuSlice, select_tpu_slice
 from portable.tpu.compile.trace import trace_graphs
-from portable.tpu.compile.worker import DUMP, Job
+from portable.tpu.compile.worker import DUMP_FOLDER, CompileJob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import CompileTarget
 
-_EXHAUSTED = 8
-NO_VALUES = 1 << 62
+_RESOURCE_EXHAUSTED = 8
+NO_LARGE_VALUES = 1 << 62
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
-class Library:
+class LibtpuInstallation:
     """A libtpu on this machine."""
 
     path: Path
@@ -45,19 +45,21 @@ class Library:
     """Of the package; None where the library was given by path."""
 
 
-def find_library() -> Library:
+def find_libtpu() -> LibtpuInstallation:
     """libtpu at ``TPU_LIBRARY_PATH``, else that of the installed package. Imports nothing.
 
     Raises:
         UserError: there is none.
     """
-    installed = _find_installed()
+    installed = _find_installed_libtpu()
     env_path = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it, too
     if env_path:
         path = Path(env_path)
         if not path.is_file():
             raise UserError(f"TPU_LIBRARY_PATH: {env_path} is no file")
-        return installed if installed is not None and installed.path == path else Library(path, None)
+        return (
+            installed if installed is not None and installed.path == path else LibtpuInstallation(path, None)
+        )
     if installed is not None:
         return installed
     raise UserError(
@@ -66,51 +68,63 @@ def find_library() -> Library:
     )
 
 
-def _find_installed() -> Library | None:
+def _find_installed_libtpu() -> LibtpuInstallation | None:
     spec = find_spec("libtpu")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
         if path.is_file():
             with suppress(metadata.PackageNotFoundError):
-                return Library(path, metadata.version("libtpu"))
-            return Library(path, None)
+                return LibtpuInstallation(path, metadata.version("libtpu"))
+            return LibtpuInstallation(path, None)
     return None
 
 
-def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
-    """See :meth:`portable.registry.BackendPackage.compile`."""
-    wanted = find_slice(target.device, target.devices, target.topology)
-    library = find_library()
+def compile_xla_graphs(config: RunConfig, target: CompileTarget) -> CompiledRun:
+    """See :meth:`portable.registry.BackendPackage.compile_graphs`."""
+    tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
+    library = find_libtpu()
     with create_scratch_folder("portable-compile") as folder:
-        _show_progress(f"tracing the run's graphs for {target.devices} devices ...")
-        traced = trace_graphs(config, target.devices, folder / "graphs")
+        _show_progress(f"tracing the run's graphs for {target.num_devices} devices ...")
+        traced = trace_graphs(config, target.num_devices, folder / "graphs")
         _show_progress("")
-        files = {graph.name: graph.path for graph in traced}
-        large = target.large or NO_VALUES
-        return compile_graphs(files, wanted, library, large, only_memory=target.only_memory)
+        files = {graph.name: graph.hlo_path for graph in traced}
+        large_value_elements = target.min_listed_elements or NO_LARGE_VALUES
+        return compile_graph_files(
+            files, tpu_slice, library, large_value_elements, only_memory=target.stops_after_memory_report
+        )
 
 
-def compile_graphs(
-    graphs: dict[str, Path], wanted: TpuSlice, library: Library, large: int, *, only_memory: bool = False
-) -> Compiled:
+def compile_graph_files(
+    graph_paths: dict[str, Path],
+    tpu_slice: TpuSlice,
+    library: LibtpuInstallation,
+    large_value_elements: int,
+    *,
+    only_memory: bool = False,
+) -> CompiledRun:
     """Compile modules in a process of its own.
 
     Args:
-        graphs: files with a serialized ``HloModuleProto``, by the name of the graph.
-        wanted: the slice. Each module is partitioned for all its devices.
+        graph_paths: files with a serialized ``HloModuleProto``, by the name of the graph.
+        tpu_slice: the slice. Each module is partitioned for all its devices.
         library: the compiler.
-        large: elements from which a value is listed.
+        large_value_elements: elements from which a value is listed.
         only_memory: end before code is made. Each module has a process of its own then.
 
     Raises:
         UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
     """
-    batches = [{name: path} for name, path in graphs.items()] if only_memory else [graphs]
-    answers = [_run_job(Job(library.path, wanted, batch, large, only_memory)) for batch in batches]
-    return summarize_answers(wanted, library, answers)
+    batches = [{name: path} for name, path in graph_paths.items()] if only_memory else [graph_paths]
+    answers = [
+        _run_compile_job(CompileJob(library.path, tpu_slice, batch, large_value_elements, only_memory))
+        for batch in batches
+    ]
+    return merge_compile_answers(tpu_slice, library, answers)
 
 
-def summarize_answers(wanted: TpuSlice, library: Library, answers: Sequence[dict[str, Any]]) -> Compiled:
+def merge_compile_answers(
+    tpu_slice: TpuSlice, library: LibtpuInstallation, answers: Sequence[dict[str, Any]]
+) -> CompiledRun:
     """What the processes that compiled for a slice have answered, together.
 
     Raises:
@@ -119,18 +133,18 @@ def summarize_answers(wanted: TpuSlice, library: Library, answers: Sequence[dict
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in answers for graph in answer["graphs"]):
         if "error" not in graph:
-            compiled.append(GRAPH.validate_python(graph))
+            compiled.append(GRAPH_ADAPTER.validate_python(graph))
         elif is_out_of_memory(graph["error"], graph["code"]):
-            problems.append(f"{graph['name']} does not fit: {describe_exhaustion(graph['error'])}")
-            needed = max(needed, _parse_needed_bytes(graph["error"]))
+            problems.append(f"{graph['name']} does not fit: {describe_memory_shortage(graph['error'])}")
+            needed = max(needed, _parse_required_bytes(graph["error"]))
         else:
             raise UserError(
                 f"--compile: {graph['name']}: libtpu refuses it: "
-                f"{explain_refusal(graph['error'], graph['place'])}"
+                f"{describe_compile_error(graph['error'], graph['place'])}"
             )
-    return Compiled(
-        wanted.name,
-        describe_library(library, answers[0]["compiler"]),
+    return CompiledRun(
+        tpu_slice.libtpu_name,
+        describe_libtpu(library, answers[0]["compiler"]),
         answers[0]["hbm_bytes"],
         tuple(compiled),
         tuple(problems),
@@ -139,47 +153,47 @@ def summarize_answers(wanted: TpuSlice, library: Library, answers: Sequence[dict
     )
 
 
-def _run_job(job: Job) -> dict[str, Any]:
+def _run_compile_job(job: CompileJob) -> dict[str, Any]:
     """What the compiler's process says of a job. On a terminal a line shows what it compiles."""
-    begun: list[str] = []
+    started_graphs: list[str] = []
 
-    def begin(name: str) -> None:
-        begun.append(name)
+    def note_graph_start(name: str) -> None:
+        started_graphs.append(name)
         _show_progress(f"compiling {name} ...")
 
     with create_scratch_folder("portable-compile") as folder:
-        environment = job.wanted.build_environment(dict(os.environ))
+        environment = job.tpu_slice.build_compiler_environment(dict(os.environ))
         if job.only_memory:
-            environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
-        answer = ask(
+            environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP_FOLDER} --xla_dump_hlo_as_proto"
+        answer = run_in_child_process(
             "from portable.tpu.compile.worker import main; main()",
             folder / "compiled.json",
             request=job,
             environment=environment,
-            failure=lambda code, log: explain_crash(code, begun, log),
-            said=begin,
+            format_failure=lambda code, log: describe_crash(code, started_graphs, log),
+            on_output_line=note_graph_start,
         )
     _show_progress("")
     if "error" in answer:
-        raise UserError(f"--compile: {job.wanted.name}: {to_one_line(answer['error'])}")
+        raise UserError(f"--compile: {job.tpu_slice.libtpu_name}: {to_one_line(answer['error'])}")
     return answer
 
 
-def explain_crash(code: int, begun: Sequence[str], log: str) -> str:
+def describe_crash(exit_code: int, started_graphs: Sequence[str], error_output: str) -> str:
     """Why the compiler's process left no answer, in one line.
 
     Args:
-        code: its exit code; the negative number of a signal.
-        begun: the graphs that it had begun with.
-        log: what it wrote on standard error.
+        exit_code: its exit code; the negative number of a signal.
+        started_graphs: the graphs that it had begun with.
+        error_output: what it wrote on standard error.
     """
-    moment = f"while it compiled {begun[-1]}" if begun else "as it started"
-    how = f"with exit code {code}"
-    if code < 0:
-        how = f"by {signal.Signals(-code).name}"
-    if code == -signal.SIGKILL:
+    moment = f"while it compiled {started_graphs[-1]}" if started_graphs else "as it started"
+    how = f"with exit code {exit_code}"
+    if exit_code < 0:
+        how = f"by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL:
         return f"--compile: libtpu's process was killed {moment}; the host may be out of memory"
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in error_output.splitlines() if line.strip()]
     error_lines = [
         line for line in lines if re.match(r"[EF]\d{4}|.*(?:Check failed|ERROR|Error|Unknown)", line)
     ]
@@ -194,10 +208,10 @@ def explain_crash(code: int, begun: Sequence[str], log: str) -> str:
 
 def is_out_of_memory(message: str, code: int) -> bool:
     """Whether a refusal is for want of device memory."""
-    return code == _EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
+    return code == _RESOURCE_EXHAUSTED or "would exceed memory" in message or "Ran out of memory" in message
 
 
-def describe_exhaustion(message: str) -> str:
+def describe_memory_shortage(message: str) -> str:
     """One line of libtpu's account of the memory that a graph would take: how much, and the largest value."""
     total = re.search(r"Used (\S+) of (\S+) hbm", message)
     temporary = re.search(r"HLO temporaries \((\S+)\) exceeds available HBM \((\S+)\)", message)
@@ -207,7 +221,8 @@ def describe_exhaustion(message: str) -> str:
     parts = []
     if usage := total or temporary:
         parts.append(
-            f"it takes {format_bytes(_parse_size(usage[1]))} of {format_bytes(_parse_size(usage[2]))}"
+            f"it takes {format_bytes(_parse_size_bytes(usage[1]))} of "
+            f"{format_bytes(_parse_size_bytes(usage[2]))}"
         )
     elif allocation:
         parts.append(
@@ -215,51 +230,59 @@ def describe_exhaustion(message: str) -> str:
             f"{format_bytes(int(allocation[2]))}"
         )
     arguments = re.search(r"^\s+arguments\s+(\S+)\s*$", message, re.MULTILINE)
-    if arguments and _parse_size(arguments[1]):
-        parts.append(f"arguments {format_bytes(_parse_size(arguments[1]))}")
+    if arguments and _parse_size_bytes(arguments[1]):
+        parts.append(f"arguments {format_bytes(_parse_size_bytes(arguments[1]))}")
     largest = re.search(r"^\s*1\. Size: (\S+)\s*\n(.*?)={5}", message, re.MULTILINE | re.DOTALL)
     if largest:
         shape = re.search(r"Shape: (\w+\[[\d,]*\])", largest[2])
         parts.append(
-            f"the largest value is {shape[1] if shape else 'one'} ({format_bytes(_parse_size(largest[1]))})"
-            + _describe_operation(largest[2])
+            f"the largest value is {shape[1] if shape else 'one'} "
+            f"({format_bytes(_parse_size_bytes(largest[1]))})" + _describe_operation(largest[2])
         )
     return ", ".join(parts) or to_one_line(message)
 
 
-_REMEDIES = {"ragged-dot": "model.experts batched_mm", "scaled_dot_product": "model.attention eager"}
+_REMEDIES_BY_KERNEL = {
+    "ragged-dot": "model.experts batched_mm",
+    "scaled_dot_product": "model.attention eager",
+}
 """By the name of a kernel that some generations do not have (v5p, v4), what computes without it."""
 
 
-def explain_refusal(message: str, place: str) -> str:
+def describe_compile_error(message: str, operation: str) -> str:
     """The first line of libtpu's reason, which operation of the model it means, and a remedy if one is known.
 
     Args:
         message: of libtpu.
-        place: of an operation that the message names; empty if it names none.
+        operation: of an operation that the message names; empty if it names none.
     """
     first = (message.strip().splitlines() or ["it gives no reason"])[0]
-    location = _describe_operation(message) or (f" of {place}" if place else "")
-    remedy = next((f"; use {setting}" for kernel, setting in _REMEDIES.items() if kernel in first), "")
+    location = _describe_operation(message) or (f" of {operation}" if operation else "")
+    remedy = next(
+        (f"; use {setting}" for kernel, setting in _REMEDIES_BY_KERNEL.items() if kernel in first), ""
+    )
     return f"{to_one_line(first)[:300]}{location and f', in the operation{location}'}{remedy}"
 
 
 def _describe_operation(text: str) -> str:
     operation = re.search(r'op_name="([^"]+)"', text)
     file, line = re.search(r'source_file="([^"]+)"', text), re.search(r"source_line=(\d+)", text)
-    parts = [operation[1] if operation else "", f"{shorten_path(file[1])}:{line[1]}" if file and line else ""]
+    parts = [
+        operation[1] if operation else "",
+        f"{strip_package_prefix(file[1])}:{line[1]}" if file and line else "",
+    ]
     return f" of {' at '.join(filter(None, parts))}" if any(parts) else ""
 
 
-def _parse_needed_bytes(message: str) -> int:
+def _parse_required_bytes(message: str) -> int:
     match = re.search(r"Used (\S+) of|HLO temporaries \((\S+)\)", message)
     if match:
-        return _parse_size(match[1] or match[2])
+        return _parse_size_bytes(match[1] or match[2])
     allocation = re.search(r"Allocation \(size=(\d+)\)", message)
     return int(allocation[1]) if allocation else 0
 
 
-def _parse_size(text: str) -> int:
+def _parse_size_bytes(text: str) -> int:
     """Bytes of libtpu's ``18.63G``; 0 where it is no size."""
     match = re.fullmatch(r"([\d.]+)([KMGT]?)B?", text)
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
@@ -268,7 +291,7 @@ def _parse_size(text: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def describe_library(library: Library, compiler: str) -> str:
+def describe_libtpu(library: LibtpuInstallation, compiler: str) -> str:
     """The compiler's name, its version and the day that it was built on."""
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
@@ -276,5 +299,5 @@ def describe_library(library: Library, compiler: str) -> str:
 
 
 def _show_progress(line: str) -> None:
-    if shows_run_bars():
+    if shows_run_progress_bars():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.tpu.compile.messages import messages
+from portable.tpu.compile.messages import xla_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 HOST_MEMORY = 5
 """The memory space of a shape's layout that is the host's. 0 is HBM, 1 a core's vector memory."""
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
-_HERE = f"{Path(__file__).parents[2]}/"
+_REPOSITORY_PREFIX = f"{Path(__file__).parents[2]}/"
 # Element type -> its name and bits (xla_data.proto). Types without a size, such as tokens, are left out.
-_TYPES = {
+_ELEMENT_TYPES = {
     1: ("pred", 8),
     2: ("s8", 8),
     3: ("s16", 16),
@@ -43,28 +43,28 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Array:
+class HloArray:
     """The shape of an array."""
 
-    type: str
+    element_type: str
     dimensions: tuple[int, ...]
-    bits: int
-    memory: int
+    element_bits: int
+    memory_space: int
     """The memory space in which it lies."""
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         return math.prod(self.dimensions)
 
     @property
-    def bytes(self) -> int:
-        return -(-self.elements * self.bits // 8)
+    def size_bytes(self) -> int:
+        return -(-self.num_elements * self.element_bits // 8)
 
     def __str__(self) -> str:
-        return f"{self.type}[{','.join(map(str, self.dimensions))}]"
+        return f"{self.element_type}[{','.join(map(str, self.dimensions))}]"
 
 
-class Instruction:
+class HloInstruction:
     """One instruction of a computation.
 
     Args:
@@ -79,55 +79,59 @@ class Instruction:
         return getattr(self.message, name)
 
     @cached_property
-    def arrays(self) -> list[Array]:
+    def result_arrays(self) -> list[HloArray]:
         """The arrays of its result; several if that is a tuple."""
-        return list(_iter_arrays(self.message.shape))
+        return list(_iter_shape_arrays(self.message.shape))
 
     @property
-    def bytes(self) -> int:
-        return sum(array.bytes for array in self.arrays)
+    def result_bytes(self) -> int:
+        return sum(array.size_bytes for array in self.result_arrays)
 
-    def get_integer(self) -> int | None:
+    def get_constant_integer(self) -> int | None:
         """The value of a constant that is one integer; None for any other instruction."""
         literal = self.message.literal
         numbers = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
         return int(numbers[0]) if self.opcode == "constant" and len(numbers) == 1 else None
 
-    def operation(self) -> str:
+    def get_operation_name(self) -> str:
         """The operation of the model that it comes from; empty where the compiler has not kept it."""
         return str(self.message.metadata.op_name)
 
-    def source(self) -> str:
+    def get_source_location(self) -> str:
         """The place in the model's code: ``models/llama.py:12``; empty as above."""
         metadata = self.message.metadata
-        return f"{shorten_path(metadata.source_file)}:{metadata.source_line}" if metadata.source_file else ""
+        return (
+            f"{strip_package_prefix(metadata.source_file)}:{metadata.source_line}"
+            if metadata.source_file
+            else ""
+        )
 
-    def group_size(self, devices: int) -> int:
+    def get_group_size(self, num_devices: int) -> int:
         """The devices that take part in a collective with each other."""
         listed = self.message.device_list
         groups = (*self.message.replica_groups, *listed.replica_groups)
         first = len(groups[0].replica_ids) if groups else 0
-        return listed.iota.num_devices_per_group or first or devices
+        return listed.iota.num_devices_per_group or first or num_devices
 
 
-class Computation:
+class HloComputation:
     """Instructions in the order in which they run."""
 
     def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
-        listed: dict[int, Instruction] = {
-            instruction.id: Instruction(instruction) for instruction in message.instructions
+        listed: dict[int, HloInstruction] = {
+            instruction.id: HloInstruction(instruction) for instruction in message.instructions
         }
         self.by_id = listed
         self.root = listed[message.root_id]
         self.instructions = list(listed.values()) if schedule is None else [listed[i] for i in schedule]
 
-    def get_operands(self, instruction: Instruction) -> list[Instruction]:
+    def get_operands(self, instruction: HloInstruction) -> list[HloInstruction]:
         """The instructions whose results ``instruction`` takes."""
         return [self.by_id[operand] for operand in instruction.operand_ids]
 
-    def count_operand_bytes(self, instruction: Instruction) -> int:
+    def count_operand_bytes(self, instruction: HloInstruction) -> int:
         """Bytes of all operands of ``instruction``."""
-        return sum(operand.bytes for operand in self.get_operands(instruction))
+        return sum(operand.result_bytes for operand in self.get_operands(instruction))
 
 
 class HloModule:
@@ -138,73 +142,80 @@ class HloModule:
     """
 
     def __init__(self, data: bytes) -> None:
-        message = messages.HloModuleProto.FromString(data)
+        message = xla_messages.HloModuleProto.FromString(data)
         schedules = {
             schedule.computation_id: schedule.sequence.instruction_ids
             for schedule in message.schedule.sequences
         }
-        self.computations: dict[int, Computation] = {
-            computation.id: Computation(computation, schedules.get(computation.id))
+        self.computations: dict[int, HloComputation] = {
+            computation.id: HloComputation(computation, schedules.get(computation.id))
             for computation in message.computations
         }
         self.entry = self.computations[message.entry_computation_id]
 
-    def get_callees(self, instruction: Instruction) -> list[Computation]:
+    def get_called_computations(self, instruction: HloInstruction) -> list[HloComputation]:
         """The computations that ``instruction`` calls."""
         return [self.computations[number] for number in instruction.called_computation_ids]
 
-    def count_trips(self, loop: Instruction, within: Computation) -> int | None:
+    def find_trip_count(self, loop: HloInstruction, computation: HloComputation) -> int | None:
         """How often the body of a while runs; None where that is not written in the module.
 
         Counters that start at a constant, grow by a constant and are compared with one are understood.
         """
-        body, condition = self.get_callees(loop)
+        body, condition = self.get_called_computations(loop)
         compare = condition.root
         scope = condition
         if compare.opcode == "fusion":
-            (scope,) = self.get_callees(compare)
+            (scope,) = self.get_called_computations(compare)
             outer = condition.get_operands(compare)
             compare = scope.root
         else:
             outer = []
         if compare.opcode != "compare":
             return None
-        left, right = (self._resolve_parameter(side, scope, outer) for side in scope.get_operands(compare))
-        for counter, bound, direction in ((left, right, "LT"), (right, left, "GT")):
+        left_operand, right_operand = (
+            self._resolve_fusion_parameter(side, scope, outer) for side in scope.get_operands(compare)
+        )
+        for counter, bound, direction in (
+            (left_operand, right_operand, "LT"),
+            (right_operand, left_operand, "GT"),
+        ):
             if counter.opcode == "get-tuple-element" and compare.comparison_direction == direction:
-                end = bound.get_integer()
-                start = _find_initial_integer(within, within.get_operands(loop)[0], counter.tuple_index)
-                step = _step(body, counter.tuple_index)
+                end = bound.get_constant_integer()
+                start = _find_initial_integer(
+                    computation, computation.get_operands(loop)[0], counter.tuple_index
+                )
+                step = _find_counter_step(body, counter.tuple_index)
                 if end is not None and start is not None and step:
                     return max(0, -(-(end - start) // step))
         return None
 
     @staticmethod
-    def _resolve_parameter(
-        instruction: Instruction, scope: Computation, outer: list[Instruction]
-    ) -> Instruction:
+    def _resolve_fusion_parameter(
+        instruction: HloInstruction, scope: HloComputation, outer: list[HloInstruction]
+    ) -> HloInstruction:
         """``instruction``, or what a fusion's parameter stands for."""
         if instruction.opcode == "parameter" and outer:
             instruction = outer[instruction.parameter_number]
         return instruction
 
 
-def shorten_path(file: str) -> str:
+def strip_package_prefix(file: str) -> str:
     """The path of a source file from its package on."""
-    return _PACKAGES.sub("", file).removeprefix(_HERE)
+    return _PACKAGES.sub("", file).removeprefix(_REPOSITORY_PREFIX)
 
 
-def _find_initial_integer(scope: Computation, tuple_: Instruction, index: int) -> int | None:
+def _find_initial_integer(scope: HloComputation, tuple_: HloInstruction, index: int) -> int | None:
     """The integer that an element of a tuple holds from the start."""
     if tuple_.opcode != "tuple":
         return None
     value = scope.get_operands(tuple_)[index]
     while value.opcode in ("copy", "bitcast", "convert"):
         (value,) = scope.get_operands(value)
-    return value.get_integer()
+    return value.get_constant_integer()
 
 
-def _step(body: Computation, index: int) -> int | None:
+def _find_counter_step(body: HloComputation, index: int) -> int | None:
     """The constant that a loop's body adds to an element of its tuple."""
     if body.root.opcode != "tuple":
         return None
@@ -214,13 +225,18 @@ def _step(body: Computation, index: int) -> int | None:
     if added.opcode != "add":
         return None
     return next(
-        (v for v in (operand.get_integer() for operand in body.get_operands(added)) if v is not None), None
+        (
+            v
+            for v in (operand.get_constant_integer() for operand in body.get_operands(added))
+            if v is not None
+        ),
+        None,
     )
 
 
-def _iter_arrays(shape: Any) -> Iterator[Array]:
-    for part in shape.tuple_shapes:
-        yield from _iter_arrays(part)
-    if shape.element_type in _TYPES:
-        name, bits = _TYPES[shape.element_type]
-        yield Array(name, tuple(shape.dimensions), bits, shape.layout.memory_space)
+def _iter_shape_arrays(shape: Any) -> Iterator[HloArray]:
+    for tuple_shape in shape.tuple_shapes:
+        yield from _iter_shape_arrays(tuple_shape)
+    if shape.element_type in _ELEMENT_TYPES:
+        name, bits = _ELEMENT_TYPES[shape.element_type]
+        yield HloArray(name, tuple(shape.dimensions), bits, shape.layout.memory_space)

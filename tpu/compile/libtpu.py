@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from portable.tpu.compile.messages import assign_devices, messages
+from portable.tpu.compile.messages import assign_partitions_to_devices, xla_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    Value: TypeAlias = str | int | float | bool | list[int]
+    OptionValue: TypeAlias = str | int | float | bool | list[int]
 
-OLDEST = (0, 57)
+OLDEST_PJRT_VERSION = (0, 57)
 """The first version of the interface with today's order of functions."""
 # Index of each function in the struct that GetPjrtApi returns.
 _FUNCTIONS = {
@@ -44,29 +44,29 @@ _FUNCTIONS = {
     "PJRT_Executable_GetCompiledMemoryStats": 96,
 }
 _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
-_ROOM = 24
+_SPARE_FIELDS = 24
 """Fields behind those that go in: for what a function fills in, and for what later releases append. A struct
 may be longer than the library knows, never shorter."""
 
 
-class CompileError(Exception):
+class LibtpuError(Exception):
     """libtpu refused a call; the text is its message.
 
     Args:
         message: of libtpu, often of many lines.
-        code: of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
+        status_code: of ``absl::StatusCode``; 8 is RESOURCE_EXHAUSTED.
     """
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
-        self.code = code
+        self.status_code = status_code
 
 
-class InterfaceError(Exception):
+class LibtpuInterfaceError(Exception):
     """The library speaks no interface that this module knows."""
 
 
-class _Api(ctypes.Structure):
+class _PjrtApi(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -77,7 +77,7 @@ class _Api(ctypes.Structure):
     )
 
 
-class _NamedValue(ctypes.Structure):
+class _PjrtNamedValue(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -89,7 +89,7 @@ class _NamedValue(ctypes.Structure):
     )
 
 
-class _Program(ctypes.Structure):
+class _PjrtProgram(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_size_t),
         ("extensions", ctypes.c_void_p),
@@ -104,12 +104,12 @@ class _Program(ctypes.Structure):
 class ExecutableMemory:
     """Bytes that an executable takes of one device's high-bandwidth memory."""
 
-    code: int
-    arguments: int
-    results: int
-    aliased: int
+    code_bytes: int
+    argument_bytes: int
+    result_bytes: int
+    aliased_bytes: int
     """Bytes of arguments whose buffers results take over."""
-    temporary: int
+    temporary_bytes: int
 
 
 class CostEstimate(NamedTuple):
@@ -143,32 +143,33 @@ class Libtpu:
             library = ctypes.CDLL(str(path))
             get = library.GetPjrtApi
         except (OSError, AttributeError) as error:
-            raise InterfaceError(f"{path} is no libtpu: {error}") from None
+            raise LibtpuInterfaceError(f"{path} is no libtpu: {error}") from None
         get.restype = ctypes.c_void_p
         self._table: int = get()
         address = self._table
-        api = _Api.from_address(address)
+        api = _PjrtApi.from_address(address)
         version = (api.major, api.minor)
-        needed = ctypes.sizeof(_Api) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
-        if version[0] != OLDEST[0] or version < OLDEST or api.struct_size < needed:
-            raise InterfaceError(
-                f"{path} speaks PJRT {version[0]}.{version[1]}; from {OLDEST[0]}.{OLDEST[1]} up to 1 is known"
+        needed = ctypes.sizeof(_PjrtApi) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
+        if version[0] != OLDEST_PJRT_VERSION[0] or version < OLDEST_PJRT_VERSION or api.struct_size < needed:
+            raise LibtpuInterfaceError(
+                f"{path} speaks PJRT {version[0]}.{version[1]}; from "
+                f"{OLDEST_PJRT_VERSION[0]}.{OLDEST_PJRT_VERSION[1]} up to 1 is known"
             )
-        self._count = (api.struct_size - ctypes.sizeof(_Api)) // ctypes.sizeof(ctypes.c_void_p)
-        self.interface = f"{version[0]}.{version[1]}"
+        self._num_functions = (api.struct_size - ctypes.sizeof(_PjrtApi)) // ctypes.sizeof(ctypes.c_void_p)
+        self.interface_version = f"{version[0]}.{version[1]}"
         kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
         self._functions = {
             name: kind(
                 ctypes.c_void_p.from_address(
-                    address + ctypes.sizeof(_Api) + index * ctypes.sizeof(ctypes.c_void_p)
+                    address + ctypes.sizeof(_PjrtApi) + index * ctypes.sizeof(ctypes.c_void_p)
                 ).value
                 or 0
             )
             for name, index in _FUNCTIONS.items()
         }
-        self.call("PJRT_Plugin_Initialize")
+        self.call_function("PJRT_Plugin_Initialize")
 
-    def call(self, function: str, *fields: int) -> list[int]:
+    def call_function(self, function: str, *fields: int) -> list[int]:
         """Call ``function`` and return its struct's fields after the two that all structs begin with.
 
         Args:
@@ -178,37 +179,40 @@ class Libtpu:
         Raises:
             CompileError: it returned an error.
         """
-        filled, error = self._invoke(function, *fields)
+        filled, error = self._call_raw(function, *fields)
         if not error:
             return filled
         # None of these returns an error that matters; the two last are void.
-        code = self._invoke("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
-        _, text, size = self._invoke("PJRT_Error_Message", error)[0][:3]
-        message = _read_text(text, size)
-        self._invoke("PJRT_Error_Destroy", error)
-        raise CompileError(message, code)
+        code = self._call_raw("PJRT_Error_GetCode", error)[0][1] & 0xFFFFFFFF
+        _, text, size = self._call_raw("PJRT_Error_Message", error)[0][:3]
+        message = _read_string(text, size)
+        self._call_raw("PJRT_Error_Destroy", error)
+        raise LibtpuError(message, code)
 
-    def _invoke(self, function: str, *fields: int) -> tuple[list[int], int]:
-        slots = (ctypes.c_uint64 * (2 + len(fields) + _ROOM))()
+    def _call_raw(self, function: str, *fields: int) -> tuple[list[int], int]:
+        slots = (ctypes.c_uint64 * (2 + len(fields) + _SPARE_FIELDS))()
         slots[0] = ctypes.sizeof(slots)
         slots[2 : 2 + len(fields)] = [value & (1 << 64) - 1 for value in fields]
         error = self._functions[function](ctypes.addressof(slots))
         return list(slots[2:]), error or 0
 
-    def replace(self, functions: Mapping[int, int], *, extensions: int) -> None:
+    def replace_functions(self, addresses_by_index: Mapping[int, int], *, extension_address: int) -> None:
         """Change the table for another user of the library in this process.
 
         Args:
-            functions: the address of each, by position.
-            extensions: the address of the first in place of libtpu's, whose functions cannot be replaced.
+            addresses_by_index: the address of each, by position.
+            extension_address: the address of the first in place of libtpu's, whose functions cannot be
+            replaced.
         """
-        _Api.from_address(self._table).extensions = extensions
-        for position, function in functions.items():
-            if position < self._count:
-                slot_address = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
+        _PjrtApi.from_address(self._table).extensions = extension_address
+        for position, function in addresses_by_index.items():
+            if position < self._num_functions:
+                slot_address = (
+                    self._table + ctypes.sizeof(_PjrtApi) + position * ctypes.sizeof(ctypes.c_void_p)
+                )
                 ctypes.c_void_p.from_address(slot_address).value = function
 
-    def open_topology(self, name: str, **options: Value) -> Topology:
+    def open_topology(self, name: str, **options: OptionValue) -> TpuTopology:
         """A slice by libtpu's name for it, such as ``v5e:4x4``.
 
         Args:
@@ -219,81 +223,89 @@ class Libtpu:
             CompileError: libtpu knows no such slice.
         """
         buffers: list[Any] = []  # keeps the buffers alive during the call
-        values = (_NamedValue * max(1, len(options)))()
+        values = (_PjrtNamedValue * max(1, len(options)))()
         for value, (key, option) in zip(values, options.items(), strict=False):
             _fill_named_value(value, key, option, buffers)
         encoded = name.encode()
         buffer = ctypes.create_string_buffer(encoded)
-        filled = self.call(
+        filled = self.call_function(
             "PJRT_TopologyDescription_Create",
             ctypes.addressof(buffer),
             len(encoded),
             ctypes.addressof(values),
             len(options),
         )
-        return Topology(self, name, filled[4])
+        return TpuTopology(self, name, filled[4])
 
 
-class Topology:
+class TpuTopology:
     """The chips of a slice. It lives as long as the process."""
 
     def __init__(self, library: Libtpu, name: str, handle: int) -> None:
         self.library = library
         self.name = name
         self.handle = handle
-        _, array, count = library.call("PJRT_TopologyDescription_GetDeviceDescriptions", handle)[:3]
-        self._devices = list((ctypes.c_uint64 * count).from_address(array))
+        _, array, count = library.call_function("PJRT_TopologyDescription_GetDeviceDescriptions", handle)[:3]
+        self._description_handles = list((ctypes.c_uint64 * count).from_address(array))
 
     @cached_property
-    def devices(self) -> dict[int, int]:
+    def device_handles(self) -> dict[int, int]:
         """The handle of each device's description by its id, ascending, as torch_xla numbers them."""
         handles = {
-            self.library.call("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
-            for device in self._devices
+            self.library.call_function("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
+            for device in self._description_handles
         }
         return dict(sorted(handles.items()))
 
     @property
     def device_ids(self) -> list[int]:
         """The id of each device, ascending."""
-        return list(self.devices)
+        return list(self.device_handles)
 
     @cached_property
-    def kind(self) -> str:
+    def device_kind(self) -> str:
         """What libtpu calls the device: ``TPU v5 lite``."""
-        _, text, size = self.library.call("PJRT_DeviceDescription_Kind", self._devices[0])[:3]
-        return _read_text(text, size)
+        _, text, size = self.library.call_function(
+            "PJRT_DeviceDescription_Kind", self._description_handles[0]
+        )[:3]
+        return _read_string(text, size)
 
-    def read_attributes(self, device_id: int) -> dict[str, Value]:
+    def read_device_attributes(self, device_id: int) -> dict[str, OptionValue]:
         """What libtpu says of a device: ``coords``, ``num_cores``, since 2026 also its memory."""
-        device = self.devices[device_id]
-        _, count, array = self.library.call("PJRT_DeviceDescription_Attributes", device)[:3]
+        device = self.device_handles[device_id]
+        _, count, array = self.library.call_function("PJRT_DeviceDescription_Attributes", device)[:3]
         return _read_named_values(array, count)
 
     @cached_property
-    def compiler(self) -> str:
+    def compiler_version(self) -> str:
         """The version of the compiler, with the day that it was built on."""
-        _, text, size = self.library.call("PJRT_TopologyDescription_PlatformVersion", self.handle)[:3]
-        return _read_text(text, size)
+        _, text, size = self.library.call_function("PJRT_TopologyDescription_PlatformVersion", self.handle)[
+            :3
+        ]
+        return _read_string(text, size)
 
-    def compile(self, module: bytes, *, form: str = "hlo", options: bytes | None = None) -> Executable:
+    def compile_module(
+        self, module: bytes, *, module_format: str = "hlo", options: bytes | None = None
+    ) -> LibtpuExecutable:
         """Compile a module for devices of the slice.
 
         Args:
             module: a serialized ``HloModuleProto``, with its shardings and donated buffers.
-            form: or ``mlir``: StableHLO bytecode, as torch_tpu makes it.
+            module_format: or ``mlir``: StableHLO bytecode, as torch_tpu makes it.
             options: a ``CompileOptionsProto``; None: those that torch_xla compiles with, for all devices.
 
         Raises:
             CompileError: it does not compile, or takes more memory than there is.
         """
         if options is None:
-            options = compile_options(self.device_ids, tupled=_has_tuple_parameter(module))
-        program = _Program(ctypes.sizeof(_Program))
-        buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, form.encode(), options)]
+            options = build_compile_options(self.device_ids, is_tupled=_has_tuple_parameter(module))
+        program = _PjrtProgram(ctypes.sizeof(_PjrtProgram))
+        buffers = [
+            ctypes.create_string_buffer(data, len(data)) for data in (module, module_format.encode(), options)
+        ]
         program.code, program.code_size = ctypes.addressof(buffers[0]), len(module)
-        program.format, program.format_size = ctypes.addressof(buffers[1]), len(form)
-        filled = self.library.call(
+        program.format, program.format_size = ctypes.addressof(buffers[1]), len(module_format)
+        filled = self.library.call_function(
             "PJRT_Compile",
             self.handle,
             ctypes.addressof(program),
@@ -301,25 +313,25 @@ class Topology:
             len(options),
             0,  # no client
         )
-        return Executable(self.library, filled[5])
+        return LibtpuExecutable(self.library, filled[5])
 
 
-class Executable:
+class LibtpuExecutable:
     """A compiled module."""
 
     def __init__(self, library: Libtpu, handle: int) -> None:
         self._library = library
         self.handle = handle
 
-    def read_memory(self) -> ExecutableMemory:
+    def read_memory_usage(self) -> ExecutableMemory:
         """The device memory that it takes, by the compiler."""
         return ExecutableMemory(
-            *self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
+            *self._library.call_function("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6]
         )
 
-    def read_cost(self) -> CostEstimate:
+    def read_cost_estimate(self) -> CostEstimate:
         """FLOPs and bytes accessed of one device, by the compiler's cost analysis; 0 where it has none."""
-        _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
+        _, count, array = self._library.call_function("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
         analysis = _read_named_values(array, count)
         numbers = (analysis.get("flops"), analysis.get("bytes accessed"))
         flops, accessed = (float(number) if isinstance(number, int | float) else 0.0 for number in numbers)
@@ -327,8 +339,8 @@ class Executable:
 
     def read_result_types(self) -> list[ResultType]:
         """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""
-        _, kinds, count = self._library.call("PJRT_Executable_OutputElementTypes", self.handle)[:3]
-        _, _, sizes, ranks = self._library.call("PJRT_Executable_OutputDimensions", self.handle)[:4]
+        _, kinds, count = self._library.call_function("PJRT_Executable_OutputElementTypes", self.handle)[:3]
+        _, _, sizes, ranks = self._library.call_function("PJRT_Executable_OutputDimensions", self.handle)[:4]
         if not count:
             return []
         dim_counts = (ctypes.c_size_t * count).from_address(ranks)
@@ -338,77 +350,83 @@ class Executable:
             for kind, rank in zip((ctypes.c_int * count).from_address(kinds), dim_counts, strict=True)
         ]
 
-    def read_program(self) -> bytes:
+    def read_scheduled_module(self) -> bytes:
         """The scheduled module: a serialized ``HloModuleProto``."""
-        program = _Program(ctypes.sizeof(_Program))
-        self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
+        program = _PjrtProgram(ctypes.sizeof(_PjrtProgram))
+        self._library.call_function(
+            "PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program)
+        )
         buffer = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(buffer)
-        self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
-        kind = _read_text(program.format, program.format_size)
+        self._library.call_function(
+            "PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program)
+        )
+        kind = _read_string(program.format, program.format_size)
         if kind == "hlo_with_config":
-            return bytes(messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
+            return bytes(xla_messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
             return buffer.raw
-        raise InterfaceError(f"libtpu returns its program as {kind}, not as HLO")
+        raise LibtpuInterfaceError(f"libtpu returns its program as {kind}, not as HLO")
 
-    def close(self) -> None:
+    def destroy(self) -> None:
         """Free it."""
-        self._library.call("PJRT_Executable_Destroy", self.handle)
+        self._library.call_function("PJRT_Executable_Destroy", self.handle)
 
 
-def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
+def build_compile_options(device_ids: Sequence[int], *, is_tupled: bool) -> bytes:
     """The ``CompileOptionsProto`` with which torch_xla compiles an SPMD graph.
 
     Args:
         device_ids: one partition for each.
-        tupled: whether the graph takes one tuple in place of many parameters.
+        is_tupled: whether the graph takes one tuple in place of many parameters.
     """
-    build = messages.ExecutableBuildOptions(
+    build = xla_messages.ExecutableBuildOptions(
         device_ordinal=-1,
         use_spmd_partitioning=True,
         # Shardings may reach the results; else each is replicated.
         allow_spmd_sharding_propagation_to_output=[True],
     )
-    assign_devices(build, device_ids)
-    options = messages.CompileOptions(parameter_is_tupled_arguments=tupled, executable_build_options=build)
+    assign_partitions_to_devices(build, device_ids)
+    options = xla_messages.CompileOptions(
+        parameter_is_tupled_arguments=is_tupled, executable_build_options=build
+    )
     return bytes(options.SerializeToString())
 
 
 def _has_tuple_parameter(module: bytes) -> bool:
-    parameters = messages.HloModuleProto.FromString(module).host_program_shape.parameters
+    parameters = xla_messages.HloModuleProto.FromString(module).host_program_shape.parameters
     return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
 
-def _fill_named_value(into: _NamedValue, name: str, value: Value, buffers: list[Any]) -> None:
+def _fill_named_value(target: _PjrtNamedValue, name: str, value: OptionValue, buffers: list[Any]) -> None:
     buffer = ctypes.create_string_buffer(name.encode())
-    into.struct_size = ctypes.sizeof(_NamedValue)
-    into.name, into.name_size = ctypes.addressof(buffer), len(name.encode())
+    target.struct_size = ctypes.sizeof(_PjrtNamedValue)
+    target.name, target.name_size = ctypes.addressof(buffer), len(name.encode())
     buffers.append(buffer)
     if isinstance(value, list):
         numbers = (ctypes.c_int64 * len(value))(*value)
-        into.type, into.value, into.value_size = _INT64_LIST, ctypes.addressof(numbers), len(value)
+        target.type, target.value, target.value_size = _INT64_LIST, ctypes.addressof(numbers), len(value)
         buffers.append(numbers)
     elif isinstance(value, str):
         text = ctypes.create_string_buffer(value.encode())
-        into.type, into.value, into.value_size = _STRING, ctypes.addressof(text), len(value.encode())
+        target.type, target.value, target.value_size = _STRING, ctypes.addressof(text), len(value.encode())
         buffers.append(text)
     else:
         assert isinstance(value, int)
-        into.type, into.value, into.value_size = _INT64, value, 1
+        target.type, target.value, target.value_size = _INT64, value, 1
 
 
-def _read_named_values(array: int, count: int) -> dict[str, Value]:
+def _read_named_values(address: int, count: int) -> dict[str, OptionValue]:
     if not count:
         return {}
-    values = (_NamedValue * count).from_address(array)
-    return {_read_text(value.name, value.name_size): _read(value) for value in values}
+    values = (_PjrtNamedValue * count).from_address(address)
+    return {_read_string(value.name, value.name_size): _read_named_value(value) for value in values}
 
 
-def _read(value: _NamedValue) -> Value:
+def _read_named_value(value: _PjrtNamedValue) -> OptionValue:
     raw = int(value.value)
     if value.type == _STRING:
-        return _read_text(raw, value.value_size)
+        return _read_string(raw, value.value_size)
     if value.type == _INT64:
         return ctypes.c_int64(raw).value
     if value.type == _INT64_LIST:
@@ -418,5 +436,5 @@ def _read(value: _NamedValue) -> Value:
     return bool(raw & 0xFF)
 
 
-def _read_text(address: int | None, size: int) -> str:
+def _read_string(address: int | None, size: int) -> str:
     return ctypes.string_at(address, size).decode("utf-8", "replace") if address and size else ""

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DecodeError", "assign_devices", "encode_buffer_donors", "messages"]
+__all__ = ["DecodeError", "assign_partitions_to_devices", "encode_buffer_donors", "xla_messages"]
 
-_FIELDS = """
+_MESSAGE_FIELDS = """
 LayoutProto memory_space:8:int64
 ShapeProto element_type:2:int32 dimensions:3:int64* tuple_shapes:4:ShapeProto* layout:5:LayoutProto
 ProgramShapeProto parameters:1:ShapeProto*
@@ -58,25 +58,29 @@ CompileOptions parameter_is_tupled_arguments:2:bool executable_build_options:3:E
 """The fields of each message: a name, a number, and a type or a message; with a star, any number of them."""
 
 
-class _Messages:
+class _MessageClasses:
     """The class of each message, by its name."""
 
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
-        kinds = descriptor_pb2.FieldDescriptorProto
-        for word in _FIELDS.split():
-            name, *rest = word.split(":")
-            if not rest:
+        field_descriptor = descriptor_pb2.FieldDescriptorProto
+        for word in _MESSAGE_FIELDS.split():
+            name, *number_and_type = word.split(":")
+            if not number_and_type:
                 message = file.message_type.add(name=name)
                 continue
-            number, kind = rest
+            number, type_name = number_and_type
             field = message.field.add(name=name, number=int(number))
-            field.label = kinds.LABEL_REPEATED if kind.endswith("*") else kinds.LABEL_OPTIONAL
-            kind = kind.removesuffix("*")
-            if kind[0].isupper():
-                field.type, field.type_name = kinds.TYPE_MESSAGE, f".xla.{kind}"
+            field.label = (
+                field_descriptor.LABEL_REPEATED
+                if type_name.endswith("*")
+                else field_descriptor.LABEL_OPTIONAL
+            )
+            type_name = type_name.removesuffix("*")
+            if type_name[0].isupper():
+                field.type, field.type_name = field_descriptor.TYPE_MESSAGE, f".xla.{type_name}"
             else:
-                field.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+                field.type = field_descriptor.Type.Value(f"TYPE_{type_name.upper()}")
         pool = descriptor_pool.DescriptorPool()
         pool.Add(file)
         self._descriptors = {
@@ -90,20 +94,24 @@ class _Messages:
         return message_factory.GetMessageClass(self._descriptors[name])
 
 
-messages: Any = _Messages()
+xla_messages: Any = _MessageClasses()
 
 
-def assign_devices(build: Any, device_ids: Sequence[int]) -> None:
-    """Have ``build``, ``ExecutableBuildOptions``, ask for one program, a partition on each device."""
-    each = [messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids]
-    build.num_replicas, build.num_partitions = 1, len(each)
-    build.device_assignment.CopyFrom(
-        messages.DeviceAssignment(replica_count=1, computation_count=len(each), computation_devices=each)
+def assign_partitions_to_devices(build_options: Any, device_ids: Sequence[int]) -> None:
+    """Have ``build_options``, ``ExecutableBuildOptions``, ask for one program, a partition on each device."""
+    device_groups = [
+        xla_messages.ComputationDevices(replica_device_ids=[device_id]) for device_id in device_ids
+    ]
+    build_options.num_replicas, build_options.num_partitions = 1, len(device_groups)
+    build_options.device_assignment.CopyFrom(
+        xla_messages.DeviceAssignment(
+            replica_count=1, computation_count=len(device_groups), computation_devices=device_groups
+        )
     )
 
 
 def encode_buffer_donors(parameters: Sequence[int]) -> bytes:
     """What says in a serialized ``HloModuleProto``, to append to one, which buffers results may take over."""
-    entries = [messages.BufferDonorEntry(parameter_number=number) for number in parameters]
-    donors = messages.HloBufferDonorProto(entries=entries) if entries else None
-    return bytes(messages.HloModuleProto(buffer_donor=donors).SerializeToString())
+    entries = [xla_messages.BufferDonorEntry(parameter_number=number) for number in parameters]
+    donors = xla_messages.HloBufferDonorProto(entries=entries) if entries else None
+    return bytes(xla_messages.HloModuleProto(buffer_donor=donors).SerializeToString())

@@ -8,15 +8,15 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portable.planner.compiled_graph import Collective, LargeValue
+from portable.planner.compiled_graph import CollectiveStatistics, LargeValue
 from portable.tpu.compile.hlo import HOST_MEMORY, HloModule
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from portable.tpu.compile.hlo import Computation, Instruction
+    from portable.tpu.compile.hlo import HloComputation, HloInstruction
 
-KINDS = (
+COLLECTIVE_OPCODES = (
     "all-gather",
     "all-reduce",
     "all-to-all",
@@ -26,18 +26,26 @@ KINDS = (
     "reduce-scatter",
 )
 # Instructions that give a name to memory that is there already.
-_NO_MEMORY = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call"}
-_HOST = {"infeed", "outfeed"}
-_TO_HOST = {"MoveToHost", "MoveToDevice", "annotate_device_placement"}
-_COMPUTES = {"convolution", "dot", "while", "sort", "scatter", "gather", "reduce", "reduce-window"}
+_OPCODES_WITHOUT_MEMORY = {
+    "parameter",
+    "bitcast",
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "conditional",
+    "call",
+}
+_HOST_OPCODES = {"infeed", "outfeed"}
+_HOST_PLACEMENT_TARGETS = {"MoveToHost", "MoveToDevice", "annotate_device_placement"}
+_COMPUTE_OPCODES = {"convolution", "dot", "while", "sort", "scatter", "gather", "reduce", "reduce-window"}
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 
 
 @dataclass
-class Report:
+class ModuleReport:
     """What a module does, on one device."""
 
-    collectives: dict[str, Collective] = field(default_factory=dict)
+    collectives: dict[str, CollectiveStatistics] = field(default_factory=dict)
     large_values: tuple[LargeValue, ...] = ()
     custom_calls: dict[str, int] = field(default_factory=dict)
     host_transfers: tuple[str, ...] = ()
@@ -47,179 +55,190 @@ class Report:
     """Matrix FLOPs of loops after their first pass: the compiler's cost analysis counts a body once."""
     looped_bytes: float = 0.0
     """Bytes that they access."""
-    unknown_loops: int = 0
+    loops_of_unknown_length: int = 0
     """Loops of unknown length, counted as one pass."""
 
 
 @dataclass
-class _OpenCollective:
+class _MeasuredCollective:
     """A collective between its start and its end."""
 
     kind: str
-    collective: Collective
+    collective: CollectiveStatistics
 
 
-def analyze_module(program: bytes, devices: int, large: int) -> Report:
+def analyze_module(program: bytes, num_devices: int, large_value_elements: int) -> ModuleReport:
     """Read a scheduled module.
 
     Args:
         program: a serialized ``HloModuleProto``.
-        devices: that the module is partitioned for.
-        large: elements from which a value is listed.
+        num_devices: that the module is partitioned for.
+        large_value_elements: elements from which a value is listed.
     """
-    reader = _ModuleReader(HloModule(program), devices, large)
-    reader.read(reader.module.entry, 1)
-    return reader.report()
+    reader = _ModuleAnalyzer(HloModule(program), num_devices, large_value_elements)
+    reader.analyze_computation(reader.module.entry, 1)
+    return reader.build_report()
 
 
-class _ModuleReader:
+class _ModuleAnalyzer:
     def __init__(self, module: HloModule, devices: int, large: int) -> None:
         self.module = module
-        self._devices = devices
-        self._large = large
-        self._sums: dict[str, Collective] = {}
+        self._num_devices = devices
+        self._large_value_elements = large
+        self._collectives: dict[str, CollectiveStatistics] = {}
         self._values: Counter[LargeValue] = Counter()
-        self._calls: Counter[str] = Counter()
-        self._host: dict[str, None] = {}
-        self._flops = self._bytes = 0.0
-        self._unknown = 0
+        self._custom_calls: Counter[str] = Counter()
+        self._host_transfers: dict[str, None] = {}
+        self._looped_flops = self._looped_bytes = 0.0
+        self._loops_of_unknown_length = 0
 
-    def report(self) -> Report:
+    def build_report(self) -> ModuleReport:
         values = [replace(value, count=count) for value, count in self._values.items()]
-        return Report(
-            self._sums,
+        return ModuleReport(
+            self._collectives,
             tuple(sorted(values, key=lambda value: -value.bytes * value.count)),
-            dict(self._calls),
-            tuple(self._host),
-            self._count_matrix_flops(self.module.entry) + self._flops,
-            self._flops,
-            self._bytes,
-            self._unknown,
+            dict(self._custom_calls),
+            tuple(self._host_transfers),
+            self._count_matrix_flops(self.module.entry) + self._looped_flops,
+            self._looped_flops,
+            self._looped_bytes,
+            self._loops_of_unknown_length,
         )
 
-    def read(self, computation: Computation, times: int, around: Set[tuple[str, int]] = frozenset()) -> None:
+    def analyze_computation(
+        self,
+        computation: HloComputation,
+        num_runs: int,
+        enclosing_collectives: Set[tuple[str, int]] = frozenset(),
+    ) -> None:
         """Go through a computation in the order of its schedule.
 
         Args:
             computation: not one of a fusion.
-            times: how often it runs.
-            around: collectives that are under way where it is called; it may carry them on.
+            num_runs: how often it runs.
+            enclosing_collectives: collectives that are under way where it is called; it may carry them on.
         """
-        opened: dict[tuple[str, int], _OpenCollective] = {}
+        open_collectives: dict[tuple[str, int], _MeasuredCollective] = {}
         for instruction in computation.instructions:
-            self._count_large_results(instruction, times)
-            self._record_host_use(instruction, times)
-            if self._read_collective(computation, instruction, opened, times, around):
+            self._add_large_results(instruction, num_runs)
+            self._record_host_use(instruction, num_runs)
+            if self._track_collective(
+                computation, instruction, open_collectives, num_runs, enclosing_collectives
+            ):
                 continue
-            cycles = _read_cycles(instruction)
-            if cycles or instruction.opcode in _COMPUTES or instruction.opcode == "fusion":
-                for going in opened.values():
-                    going.collective = replace(
-                        going.collective,
+            cycles = _read_estimated_cycles(instruction)
+            if cycles or instruction.opcode in _COMPUTE_OPCODES or instruction.opcode == "fusion":
+                for open_collective in open_collectives.values():
+                    open_collective.collective = replace(
+                        open_collective.collective,
                         overlapped=1,
-                        compute_cycles=going.collective.compute_cycles + cycles,
+                        compute_cycles=open_collective.collective.compute_cycles + cycles,
                     )
-            self._enter(computation, instruction, times, around | opened.keys())
-        for going in opened.values():
-            self._add(going, times)
+            self._analyze_called_computations(
+                computation, instruction, num_runs, enclosing_collectives | open_collectives.keys()
+            )
+        for open_collective in open_collectives.values():
+            self._add_collective(open_collective, num_runs)
 
-    def _enter(
+    def _analyze_called_computations(
         self,
-        computation: Computation,
-        instruction: Instruction,
-        times: int,
-        around: Set[tuple[str, int]],
+        computation: HloComputation,
+        instruction: HloInstruction,
+        num_runs: int,
+        active_collectives: Set[tuple[str, int]],
     ) -> None:
         if instruction.opcode == "while":
-            trips = self.module.count_trips(instruction, computation)
+            trips = self.module.find_trip_count(instruction, computation)
             if trips is None:
-                self._unknown += 1
+                self._loops_of_unknown_length += 1
                 trips = 1
-            body, _ = self.module.get_callees(instruction)
-            self._flops += times * (trips - 1) * self._count_matrix_flops(body)
-            self._bytes += times * (trips - 1) * _count_accessed_bytes(body)
-            self.read(body, times * trips, around)
+            body, _ = self.module.get_called_computations(instruction)
+            self._looped_flops += num_runs * (trips - 1) * self._count_matrix_flops(body)
+            self._looped_bytes += num_runs * (trips - 1) * _count_accessed_bytes(body)
+            self.analyze_computation(body, num_runs * trips, active_collectives)
         elif instruction.opcode in ("call", "conditional"):
-            for called in self.module.get_callees(instruction):
-                self.read(called, times, around)
+            for called in self.module.get_called_computations(instruction):
+                self.analyze_computation(called, num_runs, active_collectives)
 
     # -- collectives ---------------------------------------------------------------------------------------
 
-    def _read_collective(
+    def _track_collective(
         self,
-        computation: Computation,
-        instruction: Instruction,
-        opened: dict[tuple[str, int], _OpenCollective],
-        times: int,
-        around: Set[tuple[str, int]],
+        computation: HloComputation,
+        instruction: HloInstruction,
+        open_collectives: dict[tuple[str, int], _MeasuredCollective],
+        num_runs: int,
+        enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
         """Whether an instruction is a collective or a part of one; it may compute beside it."""
         opcode = instruction.opcode
-        if opcode.removesuffix("-start") in KINDS:
+        if opcode.removesuffix("-start") in COLLECTIVE_OPCODES:
             starts = opcode.endswith("-start")
-            going = self._open_collective(
-                computation, instruction, opcode.removesuffix("-start"), asynchronous=starts
+            open_collective = self._measure_collective(
+                computation, instruction, opcode.removesuffix("-start"), is_async=starts
             )
             if starts:
-                opened["id", instruction.id] = going
+                open_collectives["id", instruction.id] = open_collective
             else:
-                self._add(going, times)
+                self._add_collective(open_collective, num_runs)
             return True
         if opcode == "async-start":
-            for called in self.module.get_callees(instruction):
+            for called in self.module.get_called_computations(instruction):
                 inner = called.root
-                if inner.opcode in KINDS:
-                    opened["id", instruction.id] = self._open_collective(
-                        called, inner, inner.opcode, asynchronous=True
+                if inner.opcode in COLLECTIVE_OPCODES:
+                    open_collectives["id", instruction.id] = self._measure_collective(
+                        called, inner, inner.opcode, is_async=True
                     )
             return True
         if opcode.endswith("-done"):
-            begun = instruction.operand_ids[0]
-            while begun in computation.by_id and computation.by_id[begun].opcode == "async-update":
-                begun = computation.by_id[begun].operand_ids[0]
-            if ("id", begun) in opened:
-                self._add(opened.pop(("id", begun)), times)
+            start_id = instruction.operand_ids[0]
+            while start_id in computation.by_id and computation.by_id[start_id].opcode == "async-update":
+                start_id = computation.by_id[start_id].operand_ids[0]
+            if ("id", start_id) in open_collectives:
+                self._add_collective(open_collectives.pop(("id", start_id)), num_runs)
             return True
-        return opcode == "fusion" and self._read_fused_collective(instruction, opened, times, around)
+        return opcode == "fusion" and self._track_fused_collective(
+            instruction, open_collectives, num_runs, enclosing_collectives
+        )
 
-    def _read_fused_collective(
+    def _track_fused_collective(
         self,
-        instruction: Instruction,
-        opened: dict[tuple[str, int], _OpenCollective],
-        times: int,
-        around: Set[tuple[str, int]],
+        instruction: HloInstruction,
+        open_collectives: dict[tuple[str, int], _MeasuredCollective],
+        num_runs: int,
+        enclosing_collectives: Set[tuple[str, int]],
     ) -> bool:
         """A TPU's own form: one fusion starts a collective, others carry it on beside their computation, one
         ends it. They share the channel."""
-        (fused,) = self.module.get_callees(instruction)[:1] or (None,)
-        inner = [] if fused is None else [i for i in fused.instructions if i.opcode in KINDS]
+        (fused,) = self.module.get_called_computations(instruction)[:1] or (None,)
+        inner = [] if fused is None else [i for i in fused.instructions if i.opcode in COLLECTIVE_OPCODES]
         if fused is None or not inner:
             return False
         targets = {i.custom_call_target for i in fused.instructions if i.opcode == "custom-call"}
         collective = inner[0]
         key = "channel", collective.channel_id
         if "AsyncCollectiveStart" in targets:
-            opened[key] = self._open_collective(
-                fused, collective, _classify_collective(fused, collective), asynchronous=True
+            open_collectives[key] = self._measure_collective(
+                fused, collective, _classify_fused_collective(fused, collective), is_async=True
             )
         elif "AsyncCollectiveDone" in targets:
-            if key in opened:
-                self._add(opened.pop(key), times)
-        elif key in opened or key in around:
+            if key in open_collectives:
+                self._add_collective(open_collectives.pop(key), num_runs)
+        elif key in open_collectives or key in enclosing_collectives:
             return False  # carries it on, and computes
         else:
-            self._add(
-                self._open_collective(
-                    fused, collective, _classify_collective(fused, collective), asynchronous=False
+            self._add_collective(
+                self._measure_collective(
+                    fused, collective, _classify_fused_collective(fused, collective), is_async=False
                 ),
-                times,
+                num_runs,
             )
         return True
 
-    def _open_collective(
-        self, computation: Computation, instruction: Instruction, kind: str, *, asynchronous: bool
-    ) -> _OpenCollective:
-        group = instruction.group_size(self._devices)
+    def _measure_collective(
+        self, computation: HloComputation, instruction: HloInstruction, kind: str, *, is_async: bool
+    ) -> _MeasuredCollective:
+        group = instruction.get_group_size(self._num_devices)
         size = computation.count_operand_bytes(instruction)
         sent = {
             "all-gather": size * (group - 1),
@@ -227,74 +246,84 @@ class _ModuleReader:
             "collective-permute": size,
             "collective-broadcast": size,
         }.get(kind, size * (group - 1) // group)
-        return _OpenCollective(kind, Collective(1, sent, int(asynchronous)))
+        return _MeasuredCollective(kind, CollectiveStatistics(1, sent, int(is_async)))
 
-    def _add(self, going: _OpenCollective, times: int) -> None:
-        self._sums[going.kind] = self._sums.get(going.kind, Collective()) + going.collective * times
+    def _add_collective(self, measured: _MeasuredCollective, num_runs: int) -> None:
+        self._collectives[measured.kind] = (
+            self._collectives.get(measured.kind, CollectiveStatistics()) + measured.collective * num_runs
+        )
 
     # -- values, calls and the host ------------------------------------------------------------------------
 
-    def _count_large_results(self, instruction: Instruction, times: int) -> None:
-        if instruction.opcode in _NO_MEMORY or instruction.opcode.endswith("-done"):
+    def _add_large_results(self, instruction: HloInstruction, num_runs: int) -> None:
+        if instruction.opcode in _OPCODES_WITHOUT_MEMORY or instruction.opcode.endswith("-done"):
             return
-        for array in instruction.arrays:
-            if array.memory == 0 and array.elements >= self._large:
-                value = LargeValue(str(array), array.bytes, instruction.operation(), instruction.source())
-                self._values[value] += times
+        for array in instruction.result_arrays:
+            if array.memory_space == 0 and array.num_elements >= self._large_value_elements:
+                value = LargeValue(
+                    str(array),
+                    array.size_bytes,
+                    instruction.get_operation_name(),
+                    instruction.get_source_location(),
+                )
+                self._values[value] += num_runs
 
-    def _record_host_use(self, instruction: Instruction, times: int) -> None:
+    def _record_host_use(self, instruction: HloInstruction, num_runs: int) -> None:
         if instruction.opcode == "custom-call":
-            self._calls[instruction.custom_call_target] += times
+            self._custom_calls[instruction.custom_call_target] += num_runs
         crosses = instruction.opcode in ("send", "recv") and instruction.is_host_transfer
-        moves = instruction.custom_call_target in _TO_HOST or (
-            instruction.opcode == "copy-start" and any(a.memory == HOST_MEMORY for a in instruction.arrays)
+        moves = instruction.custom_call_target in _HOST_PLACEMENT_TARGETS or (
+            instruction.opcode == "copy-start"
+            and any(a.memory_space == HOST_MEMORY for a in instruction.result_arrays)
         )
-        if instruction.opcode in _HOST or crosses or moves:
-            places = instruction.operation(), instruction.source()
-            self._host[" ".join(filter(None, (instruction.opcode, *places)))] = None
+        if instruction.opcode in _HOST_OPCODES or crosses or moves:
+            operation_and_source = instruction.get_operation_name(), instruction.get_source_location()
+            self._host_transfers[" ".join(filter(None, (instruction.opcode, *operation_and_source)))] = None
 
     # -- loops ---------------------------------------------------------------------------------------------
 
-    def _count_matrix_flops(self, computation: Computation) -> float:
+    def _count_matrix_flops(self, computation: HloComputation) -> float:
         """FLOPs of the matrix products of a computation and of what it calls, one pass of inner loops."""
         total = 0.0
         for instruction in computation.instructions:
             if instruction.opcode == "convolution":
                 total += count_convolution_flops(computation, instruction)
             elif instruction.opcode in ("fusion", "call", "while", "conditional"):
-                total += sum(map(self._count_matrix_flops, self.module.get_callees(instruction)))
+                total += sum(map(self._count_matrix_flops, self.module.get_called_computations(instruction)))
         return total
 
 
-def count_convolution_flops(computation: Computation, instruction: Instruction) -> float:
+def count_convolution_flops(computation: HloComputation, instruction: HloInstruction) -> float:
     """FLOPs of a convolution, which is what a TPU's compiler makes of every matrix product.
 
     Batch dims become windows with holes, whose empty positions take no work.
     """
     axes = instruction.convolution_axes
-    left, right = (operand.arrays[0].dimensions for operand in computation.get_operands(instruction)[:2])
-    result = instruction.arrays[0].dimensions
+    input_dims, kernel_dims = (
+        operand.result_arrays[0].dimensions for operand in computation.get_operands(instruction)[:2]
+    )
+    result = instruction.result_arrays[0].dimensions
     windows = instruction.window.dimensions
     positions = 1
     for window, source, target in zip(windows, axes.input_spatial, axes.output_spatial, strict=True):
-        positions *= _count_valid_positions(window, left[source], result[target])
-    depth: int = right[axes.kernel_input_feature]
+        positions *= _count_valid_window_positions(window, input_dims[source], result[target])
+    depth: int = kernel_dims[axes.kernel_input_feature]
     batch, features = result[axes.output_batch], result[axes.output_feature]
     return 2.0 * float(positions * depth * batch * features)
 
 
-def _count_valid_positions(window: Any, source: int, target: int) -> int:
+def _count_valid_window_positions(window: Any, input_size: int, output_size: int) -> int:
     """How many pairs of an output position and a window position meet an element of the input."""
     size, stride, padding = window.size or 1, window.stride or 1, window.padding_low
     holes, gaps = window.window_dilation or 1, window.base_dilation or 1
-    extent = (source - 1) * gaps + 1
+    extent = (input_size - 1) * gaps + 1
     valid = 0
     for step in range(size):
         # Output positions o with 0 <= o * stride + step * holes - padding < extent that meet no gap.
         offset = step * holes - padding
         if gaps == 1:
             first = max(0, -(offset // stride)) if offset < 0 else 0
-            last = min(target - 1, (extent - 1 - offset) // stride)
+            last = min(output_size - 1, (extent - 1 - offset) // stride)
             valid += max(0, last - first + 1)
         else:
             period = gaps // math.gcd(stride, gaps)
@@ -303,21 +332,21 @@ def _count_valid_positions(window: Any, source: int, target: int) -> int:
                 continue
             low = 0 if offset >= 0 else -(offset // stride)
             first = start + max(0, -(-(low - start) // period)) * period
-            last = min(target - 1, (extent - 1 - offset) // stride)
+            last = min(output_size - 1, (extent - 1 - offset) // stride)
             valid += max(0, (last - first) // period + 1) if last >= first else 0
     return valid
 
 
-def _count_accessed_bytes(computation: Computation) -> int:
+def _count_accessed_bytes(computation: HloComputation) -> int:
     """Bytes that the instructions of a loop's body read and write."""
     return sum(
-        instruction.bytes + computation.count_operand_bytes(instruction)
+        instruction.result_bytes + computation.count_operand_bytes(instruction)
         for instruction in computation.instructions
-        if instruction.opcode not in _NO_MEMORY and not instruction.opcode.endswith("-done")
+        if instruction.opcode not in _OPCODES_WITHOUT_MEMORY and not instruction.opcode.endswith("-done")
     )
 
 
-def _classify_collective(fused: Computation, collective: Instruction) -> str:
+def _classify_fused_collective(fused: HloComputation, collective: HloInstruction) -> str:
     """A fusion of an all-reduce with the slice that a device keeps is a reduce-scatter."""
     opcodes = {instruction.opcode for instruction in fused.instructions}
     if collective.opcode == "all-reduce" and {"dynamic-slice", "partition-id"} <= opcodes:
@@ -325,7 +354,7 @@ def _classify_collective(fused: Computation, collective: Instruction) -> str:
     return collective.opcode
 
 
-def _read_cycles(instruction: Instruction) -> int:
+def _read_estimated_cycles(instruction: HloInstruction) -> int:
     """The compiler's estimate of the cycles of an instruction; 0 where it makes none."""
     match = _CYCLES.search(instruction.backend_config)
     return int(match[1]) if match else 0

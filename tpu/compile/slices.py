@@ -8,44 +8,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
-from portable.tpu.libtpu_flags import OURS, VARIABLE, add_missing_flags
+from portable.tpu.libtpu_flags import ADDED_LIBTPU_FLAGS, LIBTPU_FLAGS_VARIABLE, add_missing_libtpu_flags
 
 if TYPE_CHECKING:
-    from portable.tpu.compile.libtpu import Topology, Value
+    from portable.tpu.compile.libtpu import OptionValue, TpuTopology
 
 GIB = 2**30
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+_SQUARE_SHAPES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBE_SHAPES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 
 
 @dataclass(frozen=True)
-class Chips:
+class SliceFamily:
     """What slices of one generation have in common. The runtime makes one device of each chip."""
 
-    slices: tuple[str, ...]
+    slice_shapes: tuple[str, ...]
     """Those that are let, ascending: https://docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm"""
-    hbm: int
+    usable_hbm_bytes: int
     """Bytes that a program may fill, by the refusals of libtpu 0.0.21. A newer libtpu tells it."""
-    options: tuple[tuple[str, Value], ...] = ()
-    flags: tuple[str, ...] = ()
+    topology_options: tuple[tuple[str, OptionValue], ...] = ()
+    libtpu_flags: tuple[str, ...] = ()
     """What torch_xla adds to LIBTPU_INIT_ARGS for this generation."""
 
     @property
-    def axes(self) -> int:
-        return self.slices[0].count("x") + 1
+    def num_axes(self) -> int:
+        return self.slice_shapes[0].count("x") + 1
 
 
-_ASYNC = ("xla_enable_async_all_gather=true", "xla_enable_async_collective_permute=true")
+_ASYNC_FLAGS = ("xla_enable_async_all_gather=true", "xla_enable_async_collective_permute=true")
 
-GENERATIONS: dict[str, Chips] = {
+SLICE_FAMILIES: dict[str, SliceFamily] = {
     # torch_xla makes one device of a v4 chip's two cores by TPU_MEGACORE.
-    "v4": Chips(_CUBES, int(31.75 * GIB), (("chip_config_name", "megacore_dense"),)),
-    "v5e": Chips(_FLAT, int(15.75 * GIB), flags=_ASYNC),
-    "v5p": Chips((*_CUBES, "16x16x16", "16x16x24"), int(95.74 * GIB), flags=_ASYNC),
-    "v6e": Chips(_FLAT, int(31.25 * GIB)),
+    "v4": SliceFamily(_CUBE_SHAPES, int(31.75 * GIB), (("chip_config_name", "megacore_dense"),)),
+    "v5e": SliceFamily(_SQUARE_SHAPES, int(15.75 * GIB), libtpu_flags=_ASYNC_FLAGS),
+    "v5p": SliceFamily((*_CUBE_SHAPES, "16x16x16", "16x16x24"), int(95.74 * GIB), libtpu_flags=_ASYNC_FLAGS),
+    "v6e": SliceFamily(_SQUARE_SHAPES, int(31.25 * GIB)),
 }
 # torch_xla sets these in every process that drives TPUs; `tests/tpu/test_compile.py` compares.
-_FLAGS = (
+_TORCH_XLA_FLAGS = (
     "xla_tpu_use_enhanced_launch_barrier=false",
     "xla_latency_hiding_scheduler_rerun=1",
     "xla_tpu_prefer_async_allgather_to_allreduce=true",
@@ -58,81 +58,89 @@ class TpuSlice:
     """One slice: ``v5e`` with ``4x4`` chips."""
 
     generation: str
-    chips: str
+    chip_shape: str
 
     @property
-    def name(self) -> str:
+    def libtpu_name(self) -> str:
         """libtpu's name for it."""
-        return f"{self.generation}:{self.chips}"
+        return f"{self.generation}:{self.chip_shape}"
 
     @property
-    def devices(self) -> int:
-        return math.prod(_parse_sides(self.chips))
+    def num_devices(self) -> int:
+        return math.prod(_parse_chip_shape(self.chip_shape))
 
     @property
-    def options(self) -> dict[str, Value]:
+    def topology_options(self) -> dict[str, OptionValue]:
         """What libtpu must be told besides the name."""
-        options = dict(GENERATIONS[self.generation].options)
-        sides = [*_parse_sides(self.chips), 1, 1][:3]
+        options = dict(SLICE_FAMILIES[self.generation].topology_options)
+        sides = [*_parse_chip_shape(self.chip_shape), 1, 1][:3]
         if math.prod(sides) < 4:  # libtpu assumes hosts of 2x2 chips
             options["chips_per_host_bounds"] = sides
         return options
 
-    def get_hbm_bytes(self, topology: Topology) -> int:
+    def get_hbm_bytes(self, topology: TpuTopology) -> int:
         """Bytes of a device's memory that a program may fill."""
-        limit = topology.read_attributes(topology.device_ids[0]).get("device_memory_bytes_limit")
-        return limit if isinstance(limit, int) else GENERATIONS[self.generation].hbm
+        limit = topology.read_device_attributes(topology.device_ids[0]).get("device_memory_bytes_limit")
+        return limit if isinstance(limit, int) else SLICE_FAMILIES[self.generation].usable_hbm_bytes
 
-    def build_environment(self, base: dict[str, str]) -> dict[str, str]:
+    def build_compiler_environment(self, base_environment: dict[str, str]) -> dict[str, str]:
         """The variables with which libtpu compiles as in a run under torch_xla, and asks no metadata server.
 
         Args:
-            base: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
+            base_environment: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
         """
-        flags = (*OURS, *_FLAGS, *GENERATIONS[self.generation].flags)
+        flags = (*ADDED_LIBTPU_FLAGS, *_TORCH_XLA_FLAGS, *SLICE_FAMILIES[self.generation].libtpu_flags)
         settings = {
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip, and so needs no lock
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        return {**base, **settings, VARIABLE: add_missing_flags(base.get(VARIABLE, ""), flags)}
+        return {
+            **base_environment,
+            **settings,
+            LIBTPU_FLAGS_VARIABLE: add_missing_libtpu_flags(
+                base_environment.get(LIBTPU_FLAGS_VARIABLE, ""), flags
+            ),
+        }
 
 
-def find_slice(device: str | None, devices: int, topology: str | None) -> TpuSlice:
-    """The slice of ``devices`` chips.
+def select_tpu_slice(device: str | None, num_devices: int, topology: str | None) -> TpuSlice:
+    """The slice of ``num_devices`` chips.
 
     Args:
         device: the generation, as ``--device`` has it; None if it was not named.
-        devices: how many.
+        num_devices: how many.
         topology: the chips along each axis, ``4x4``; None: the usual slice of that many.
 
     Raises:
         UserError: there is none.
     """
-    if device is None or device not in GENERATIONS:
-        raise UserError(f"--compile: needs --device {', '.join(GENERATIONS)}, not {device or 'none'}")
-    generation = GENERATIONS[device]
+    if device is None or device not in SLICE_FAMILIES:
+        raise UserError(f"--compile: needs --device {', '.join(SLICE_FAMILIES)}, not {device or 'none'}")
+    generation = SLICE_FAMILIES[device]
     if topology is None:
-        sizes = {math.prod(_parse_sides(chips)): chips for chips in generation.slices}
-        if devices not in sizes:
-            nearest = sorted(sorted(sizes, key=lambda size: abs(size - devices))[:2])
+        sizes = {math.prod(_parse_chip_shape(chips)): chips for chips in generation.slice_shapes}
+        if num_devices not in sizes:
+            nearest = sorted(sorted(sizes, key=lambda size: abs(size - num_devices))[:2])
             raise UserError(
-                f"--devices: no slice of {device} has {devices} chips; the nearest have "
+                f"--devices: no slice of {device} has {num_devices} chips; the nearest have "
                 f"{' and '.join(map(str, nearest))}"
             )
-        return TpuSlice(device, sizes[devices])
-    axes = "x".join("ABC"[: generation.axes])
-    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{generation.axes - 1}}}", topology):
+        return TpuSlice(device, sizes[num_devices])
+    axes = "x".join("ABC"[: generation.num_axes])
+    if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})" + f"{{{generation.num_axes - 1}}}", topology):
         raise UserError(
             f"--topology: {topology!r} does not name the chips of a {device} slice as {axes}; "
-            f"known are {', '.join(generation.slices)}"
+            f"known are {', '.join(generation.slice_shapes)}"
         )
     tpu_slice = TpuSlice(device, topology)
-    if tpu_slice.devices != devices:
-        raise UserError(f"--topology: {topology} has {tpu_slice.devices} chips, but --devices is {devices}")
+    if tpu_slice.num_devices != num_devices:
+        raise UserError(
+            f"--topology: {topology} has {tpu_slice.num_devices} chips, but --devices is {num_devices}"
+        )
     return tpu_slice
 
 
-def _parse_sides(chips: str) -> list[int]:
-    return [int(side) for side in chips.split("x")]
+def _parse_chip_shape(chip_shape: str) -> list[int]:
+    return [int(side) for side in chip_shape.split("x")]

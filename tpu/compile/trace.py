@@ -12,39 +12,41 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portable.checks import check
-from portable.tpu.compile.child_process import ask, explain_exit
+from portable.checks import check_config
+from portable.tpu.compile.child_process import describe_exit, run_in_child_process
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
 
-ANSWER = "traced.json"
+ANSWER_FILE = "traced.json"
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A graph of a run, before any compiler has seen it.
 
     Attributes:
         name: ``step``; or with several micro-batches ``micro-batch`` and ``update``; ``evaluation``,
             ``generation``.
-        path: a serialized HloModuleProto, for one program on all devices.
-        devices: the number of partitions to compile it for.
-        donated: parameters whose buffers the results may reuse.
-        seconds: to trace it.
+        hlo_path: a serialized HloModuleProto, for one program on all devices.
+        num_devices: the number of partitions to compile it for.
+        num_donated_parameters: parameters whose buffers the results may reuse.
+        trace_seconds: to trace it.
     """
 
     name: str
-    path: Path
-    devices: int
-    donated: int
-    seconds: float
+    hlo_path: Path
+    num_devices: int
+    num_donated_parameters: int
+    trace_seconds: float
 
 
-def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str = "TPU") -> list[Traced]:
-    """Trace every graph that a run of ``config`` compiles on ``devices`` devices of one slice.
+def trace_graphs(
+    config: RunConfig, num_devices: int, folder: Path, *, hardware: str = "TPU"
+) -> list[TracedGraph]:
+    """Trace every graph that a run of ``config`` compiles on ``num_devices`` devices of one slice.
 
     Args:
         config: of the run. Data and weights need not exist.
@@ -57,31 +59,38 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
     """
     resolved = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
     config = config.replaced({"backend": "xla", **resolved})
-    check(config, late=True)
+    check_config(config, is_resolved=True)
     folder.mkdir(parents=True, exist_ok=True)
-    answer = folder / ANSWER
+    answer = folder / ANSWER_FILE
     answer.unlink(missing_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_RUNS}
+    environment = {name: value for name, value in os.environ.items() if name not in _DROPPED_VARIABLES}
     environment |= {
         "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(devices),
+        "CPU_NUM_DEVICES": str(num_devices),
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
-    response = ask(
+    response = run_in_child_process(
         "from portable.tpu.xla.tracing import main; main()",
         answer,
         hardware,
         request=config,
         environment=environment,
-        failure=lambda *ended: (
-            f"{config.model.key}: the graphs of a step cannot be traced ({explain_exit(*ended)})"
+        format_failure=lambda *ended: (
+            f"{config.model.setting_key}: the graphs of a step cannot be traced ({describe_exit(*ended)})"
         ),
     )
     return [
-        Traced(graph["name"], folder / graph["file"], devices, graph["donated"], graph["seconds"])
+        TracedGraph(graph["name"], folder / graph["file"], num_devices, graph["donated"], graph["seconds"])
         for graph in response["graphs"]
     ]
 
 
 # What tells a process that it is a rank of a run, or that it needs no torch_xla.
-_OTHER_RUNS = {"RANK", "WORLD_SIZE", "USE_TORCH_XLA", "XLA_FLAGS", "PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL"}
+_DROPPED_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "USE_TORCH_XLA",
+    "XLA_FLAGS",
+    "PT_XLA_DEBUG",
+    "PT_XLA_DEBUG_LEVEL",
+}

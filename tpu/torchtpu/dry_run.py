@@ -1,7 +1,8 @@
 """A training step of backend ``tpu`` without a TPU: the engine of a run, on chips that compute nothing.
 
 ``portable-plan --backend tpu --compile`` starts it in a process of its own, which stands for the first rank.
-The other ranks exist as answers of a store (:func:`portable.tpu.torchtpu.torch_tpu_internals.start_alone`).
+The other ranks exist as answers of a store
+(:func:`portable.tpu.torchtpu.torch_tpu_internals.start_simulated_process_group`).
 Each program of a few steps, collectives included, goes to libtpu's compiler;
 :mod:`portable.tpu.torchtpu.dry_chip` counts what they leave in a chip's memory.
 """
@@ -16,20 +17,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.engines.backend import TorchBackend
 from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require, to_one_line
 from portable.loop import train_step
 from portable.model.parameters import get_state_tensors
 from portable.model.weight_sources import ComputedTensor
-from portable.planner.compiled_graph import Collective, Compiled, CompiledGraph
+from portable.planner.compiled_graph import CollectiveStatistics, CompiledGraph, CompiledRun
 from portable.temporary_folder import create_scratch_folder
-from portable.tpu.compile.child_process import ask, explain_exit, read_request, write_answer_and_exit
-from portable.tpu.compile.compiler import NO_VALUES, find_library, summarize_answers
-from portable.tpu.compile.libtpu import CompileError, Libtpu
-from portable.tpu.compile.slices import TpuSlice, find_slice
-from portable.tpu.compile.traced_step import build_traced_step
+from portable.tpu.compile.child_process import (
+    describe_exit,
+    read_request,
+    run_in_child_process,
+    write_answer_and_exit,
+)
+from portable.tpu.compile.compiler import NO_LARGE_VALUES, find_libtpu, merge_compile_answers
+from portable.tpu.compile.libtpu import Libtpu, LibtpuError
+from portable.tpu.compile.slices import TpuSlice, select_tpu_slice
+from portable.tpu.compile.traced_step import build_step_inputs
 from portable.tpu.torchtpu import torch_tpu_internals
 from portable.tpu.torchtpu.dry_chip import DryChip
 
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.registry import CompileTarget
-    from portable.tpu.compile.libtpu import Topology
+    from portable.tpu.compile.libtpu import TpuTopology
 
 _NOTE = (
     "one graph stands for the {programs} programs of a step, which libtpu compiled one by one; its memory is "
@@ -56,47 +62,53 @@ class DryRunRequest(NamedTuple):
     """Number of elements from which a value of a program is listed."""
 
 
-def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
-    """See :meth:`portable.registry.BackendPackage.compile`."""
+def compile_torchtpu_step(config: RunConfig, target: CompileTarget) -> CompiledRun:
+    """See :meth:`portable.registry.BackendPackage.compile_graphs`."""
     # Others send parts of several sizes, of which torch_tpu's ranks tell each other at each exchange.
     require(
-        config.train.optimizer in ("adamw", "adafactor", "sgd") or target.devices == 1,
+        config.train.optimizer in ("adamw", "adafactor", "sgd") or target.num_devices == 1,
         f"--compile: train.optimizer {config.train.optimizer} needs all ranks to run; leave it out",
     )
-    require(not target.only_memory, "--only-memory: backend tpu compiles many small programs; leave it out")
-    check(config, late=True)
-    wanted = find_slice(target.device, target.devices, target.topology)
-    library = find_library()
+    require(
+        not target.stops_after_memory_report,
+        "--only-memory: backend tpu compiles many small programs; leave it out",
+    )
+    check_config(config, is_resolved=True)
+    tpu_slice = select_tpu_slice(target.device, target.num_devices, target.topology)
+    library = find_libtpu()
     with create_scratch_folder("portable-compile") as folder:
-        answer = ask(
+        answer = run_in_child_process(
             "from portable.tpu.torchtpu.dry_run import main; main()",
             folder / "answer.json",
-            request=DryRunRequest(config, wanted, library.path, target.large or NO_VALUES),
-            environment=wanted.build_environment(dict(os.environ)) | _launch_environment(wanted),
-            failure=lambda *ended: (
-                f"--compile: a step of {config.model.key} cannot be traced ({explain_exit(*ended)})"
+            request=DryRunRequest(
+                config, tpu_slice, library.path, target.min_listed_elements or NO_LARGE_VALUES
+            ),
+            environment=tpu_slice.build_compiler_environment(dict(os.environ))
+            | _build_launch_environment(tpu_slice),
+            format_failure=lambda *ended: (
+                f"--compile: a step of {config.model.setting_key} cannot be traced ({describe_exit(*ended)})"
             ),
         )
-    compiled = summarize_answers(wanted, library, [answer])
+    compiled = merge_compile_answers(tpu_slice, library, [answer])
     return (
         replace(compiled, notes=(_NOTE.format(programs=answer["programs"]),)) if compiled.graphs else compiled
     )
 
 
-def _launch_environment(wanted: TpuSlice) -> dict[str, str]:
+def _build_launch_environment(tpu_slice: TpuSlice) -> dict[str, str]:
     """What torch_tpu asks of the launcher of a rank."""
-    sides = [*wanted.chips.split("x"), "1", "1"][:3]
-    addresses = [f"localhost:{8000 + rank}" for rank in range(wanted.devices)]
+    topology_sides = [*tpu_slice.chip_shape.split("x"), "1", "1"][:3]
+    addresses = [f"localhost:{8000 + rank}" for rank in range(tpu_slice.num_devices)]
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(wanted.devices),
-        "LOCAL_WORLD_SIZE": str(min(wanted.devices, 4)),
+        "WORLD_SIZE": str(tpu_slice.num_devices),
+        "LOCAL_WORLD_SIZE": str(min(tpu_slice.num_devices, 4)),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(addresses),
-        "TORCH_TPU_TOPOLOGY": ",".join(sides),
+        "TORCH_TPU_TOPOLOGY": ",".join(topology_sides),
         "TORCH_TPU_TIER2_COMPILATION_CACHE": "disabled",
         "PYTHONWARNINGS": "ignore",
     }
@@ -104,24 +116,24 @@ def _launch_environment(wanted: TpuSlice) -> dict[str, str]:
 
 def main() -> None:
     request: DryRunRequest = read_request()
-    config, wanted = request.config, request.tpu_slice
+    config, tpu_slice = request.config, request.tpu_slice
     os.environ["TPU_LIBRARY_PATH"] = str(request.libtpu_path)
-    topology = Libtpu(request.libtpu_path).open_topology(wanted.name, **wanted.options)
-    answer = {"compiler": topology.compiler, "hbm_bytes": wanted.get_hbm_bytes(topology)}
+    topology = Libtpu(request.libtpu_path).open_topology(tpu_slice.libtpu_name, **tpu_slice.topology_options)
+    answer = {"compiler": topology.compiler_version, "hbm_bytes": tpu_slice.get_hbm_bytes(topology)}
 
-    def refuse(error: CompileError) -> None:
-        graph = {"name": "a program", "error": str(error), "code": error.code, "place": ""}
+    def refuse(error: LibtpuError) -> None:
+        graph = {"name": "a program", "error": str(error), "code": error.status_code, "place": ""}
         write_answer_and_exit(answer | {"graphs": [graph]})
 
     try:
         chip = DryChip(topology, request.large_value_elements, refuse)
-        step = run_step(config, topology, chip)
+        step = run_dry_step(config, topology, chip)
         answer |= {"graphs": [asdict(step)], "programs": len(chip.programs)}
     except Exception as error:  # not past here: Python would end beneath threads that call it
-        said = to_one_line(str(error).strip().splitlines()[0])
+        reason = to_one_line(str(error).strip().splitlines()[0])
         if not isinstance(error, UserError):
-            said = f"--compile: a step of {config.model.key} cannot be traced ({said})"
-        answer = {"refused": said}
+            reason = f"--compile: a step of {config.model.setting_key} cannot be traced ({reason})"
+        answer = {"refused": reason}
     write_answer_and_exit(answer)  # the runtime's threads would wait for the other ranks
 
 
@@ -130,13 +142,13 @@ class DryDevice(TorchDevice):
 
     name = "tpu"
 
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
-        torch_tpu_internals.load()
-        torch_tpu_internals.wait_without_lock()
+    def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        torch_tpu_internals.register_tpu_device()
+        torch_tpu_internals.wait_without_gil()
         return torch.device("tpu", 0)
 
 
-def run_step(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGraph:
+def run_dry_step(config: RunConfig, topology: TpuTopology, chip: DryChip) -> CompiledGraph:
     """A step of the first rank, all its programs as one.
 
     Args:
@@ -147,57 +159,66 @@ def run_step(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGr
     start = time.monotonic()
     backend = TorchBackend(DryDevice())
     if backend.world_size > 1:
-        torch_tpu_internals.start_alone(topology)
-    config, model, plan, batch = build_traced_step(config, backend, parts=config.context_parallel_size)
-    engine = backend.prepare(model, config)
+        torch_tpu_internals.start_simulated_process_group(topology)
+    config, model, plan, batch = build_step_inputs(
+        config, backend, sequence_parts=config.context_parallel_size
+    )
+    engine = backend.build_engine(model, config)
     zero = torch.zeros(())
     shapes = {name: tensor.shape for name, tensor in get_state_tensors(model).items()}
     engine.load_weights(
         {name: ComputedTensor.from_tensor(zero.expand(shape)) for name, shape in shapes.items()}
     )
-    counts = []
+    run_counts = []
     # The first makes the optimizer's state, and the second DDP's buckets.
     for micro_batches in (1, 1, 1, min(2, plan.accumulation_steps)):
-        runs = Counter(chip.runs)
+        runs = Counter(chip.run_counts)
         train_step(
             backend,
             engine,
             iter([batch] * micro_batches),
-            plan=replace(plan, global_batch_size=plan.micro_batch_size * micro_batches * plan.world_size),
+            batch_plan=replace(
+                plan, global_batch_size=plan.micro_batch_size * micro_batches * plan.world_size
+            ),
             first_sample=0,
             learning_rate=config.train.learning_rate,
             max_grad_norm=config.train.max_grad_norm or 0.0,
         )
         torch.accelerator.synchronize()
-        counts.append(chip.runs - runs)
-    once, twice = counts[-2:]
+        run_counts.append(chip.run_counts - runs)
+    runs_of_one, runs_of_two = run_counts[-2:]
     repeated = plan.accumulation_steps - 1
-    runs = Counter({key: once[key] + repeated * (twice[key] - once[key]) for key in twice | once})
-    return _combine_programs(chip, runs, round(time.monotonic() - start, 2))
+    runs = Counter(
+        {
+            key: runs_of_one[key] + repeated * (runs_of_two[key] - runs_of_one[key])
+            for key in runs_of_two | runs_of_one
+        }
+    )
+    return _combine_programs_into_graph(chip, runs, round(time.monotonic() - start, 2))
 
 
-def _combine_programs(chip: DryChip, runs: Counter[int], seconds: float) -> CompiledGraph:
+def _combine_programs_into_graph(chip: DryChip, run_counts: Counter[int], seconds: float) -> CompiledGraph:
     """All programs of a step as one.
 
     Args:
         chip: that ran them.
-        runs: how often each runs in a step.
+        run_counts: how often each runs in a step.
         seconds: that it took.
     """
-    graphs = [(program.graph, runs[handle]) for handle, program in chip.programs.items()]
+    graphs = [(program.graph, run_counts[handle]) for handle, program in chip.programs.items()]
     values = {value for graph, _ in graphs for value in graph.large_values}
     calls: Counter[str] = Counter()
-    collectives: dict[str, Collective] = {}
+    collectives: dict[str, CollectiveStatistics] = {}
     for graph, times in graphs:
         calls.update(graph.custom_calls)
         for kind, collective in graph.collectives.items():
-            collectives[kind] = collectives.get(kind, Collective()) + collective * times
+            collectives[kind] = collectives.get(kind, CollectiveStatistics()) + collective * times
     return CompiledGraph(
         name="step",
-        argument_bytes=chip.live,
+        argument_bytes=chip.live_bytes,
         output_bytes=0,
         alias_bytes=0,
-        temporary_bytes=chip.peak - chip.live,
+        temporary_bytes=chip.peak_bytes - chip.live_bytes,
         code_bytes=sum(graph.code_bytes for graph, _ in graphs),
         flops=sum(graph.flops * times for graph, times in graphs),
         bytes_accessed=sum(graph.bytes_accessed * times for graph, times in graphs),

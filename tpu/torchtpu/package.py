@@ -11,14 +11,14 @@ from portable.errors import require
 from portable.registry import World
 from portable.temporary_folder import create_scratch_folder
 from portable.tpu import device_specs
-from portable.tpu.compile.child_process import ask, explain_exit
+from portable.tpu.compile.child_process import describe_exit, run_in_child_process
 from portable.tpu.torchtpu import torch_tpu_internals
 
 if TYPE_CHECKING:
     import torch
 
     from portable.config import RunConfig
-    from portable.planner.compiled_graph import Compiled
+    from portable.planner.compiled_graph import CompiledRun
     from portable.planner.device import Device
     from portable.registry import CompileTarget
 
@@ -30,13 +30,13 @@ class TorchTpuPackage(TorchPackage):
     """A rank a chip, with TorchTPU's process group."""
 
     def is_here(self) -> bool:
-        return device_specs.count_chips() > 0 and find_spec("torch_tpu") is not None
+        return device_specs.count_tpu_chips() > 0 and find_spec("torch_tpu") is not None
 
     def count_local_ranks(self) -> int:
-        return max(1, device_specs.count_chips())
+        return max(1, device_specs.count_tpu_chips())
 
     def check_ranks(self, ranks: int) -> None:
-        chips = device_specs.count_chips()
+        chips = device_specs.count_tpu_chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
         torch_tpu_internals.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
@@ -52,33 +52,33 @@ class TorchTpuPackage(TorchPackage):
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         # torch_tpu refuses inductor; its own compiler is what the default means there.
         if config.compile and config.compile_backend == "inductor":
-            return config.replaced({"compile_backend": self.compiler})
+            return config.replaced({"compile_backend": self.default_compile_backend})
         return config
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        from portable.tpu.torchtpu.dry_run import compile_run
+    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+        from portable.tpu.torchtpu.dry_run import compile_torchtpu_step
 
-        return compile_run(self.adopt(config, World(target.devices)), target)
+        return compile_torchtpu_step(self.adopt(config, World(target.num_devices)), target)
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
         with create_scratch_folder("portable-launch") as folder:
-            answer = ask(
+            answer = run_in_child_process(
                 "from portable.tpu.torchtpu.torch_tpu_internals import write_launch_environment as main; "
                 "main()",
                 folder / "answer.json",
                 request=ranks,
                 environment=os.environ,
-                failure=lambda *ended: (
-                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({explain_exit(*ended)})"
+                format_failure=lambda *ended: (
+                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({describe_exit(*ended)})"
                 ),
             )
         return dict(answer["environment"])
 
-    def open(self, local_rank: int, local_world_size: int) -> torch.device:
-        require(device_specs.count_chips() > 0, _NO_TPU)
+    def open_device(self, local_rank: int, local_world_size: int) -> torch.device:
+        require(device_specs.count_tpu_chips() > 0, _NO_TPU)
         ranks = os.environ.get("WORLD_SIZE", "1")
         require(
             ranks == "1" or _ADDRESSES in os.environ,
@@ -87,11 +87,13 @@ class TorchTpuPackage(TorchPackage):
         )
         import torch
 
-        torch_tpu_internals.load()
+        torch_tpu_internals.register_tpu_device()
         return torch.device("tpu", 0)  # a rank sees its own chip alone
 
     def get_peak_flops(self, device: torch.device, precision: str) -> float | None:
         return device_specs.get_peak_flops(device_specs.detect_accelerator_type(), precision)
 
 
-TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e", runs_zero=False, compiler="tpu")
+TPU = TorchTpuPackage(
+    "tpu", extra="torchtpu", typical_device="v6e", runs_zero=False, default_compile_backend="tpu"
+)

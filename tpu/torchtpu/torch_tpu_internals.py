@@ -8,20 +8,20 @@ from io import StringIO
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from portable.private import Package
+from portable.private import GuardedPackage
 from portable.tpu.compile.child_process import read_request, write_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.tpu.compile.libtpu import Topology
+    from portable.tpu.compile.libtpu import TpuTopology
 
-PACKAGE = Package("torch-tpu", "0.2.0")
+PACKAGE = GuardedPackage("torch-tpu", "0.2.0")
 _FEATURE = "backend: tpu"
 
 
-@PACKAGE.guard(_FEATURE)
-def load() -> None:
+@PACKAGE.explain_missing_names(_FEATURE)
+def register_tpu_device() -> None:
     """Import torch_tpu and register torch's device ``tpu``. Opens no chip."""
     os.environ.setdefault("ABSL_MIN_LOG_LEVEL", "2")
     with redirect_stderr(StringIO()):  # four lines of what it registers, and a warning about malloc
@@ -30,13 +30,13 @@ def load() -> None:
         _loader._init_device("tpu")
 
 
-@PACKAGE.guard(_FEATURE)
+@PACKAGE.explain_missing_names(_FEATURE)
 def write_launch_environment() -> None:
     """The variables that the ranks of this host must share, which name their ports and how chips connect.
 
-    See :func:`portable.tpu.compile.child_process.ask`, which gives the number of ranks.
+    See :func:`portable.tpu.compile.child_process.run_in_child_process`, which gives the number of ranks.
     """
-    load()
+    register_tpu_device()
     import torch
 
     torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=read_request())  # type: ignore[attr-defined, unused-ignore]
@@ -44,8 +44,8 @@ def write_launch_environment() -> None:
     write_answer({"environment": variables})
 
 
-@PACKAGE.guard("--compile on backend tpu")
-def wait_without_lock() -> None:
+@PACKAGE.explain_missing_names("--compile on backend tpu")
+def wait_without_gil() -> None:
     """Have all work in one stream, which is waited for where torch_tpu would: without Python's lock.
 
     Who changes the stream or records an event waits with it, for threads that may need it, so for ever.
@@ -61,8 +61,8 @@ def wait_without_lock() -> None:
     _device_ops_backend._set_current_stream_id = streams.TpuEvent.record = wait
 
 
-@PACKAGE.guard("--compile on backend tpu")
-def start_alone(topology: Topology) -> None:
+@PACKAGE.explain_missing_names("--compile on backend tpu")
+def start_simulated_process_group(topology: TpuTopology) -> None:
     """Start the process group of a slice in its rank 0, which is alone: a store has the others' answers.
 
     Of each group of ranks that FSDP and DDP make, all ranks of the slice must say to which one they belong.
@@ -74,38 +74,40 @@ def start_alone(topology: Topology) -> None:
     import torch.distributed as dist
     from torch_tpu._internal.distributed import tpu_distributed
 
-    store, ranks, groups = dist.HashStore(), len(topology.devices), count()  # type: ignore[attr-defined, unused-ignore]
+    store, ranks, groups = dist.HashStore(), len(topology.device_handles), count()  # type: ignore[attr-defined, unused-ignore]
 
-    def write_other_answers(group_store: Any, key: str, answer: Callable[[int], tuple[Any, ...]]) -> None:
+    def write_entries_of_other_ranks(
+        group_store: Any, key: str, build_answer: Callable[[int], tuple[Any, ...]]
+    ) -> None:
         """Fill a list that all ranks read, to which each adds its name and its answer."""
         for rank in range(1, ranks):
-            name, said = f"{key}:{rank}", ",".join(map(str, answer(rank)))
-            entry = f"{len(name)}:{name}{said}"
+            name, answer_text = f"{key}:{rank}", ",".join(map(str, build_answer(rank)))
+            entry = f"{len(name)}:{name}{answer_text}"
             group_store.set(f"nlag:{key}:0:{ranks}:node:{rank - 1}", f"{len(entry)}:{entry}")
             group_store.add(f"nlag:{key}:0:{ranks}:count", 1)
 
-    def locate_rank(rank: int) -> tuple[Any, ...]:
-        attributes: Any = topology.read_attributes(rank)
-        return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.kind
+    def describe_rank_location(rank: int) -> tuple[Any, ...]:
+        attributes: Any = topology.read_device_attributes(rank)
+        return rank, rank, *attributes["coords"], attributes["core_on_chip"], -1, topology.device_kind
 
-    def create(options: Any, _: Any) -> Any:
+    def create_process_group(options: Any, _: Any) -> Any:
         members = options.global_ranks_in_group or range(ranks)
         step = members[1] - members[0] if len(members) > 1 else 1
 
-        def place_in_group(rank: int) -> tuple[Any, ...]:
-            block, inside = divmod(rank, step * len(members))
-            group = block * step + inside % step
-            return inside // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"
+        def describe_group_position(rank: int) -> tuple[Any, ...]:
+            block, offset_in_block = divmod(rank, step * len(members))
+            group = block * step + offset_in_block % step
+            return offset_in_block // step, f"{rank}:0//{options.group_id}//tpu/{group or ''}"
 
         if len(members) == ranks:
-            write_other_answers(options.store, "world_topo", locate_rank)
+            write_entries_of_other_ranks(options.store, "world_topo", describe_rank_location)
         else:
-            write_other_answers(store, f"pg_sub:{next(groups)}", place_in_group)
+            write_entries_of_other_ranks(store, f"pg_sub:{next(groups)}", describe_group_position)
         return tpu_distributed.create_process_group(
             options.store, options.group_rank, options.group_size, options.timeout
         )
 
-    dist.Backend.register_backend("tpu_dist", create, extended_api=True, devices=["tpu"])
+    dist.Backend.register_backend("tpu_dist", create_process_group, extended_api=True, devices=["tpu"])
     # torch keeps one backend of a type, and both are of the same. gloo's own ranks would have to meet.
     dist.Backend.backend_type_map["fake"] = dist.ProcessGroup.BackendType.GLOO
     dist.init_process_group("cpu:fake,tpu:tpu_dist", store=store, rank=0, world_size=ranks)

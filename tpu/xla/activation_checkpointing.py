@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def recompute(layer: nn.Module) -> None:
+def enable_layer_recompute(layer: nn.Module) -> None:
     """Make ``layer`` save only its inputs for the backward pass, whatever its forward takes and returns."""
     forward = layer.forward
 
@@ -31,41 +31,41 @@ def recompute(layer: nn.Module) -> None:
             return forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         # Without the tensors: a tensor that outlives the step would become a result of the graph.
-        constants, tensors = _split(leaves)
+        constants, tensors = _split_tensors_from_leaves(leaves)
         returned: Any = None
 
         def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal returned
-            args, kwargs = tree_unflatten(_join_leaves(constants, tensors), structure)
+            args, kwargs = tree_unflatten(_merge_tensors_into_leaves(constants, tensors), structure)
             results, structure_out = tree_flatten(forward(*args, **kwargs))
-            others, outputs = _split(results)
+            others, outputs = _split_tensors_from_leaves(results)
             returned = others, structure_out
             return tuple(outputs)
 
         # Autograd sees the inputs only, and with frozen parameters before the layer none may need a gradient.
-        learns = any(parameter.requires_grad for parameter in layer.parameters())
-        anchor = torch.empty(0, requires_grad=learns)
-        outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
+        has_trained_parameters = any(parameter.requires_grad for parameter in layer.parameters())
+        anchor = torch.empty(0, requires_grad=has_trained_parameters)
+        outputs: Any = _RecomputeFunction.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
         others, structure_out = returned
-        return tree_unflatten(_join_leaves(others, outputs), structure_out)
+        return tree_unflatten(_merge_tensors_into_leaves(others, outputs), structure_out)
 
     layer.forward = forward_with_recompute
 
 
-_TENSOR = object()
+_TENSOR_PLACEHOLDER = object()
 
 
-def _split(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+def _split_tensors_from_leaves(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
+    return [_TENSOR_PLACEHOLDER if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
 
 
-def _join_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    rest = iter(tensors)
-    return [next(rest) if leaf is _TENSOR else leaf for leaf in others]
+def _merge_tensors_into_leaves(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    remaining_tensors = iter(tensors)
+    return [next(remaining_tensors) if leaf is _TENSOR_PLACEHOLDER else leaf for leaf in others]
 
 
-class _Recompute(torch.autograd.Function):
+class _RecomputeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, _: Tensor, *inputs: Tensor
@@ -79,17 +79,17 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         inputs = [tensor.detach() for tensor in ctx.saved_tensors]
-        arrived = [gradient for gradient in gradients if gradient is not None]
+        present_gradients = [gradient for gradient in gradients if gradient is not None]
         weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
         # In place on the lazy values, so that from here on the saved inputs are behind the barrier, too.
-        xla.barrier_([*inputs, *arrived, *weights])
+        xla.barrier_([*inputs, *present_gradients, *weights])
         for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
             tensor.requires_grad_(saved.requires_grad)
-        after = xla.rng_seed(_DEVICE)
+        current_seed = xla.rng_seed(_DEVICE)
         xla.set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
         with torch.enable_grad():
             outputs = ctx.compute(*inputs)
-        xla.set_rng_seed(after, _DEVICE)
+        xla.set_rng_seed(current_seed, _DEVICE)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

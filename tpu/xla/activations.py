@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.model.layers import find_transformer_layers
-from portable.tpu.xla.layout import constrain
+from portable.tpu.xla.layout import constrain_with_gradient
 from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.tpu.xla.layout import MeshLayout
-    from portable.tpu.xla.scan_layers import Segment
+    from portable.tpu.xla.scan_layers import LayerSegment
 
 
-def constrain_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[Segment]) -> None:
+def shard_activations(model: nn.Module, layout: MeshLayout, segments: Iterable[LayerSegment]) -> None:
     """Constrain what the modules of ``model`` take and return; a loop over a segment does so itself."""
     untyped_model: Any = model
-    input_hook, output_hook = partial(_constrain_input, layout), partial(_constrain_output, layout)
-    in_loops = {name for segment in segments for name in segment.names}
+    input_hook, output_hook = partial(_shard_first_input, layout), partial(_shard_first_output, layout)
+    in_loops = {name for segment in segments for name in segment.layer_names}
     layers = [layer for name, layer in find_transformer_layers(model) if name not in in_loops]
     for layer in layers:  # the first input may be a sum with a replicated tensor
         layer.register_forward_pre_hook(input_hook)
@@ -41,28 +41,28 @@ def constrain_activations(model: nn.Module, layout: MeshLayout, segments: Iterab
         if module is not None:
             module.register_forward_hook(output_hook)
     if (head := untyped_model.get_output_embeddings()) is not None:
-        head.register_forward_hook(_keep_apart)
+        head.register_forward_hook(_prevent_loss_fusion)
 
 
-def shard_along_batch(layout: MeshLayout, tensor: Any) -> Any:
+def shard_batch_and_tokens(layout: MeshLayout, tensor: Any) -> Any:
     """``tensor`` sharded along batch and tokens, and so its gradient; what has neither, as it is."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return tensor
     sharding = layout.to_op_sharding(layout.get_activation_spec(tensor.dim()))
-    return constrain(tensor, sharding, sharding)
+    return constrain_with_gradient(tensor, sharding, sharding)
 
 
-def _constrain_input(layout: MeshLayout, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (shard_along_batch(layout, arguments[0]), *arguments[1:]) if arguments else arguments
+def _shard_first_input(layout: MeshLayout, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (shard_batch_and_tokens(layout, arguments[0]), *arguments[1:]) if arguments else arguments
 
 
-def _constrain_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) -> Any:
+def _shard_first_output(layout: MeshLayout, _: nn.Module, __: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return (shard_along_batch(layout, output[0]), *output[1:])
-    return shard_along_batch(layout, output)
+        return (shard_batch_and_tokens(layout, output[0]), *output[1:])
+    return shard_batch_and_tokens(layout, output)
 
 
-def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
+def _prevent_loss_fusion(_: nn.Module, __: Any, logits: Any) -> None:
     """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
     such a fusion are not overwritten by their gradients: both would exist."""
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):

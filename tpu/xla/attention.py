@@ -19,16 +19,20 @@ import torch
 from torch.nn import functional
 
 from portable.errors import require
-from portable.model.context_parallel_support import repeat_heads
+from portable.model.context_parallel_support import repeat_key_heads
 from portable.model.document_attention import (
-    BOTH_DIRECTIONS,
-    KEEP_DOCUMENTS_APART,
-    READ_THEIR_MASK,
-    WithinDocuments,
+    BIDIRECTIONAL_ARGUMENT,
+    DOCUMENT_SEPARATING_TYPES,
+    MASK_READING_TYPES,
+    DocumentMaskFunction,
 )
 from portable.private import torch_internals
-from portable.private.transformers_internals import get_attention_kernel, get_mask_functions, share_key_heads
-from portable.tpu.xla.layout import constrain
+from portable.private.transformers_internals import (
+    enable_sdpa_grouped_queries,
+    get_attention_kernel,
+    get_mask_functions,
+)
+from portable.tpu.xla.layout import constrain_with_gradient
 from portable.tpu.xla.scan import Scan
 from portable.tpu.xla.torch_xla_internals import xla
 
@@ -41,18 +45,20 @@ if TYPE_CHECKING:
     from portable.tpu.xla.scan import Shardings
 
 
-class _AttentionSettings:
+class _AttentionState:
     """How models of this process attend, as the last engine wants it."""
 
-    rows: int | None = None
-    spans = False
+    query_rows: int | None = None
+    uses_spans = False
     pads_last = False
     layout: MeshLayout | None = None
-    loops: dict[Hashable, Scan] = {}  # noqa: RUF012 (replaced with the layout, whose shardings they have)
+    scans_by_options: dict[Hashable, Scan] = {}  # noqa: RUF012 (replaced with the layout, whose shardings they have)
 
 
-def attend_by_rows(model: Any, rows: int | None, layout: MeshLayout, *, pads_last: bool = False) -> None:
-    """Compute the attention of ``model`` ``rows`` queries at a time; None for all at once.
+def configure_attention(
+    model: Any, query_rows: int | None, layout: MeshLayout, *, pads_last: bool = False
+) -> None:
+    """Compute the attention of ``model`` ``query_rows`` queries at a time; None for all at once.
 
     Args:
         pads_last: whether padding follows a sequence, where causal attention does not see it.
@@ -62,27 +68,32 @@ def attend_by_rows(model: Any, rows: int | None, layout: MeshLayout, *, pads_las
     """
     used = get_attention_kernel(model.config)
     require(
-        rows is None or used == "sdpa",
+        query_rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
-    _AttentionSettings.rows, _AttentionSettings.layout, _AttentionSettings.loops = rows, layout, {}
+    _AttentionState.query_rows, _AttentionState.layout, _AttentionState.scans_by_options = (
+        query_rows,
+        layout,
+        {},
+    )
     # These hand the mask on as it is; others compute with it.
-    _AttentionSettings.spans = rows is not None and model.config.model_type in KEEP_DOCUMENTS_APART - {
-        *READ_THEIR_MASK
-    }
-    _AttentionSettings.pads_last = pads_last
-    _replace()
+    _AttentionState.uses_spans = (
+        query_rows is not None
+        and model.config.model_type in DOCUMENT_SEPARATING_TYPES - {*MASK_READING_TYPES}
+    )
+    _AttentionState.pads_last = pads_last
+    _replace_attention_functions()
 
 
 @cache  # once per process
-def _replace() -> None:
-    torch_internals.replace_attention(lambda whole: _wrap_over_heads(_wrap_by_rows(whole)))
-    share_key_heads()
+def _replace_attention_functions() -> None:
+    torch_internals.wrap_attention(lambda whole: _wrap_with_head_exchange(_wrap_with_query_chunks(whole)))
+    enable_sdpa_grouped_queries()
     functions = get_mask_functions()
-    functions["sdpa"] = _wrap_mask_as_spans(functions["sdpa"])
+    functions["sdpa"] = _wrap_mask_builder(functions["sdpa"])
 
 
-def _wrap_mask_as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_mask_builder(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     """Causal masks as spans, int32 ``[batch or 1, 1, tokens, 2]``: the first and last key of each query."""
 
     def build_mask(
@@ -90,84 +101,92 @@ def _wrap_mask_as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         device = torch.device(options.get("device", "cpu"))
         at_start = q_length == kv_length and isinstance(options.get("q_offset", 0), int)
-        padded = options.get("attention_mask") is not None and not _AttentionSettings.pads_last
-        is_custom = BOTH_DIRECTIONS in options or options.get("use_vmap", False)
+        padded = options.get("attention_mask") is not None and not _AttentionState.pads_last
+        is_custom = BIDIRECTIONAL_ARGUMENT in options or options.get("use_vmap", False)
         lengths = {"q_length": q_length, "kv_length": kv_length}
-        if not _AttentionSettings.spans or device.type != "xla" or not at_start or padded or is_custom:
+        if not _AttentionState.uses_spans or device.type != "xla" or not at_start or padded or is_custom:
             return make_mask(**lengths, mask_function=mask_function, **options)
         options["attention_mask"] = None
         if make_mask(**lengths, mask_function=mask_function, **options) is None:  # plainly causal
             return None
         last = torch.arange(q_length, device=device, dtype=torch.int32)[None]
-        if isinstance(mask_function, WithinDocuments):
-            places = mask_function.positions.int()
-            first = last - places + _find_first_seen(mask_function.alone, places)
+        if isinstance(mask_function, DocumentMaskFunction):
+            document_positions = mask_function.positions.int()
+            first = (
+                last
+                - document_positions
+                + _find_first_visible_key(mask_function.single_document_mask, document_positions)
+            )
         else:
-            first = _find_first_seen(mask_function, last)
+            first = _find_first_visible_key(mask_function, last)
         return torch.stack([first, last.expand_as(first)], -1)[:, None]
 
     return build_mask
 
 
-def _find_first_seen(mask_function: Callable[..., Any], places: Tensor) -> Tensor:
+def _find_first_visible_key(mask_function: Callable[..., Any], query_positions: Tensor) -> Tensor:
     """The first key that the query of each place sees, which sees all from there to its own.
 
     Args:
-        places: int32 ``[batch or 1, tokens]``.
+        query_positions: int32 ``[batch or 1, tokens]``.
     """
-    low, high = torch.zeros_like(places), places
-    batch = torch.arange(len(places), device=places.device)[:, None]
-    for _ in range(places.shape[1].bit_length()):  # by halves: functions of transformers tell of pairs alone
+    low, high = torch.zeros_like(query_positions), query_positions
+    batch = torch.arange(len(query_positions), device=query_positions.device)[:, None]
+    for _ in range(
+        query_positions.shape[1].bit_length()
+    ):  # by halves: functions of transformers tell of pairs alone
         middle = (low + high) >> 1
-        seen = mask_function(batch, torch.zeros_like(batch), places, middle)
-        low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
+        is_visible = mask_function(batch, torch.zeros_like(batch), query_positions, middle)
+        low, high = torch.where(is_visible, low, middle + 1), torch.where(is_visible, middle, high)
     return high
 
 
-def _expand_spans(spans: Tensor, tokens: int) -> Tensor:
+def _expand_spans_to_mask(spans: Tensor, num_keys: int) -> Tensor:
     """The bools that ``spans`` stand for, ``[batch or 1, 1, rows, tokens]``."""
-    keys = torch.arange(tokens, device=spans.device, dtype=torch.int32)
+    keys = torch.arange(num_keys, device=spans.device, dtype=torch.int32)
     return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
 
 
-def _wrap_over_heads(inner: Any) -> Any:
+def _wrap_with_head_exchange(inner: Any) -> Any:
     """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
-        layout = _AttentionSettings.layout
+        layout = _AttentionState.layout
         if layout is None or layout.sequence == 1 or query.device.type != "xla" or query.dim() != 4:
             result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
-        if len(query) > layout.rows and len(query) % layout.rows == 0:
+        if len(query) > layout.num_batch_shards and len(query) % layout.num_batch_shards == 0:
             # One sequence of each group at a time: products flatten batch and heads, and of both, each cut,
             # the compiler would gather the heads.
             inputs = [query, key, value, attn_mask]
-            each = [
-                [tensor] * (len(query) // layout.rows)
+            split_inputs = [
+                [tensor] * (len(query) // layout.num_batch_shards)
                 if tensor is None or len(tensor) == 1
-                else tensor.unflatten(0, (layout.rows, -1)).unbind(1)
+                else tensor.unflatten(0, (layout.num_batch_shards, -1)).unbind(1)
                 for tensor in inputs
             ]
-            parts = [attend(*arguments, *rest, **options) for arguments in zip(*each, strict=True)]
+            parts = [attend(*arguments, *rest, **options) for arguments in zip(*split_inputs, strict=True)]
             return torch.stack(parts, 1).flatten(0, 1)
-        key, value = (repeat_heads(layout.sequence, tensor) for tensor in (key, value))
+        key, value = (repeat_key_heads(layout.sequence, tensor) for tensor in (key, value))
         by_tokens, by_heads = (
             layout.to_op_sharding(layout.get_heads_spec(whole_sequences=is_whole))
             for is_whole in (False, True)
         )
         query, key, value = (
-            constrain(constrain(tensor, by_tokens, by_tokens), by_heads, by_heads)
+            constrain_with_gradient(constrain_with_gradient(tensor, by_tokens, by_tokens), by_heads, by_heads)
             for tensor in (query, key, value)
         )
         attended = inner(query, key, value, attn_mask, *rest, **options)
-        return constrain(constrain(attended, by_heads, by_heads), by_tokens, by_tokens)
+        return constrain_with_gradient(
+            constrain_with_gradient(attended, by_heads, by_heads), by_tokens, by_tokens
+        )
 
     return attend
 
 
-def _wrap_by_rows(kernel: Any) -> Any:
+def _wrap_with_query_chunks(kernel: Any) -> Any:
     def attend(
         query: Tensor,
         key: Tensor,
@@ -177,40 +196,40 @@ def _wrap_by_rows(kernel: Any) -> Any:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        rows, layout = _AttentionSettings.rows, _AttentionSettings.layout
+        rows, layout = _AttentionState.query_rows, _AttentionState.layout
         supported = query.device.type == "xla" and query.dim() == 4
         # In fp32 the compiler would write the probabilities then, which takes more than it saves.
-        short = supported and query.dtype != torch.float32 and options.keys() <= {"scale"}
-        if short and rows is None and attn_mask is not None and attn_mask.requires_grad:
-            return _attend_with_bias(query, key, value, attn_mask, dropout_p, **options)
+        uses_short_formula = supported and query.dtype != torch.float32 and options.keys() <= {"scale"}
+        if uses_short_formula and rows is None and attn_mask is not None and attn_mask.requires_grad:
+            return _attend_with_trainable_bias(query, key, value, attn_mask, dropout_p, **options)
         spans = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
         if rows is None or layout is None or not supported or query.shape[2] <= rows:
-            attn_mask = attn_mask if spans is None else _expand_spans(spans, key.shape[2])
+            attn_mask = attn_mask if spans is None else _expand_spans_to_mask(spans, key.shape[2])
             result: Tensor = kernel(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return result
         if is_causal:
             last = torch.arange(query.shape[2], device=query.device, dtype=torch.int32)
             attn_mask = spans = torch.stack([torch.zeros_like(last), last], -1)[None, None]
         batch = layout.to_op_sharding(layout.get_heads_spec(whole_sequences=True))
-        stacked, shared = [_split_chunks(query, rows)], [key, value]
+        stacked, shared = [_split_into_query_chunks(query, rows)], [key, value]
         shardings: list[Shardings] = [(batch, batch)]
         if attn_mask is not None and attn_mask.shape[2] > 1:
-            stacked.append(_split_chunks(attn_mask, rows))
+            stacked.append(_split_into_query_chunks(attn_mask, rows))
             along = layout.to_op_sharding(layout.get_batch_spec(4))
             shardings.append((along, along) if len(attn_mask) > 1 else None)
         elif attn_mask is not None:
             shared.append(attn_mask)
 
-        spanned = spans is not None  # not the tensor itself, which changes
+        has_spans = spans is not None  # not the tensor itself, which changes
 
         def attend_chunk(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
             mask = [*slices[1:], *shared[2:], None][0]
-            if spanned and mask is not None:
-                mask = _expand_spans(mask, shared[0].shape[2])
+            if has_spans and mask is not None:
+                mask = _expand_spans_to_mask(mask, shared[0].shape[2])
             return (), (kernel(slices[0], *shared[:2], mask, dropout_p, False, **options),)
 
-        kind = (dropout_p, spanned, *options.items())
-        loop = _AttentionSettings.loops.setdefault(kind, Scan(attend_chunk, recompute=True))
+        option_key = (dropout_p, has_spans, *options.items())
+        loop = _AttentionState.scans_by_options.setdefault(option_key, Scan(attend_chunk, recompute=True))
         _, (chunks,) = loop((), stacked, shared, shardings=shardings)
         # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
@@ -218,7 +237,7 @@ def _wrap_by_rows(kernel: Any) -> Any:
     return attend
 
 
-def _attend_with_bias(
+def _attend_with_trainable_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
 ) -> Tensor:
     """The formula, with a bias that learns. The compiler would add it again where it makes its gradient, and
@@ -226,15 +245,15 @@ def _attend_with_bias(
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
     xla.barrier_([scores])
-    shares: Tensor = torch_internals.get_aten_operation("safe_softmax")(scores, -1)
+    shares: Tensor = torch_internals.get_private_aten_operation("safe_softmax")(scores, -1)
     return functional.dropout(shares, dropout) @ value
 
 
-def _split_chunks(tensor: Tensor, rows: int) -> Tensor:
+def _split_into_query_chunks(tensor: Tensor, rows_per_chunk: int) -> Tensor:
     """``tensor``, ``[batch, heads, tokens, ...]``, cut into rows: ``[chunks, batch, heads, rows, ...]``."""
-    missing = -tensor.shape[2] % rows
+    missing = -tensor.shape[2] % rows_per_chunk
     # A row that attends to nothing would be NaN, and its gradient, too.
     padded = (
         functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
     )
-    return torch.movedim(torch.unflatten(padded, 2, (-1, rows)), 2, 0)
+    return torch.movedim(torch.unflatten(padded, 2, (-1, rows_per_chunk)), 2, 0)

@@ -15,13 +15,13 @@ from portable.errors import require
 from portable.formatting import format_count
 from portable.paths import get_default_cache_dir
 from portable.ranks.collectives import gather_text, reduce_any, sum_over_ranks
-from portable.terminal import tell
+from portable.terminal import print_status
 from portable.tpu import device_specs as devices
 from portable.tpu.xla import graphs, runtime
-from portable.tpu.xla.dropout import draw_by_position
+from portable.tpu.xla.dropout import use_positional_dropout
 from portable.tpu.xla.engine import XlaEngine
-from portable.tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
-from portable.tpu.xla.graphs import Graphs
+from portable.tpu.xla.fixed_shapes import run_histc_on_device, use_fixed_shape_experts
+from portable.tpu.xla.graphs import GraphRunner
 from portable.tpu.xla.layout import MeshLayout
 from portable.tpu.xla.runtime import torch_xla, xr
 from portable.tpu.xla.torch_xla_internals import xla
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
 
-HOST_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits
+HOST_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits
 
 
 class XlaBackend:
@@ -49,15 +49,15 @@ class XlaBackend:
         )
         self.name = name
         self.one_program = True
-        runtime.start()
+        runtime.start_xla_runtime()
         self.rank = int(xr.process_index())
         self.world_size = int(xr.process_count())
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
         self._layout: MeshLayout  # set by prepare
         self._stop_requested = False
-        count_on_device()
-        draw_by_position()
+        run_histc_on_device()
+        use_positional_dropout()
 
     @property
     def devices_per_rank(self) -> int:
@@ -68,10 +68,10 @@ class XlaBackend:
             # For host-side collectives: flags, counts, checkpoint paths.
             import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
 
-            dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
+            dist.init_process_group("gloo", init_method="xla://", timeout=HOST_COLLECTIVE_TIMEOUT)
         if self.rank == 0 and not runtime.is_on_tpu():
             devices = format_count(self.devices_per_rank, "virtual CPU device")
-            tell(
+            print_status(
                 f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
             )
 
@@ -79,45 +79,48 @@ class XlaBackend:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+    def build_engine(self, model: nn.Module, config: RunConfig) -> Engine:
         # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
         xla.set_matmul_precision("highest")
         if (folder := _choose_compilation_cache(config.xla.compilation_cache)) is not None:
-            runtime.cache_graphs(folder)
-        self._layout = self._make_layout(config)
+            runtime.enable_graph_cache(folder)
+        self._layout = self._create_layout(config)
         # What a former run in the process left pending would be a result of the first graph alone.
-        self._layout.execute(wait=True)
-        use_fixed_shapes(model, self._layout.shard_along_tokens)
-        return XlaEngine(model, config, self._layout, self._make_graphs())
+        self._layout.execute_pending(wait=True)
+        use_fixed_shape_experts(model, self._layout.shard_along_tokens)
+        return XlaEngine(model, config, self._layout, self._create_graph_runner())
 
-    def _make_layout(self, config: RunConfig) -> MeshLayout:
+    def _create_layout(self, config: RunConfig) -> MeshLayout:
         return MeshLayout(config, self.world_size * self.devices_per_rank)
 
-    def _make_graphs(self) -> Graphs:
-        return Graphs(self._warn)
+    def _create_graph_runner(self) -> GraphRunner:
+        return GraphRunner(self._print_warning)
 
-    def _warn(self, line: str) -> None:
+    def _print_warning(self, line: str) -> None:
         if self.rank == 0:
-            tell(f"warning: {line}")
+            print_status(f"warning: {line}")
 
-    def check_fit(
-        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    def run_memory_trial(
+        self,
+        build_meta_model: Callable[[], nn.Module],
+        config: RunConfig,
+        take_steps: Callable[[Engine], None],
     ) -> bool | None:
         return None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
-    def leave(self) -> None:
+    def abandon_process_group(self) -> None:
         """A no-op: this backend does not try what fits."""
 
-    def seed(self, value: int) -> None:
+    def seed_device_generator(self, value: int) -> None:
         xla.set_rng_seed(value, str(self.device))
 
-    def place(self, batch: Batch) -> Batch:
-        return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
+    def copy_to_device(self, batch: Batch) -> Batch:
+        return {name: self._layout.place_batch_tensor(tensor) for name, tensor in batch.items()}
 
-    def total(self, count: float, *, stop: bool = False) -> Tensor:
+    def sum_host_numbers(self, count: float, *, stop: bool = False) -> Tensor:
         if self.world_size > 1:
             # Over the hosts: a value that the devices sum could be read only once they have taken the step.
             total, stops = sum_over_ranks([count, stop])
@@ -126,20 +129,20 @@ class XlaBackend:
             count = type(count)(total / max(1, self._layout.sequence // self.devices_per_rank))
         return self._layout.replicate(torch.tensor(count))
 
-    def stop_requested(self, here: bool) -> bool:
-        return self._stop_requested if self.world_size > 1 else here
+    def is_stop_requested(self, requested_by_rank: bool) -> bool:
+        return self._stop_requested if self.world_size > 1 else requested_by_rank
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:
         return value  # SPMD sums over all devices already
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        read = self._layout.read(values)
+    def read_to_host(self, values: Sequence[Tensor]) -> list[float]:
+        read = self._layout.read_to_cpu(values)
         return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
 
     def reduce_any(self, flag: bool) -> bool:
         return reduce_any(flag)
 
-    def gather(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         return gather_text(text)
 
     def barrier(self) -> None:
@@ -148,7 +151,7 @@ class XlaBackend:
     def measure_memory(self) -> MemoryUsage:
         if not runtime.is_on_tpu():
             return measure_host_memory()
-        info = _read_memory_info()
+        info = _read_device_memory_info()
         return MemoryUsage(info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"]))
 
     def get_shape_multiple(self, precision: str) -> int | None:
@@ -160,7 +163,7 @@ class XlaBackend:
         return devices.get_peak_flops(devices.detect_accelerator_type(), precision)
 
     def get_metrics(self) -> dict[str, float]:
-        return graphs.read_counters()
+        return graphs.read_xla_counters()
 
 
 class TpuDiagnostics(Diagnostics):
@@ -169,7 +172,7 @@ class TpuDiagnostics(Diagnostics):
     def query_driver_memory(self) -> DriverMemory | None:
         if not runtime.is_on_tpu():
             return None
-        info = _read_memory_info()
+        info = _read_device_memory_info()
         return DriverMemory(info["bytes_used"], info["bytes_limit"])
 
 
@@ -179,7 +182,7 @@ def _choose_compilation_cache(setting: str) -> Path | None:
     return None if setting == "none" else Path(setting)
 
 
-def _read_memory_info() -> dict[str, int]:
+def _read_device_memory_info() -> dict[str, int]:
     # On a pod, process 0 may not have device 0.
     info = torch_xla.core.xla_model.get_memory_info(str(xla.real_devices()[0]))
     return {name: int(count) for name, count in info.items()}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.checks.backends import check_without_cuda, check_without_zero
+from portable.checks.backends import check_cuda_only_settings, check_strategy_without_zero
 from portable.config.rules import SettingProblem
-from portable.plugins import names_code
+from portable.plugins import is_plugin_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.config import RunConfig
 
-GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
-OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
+STRATEGIES_GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
+XLA_OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
 """Built-in optimizers that run on XLA."""
 
 
@@ -25,13 +25,13 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
         config: Config of a run on XLA.
         late: Whether the config is resolved. This adds the rules that need a resolved config or user code.
     """
-    yield from check_without_cuda(config, late=late)
+    yield from check_cuda_only_settings(config, is_resolved=late)
     if config.model.experts is not None:
         yield SettingProblem(
             ("model.experts",),
             "model.experts: XLA has one way of its own to compute experts, with fixed shapes; leave it out",
         )
-    yield from check_without_zero(config)
+    yield from check_strategy_without_zero(config)
     chunk = config.memory.loss_chunk_tokens
     if chunk not in ("auto", 0):
         yield SettingProblem(
@@ -48,7 +48,7 @@ def find_problems(config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
 def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
     """Yield the problems of the optimizer, whose code this loads if it is custom, and of the precision."""
     key, optimizer = "train.optimizer", config.train.optimizer
-    if names_code(optimizer):
+    if is_plugin_name(optimizer):
         from portable.optim import custom_optimizer  # which imports torch
 
         if not custom_optimizer.has_neutral_initial_state(config.train):
@@ -63,8 +63,8 @@ def check_optimizer(config: RunConfig) -> Iterator[SettingProblem]:
         yield SettingProblem(
             ("precision",), f"precision: {config.precision} does not run on xla; use bf16 or fp32"
         )
-    if optimizer not in OPTIMIZERS and not names_code(optimizer):
-        supported = ", ".join(OPTIMIZERS)
+    if optimizer not in XLA_OPTIMIZERS and not is_plugin_name(optimizer):
+        supported = ", ".join(XLA_OPTIMIZERS)
         yield SettingProblem((key,), f"{key}: {optimizer} needs CUDA or CPU kernels; use one of {supported}")
 
 

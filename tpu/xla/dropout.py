@@ -22,14 +22,14 @@ _SPREAD = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32)
 
 
 @cache  # once per process
-def draw_by_position() -> None:
-    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`draw_mask`."""
+def use_positional_dropout() -> None:
+    """Make every dropout on XLA, that of torch's attention among them, draw with :func:`draw_dropout_mask`."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _apply_dropout, "AutogradXLA")
-    _registered.append(library)  # it undoes what it registered when it is freed
+    _registered_libraries.append(library)  # it undoes what it registered when it is freed
 
 
-_registered: list[Any] = []
+_registered_libraries: list[Any] = []
 
 
 def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
@@ -37,45 +37,45 @@ def _apply_dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
         return tensor
     # Floats: the compiler computes with 64-bit integers in many steps, and takes minutes over a random one.
     first, second = (torch.rand(2, device=tensor.device) * (1 << 24)).int()
-    mask = draw_mask(tensor.shape, (first, second), 1 - p)
+    mask = draw_dropout_mask(tensor.shape, (first, second), 1 - p)
     return torch.where(mask, tensor * (1 / (1 - p) if p < 1 else 0.0), 0.0)
 
 
-def draw_mask(shape: torch.Size, key: tuple[Tensor, Tensor], p: float) -> Tensor:
-    """Bools of ``shape``, each true with probability ``p``.
+def draw_dropout_mask(shape: torch.Size, key_words: tuple[Tensor, Tensor], keep_probability: float) -> Tensor:
+    """Bools of ``shape``, each true with probability ``keep_probability``.
 
     Args:
         shape: of the result.
-        key: two int32 scalars, on the device of the result.
-        p: is rounded to a multiple of 2 ** -31.
+        key_words: two int32 scalars, on the device of the result.
+        keep_probability: is rounded to a multiple of 2 ** -31.
     """
     # A hash of the key and of the row, which is small beside the result; then one of that and of the column.
     *rows, columns = shape if len(shape) else (1,)
-    stride, row = 1, torch.zeros((), dtype=torch.int32, device=key[0].device)
+    stride, row = 1, torch.zeros((), dtype=torch.int32, device=key_words[0].device)
     for dim, size in reversed(list(enumerate(rows))):
-        row = row + _compute_positions(size, len(rows) - dim, key[0].device) * stride
+        row = row + _compute_positions(size, len(rows) - dim, key_words[0].device) * stride
         stride *= size
-    first, second = _mix_words(key[0] + 1, key[1]), _mix_words(key[1], key[0])
+    first, second = _hash_words(key_words[0] + 1, key_words[1]), _hash_words(key_words[1], key_words[0])
     first, second = first + row * _SPREAD[0], second + row * _SPREAD[1]
-    first, second = _mix_words(first, second), _mix_words(second, first)
-    first = first + _compute_positions(columns, 0, key[0].device) * _SPREAD[0]
-    bits = _mix_words(first, second) & 0x7FFFFFFF
-    bound = round(p * (1 << 31))
+    first, second = _hash_words(first, second), _hash_words(second, first)
+    first = first + _compute_positions(columns, 0, key_words[0].device) * _SPREAD[0]
+    bits = _hash_words(first, second) & 0x7FFFFFFF
+    bound = round(keep_probability * (1 << 31))
     mask = bits < bound if bound < 1 << 31 else torch.ones_like(bits, dtype=torch.bool)
     return mask.view(shape)
 
 
-def _compute_positions(size: int, after: int, device: torch.device) -> Tensor:
-    """The position along a dim of ``size`` that ``after`` dims follow."""
-    return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * after)
+def _compute_positions(size: int, trailing_dims: int, device: torch.device) -> Tensor:
+    """The position along a dim of ``size`` that ``trailing_dims`` dims follow."""
+    return torch.arange(size, dtype=torch.int32, device=device).view(-1, *[1] * trailing_dims)
 
 
-def _mix_words(value: Tensor, other: Tensor) -> Tensor:
+def _hash_words(value: Tensor, other: Tensor) -> Tensor:
     """A hash of two words."""
-    value = _fold_bits(value, 16) * _FIRST
-    value = _fold_bits(value ^ other, 15) * _SECOND
-    return _fold_bits(value, 16)
+    value = _xor_shifted_bits(value, 16) * _FIRST
+    value = _xor_shifted_bits(value ^ other, 15) * _SECOND
+    return _xor_shifted_bits(value, 16)
 
 
-def _fold_bits(value: Tensor, bits: int) -> Tensor:
+def _xor_shifted_bits(value: Tensor, bits: int) -> Tensor:
     return value ^ ((value >> bits) & ((1 << (32 - bits)) - 1))  # int32 shifts in copies of the sign

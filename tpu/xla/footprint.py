@@ -10,12 +10,12 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, StrategySetting, Traffic
-from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
-from portable.planner.pass_cost import Compiler
-from portable.tpu.xla.checks import GATHERED_ONCE
-from portable.tpu.xla.sharding import HYBRID, LANES, ShardingRules, is_head_gradient_transposed
+from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
+from portable.planner.pass_cost import CompilerModel
+from portable.tpu.xla.checks import STRATEGIES_GATHERED_ONCE
+from portable.tpu.xla.sharding import HYBRID_STRATEGIES, LANES, ShardingRules, is_head_gradient_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from torch import nn
 
     from portable.config import RunConfig
-    from portable.planner.parameter_inventory import Inventory
-    from portable.planner.pass_cost import Result
+    from portable.planner.parameter_inventory import ModelInventory
+    from portable.planner.pass_cost import ResultKind
 
 
-def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+def resolve_config(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    check(config.replaced({"backend": "xla"}), late=True)
+    check_config(config.replaced({"backend": "xla"}), is_resolved=True)
     return config
 
 
-def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
+def iter_settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     strategies = ["no_shard", "shard_grad_op", "full_shard"]
     if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
@@ -41,17 +41,17 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[StrategySetting]:
     yield from map(StrategySetting, strategies)
 
 
-def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+def find_gathered_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     return []
 
 
-SCATTERED_WHILE_MULTIPLYING = range(8, 33)
+OVERLAPPED_SCATTER_GROUPS = range(8, 33)
 """Groups for which the compiler splits the product that is a gradient, and sends piece after piece."""
 # Products are written, with what elementwise operations make of them.
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
+_PRODUCT_OPERATIONS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
 # Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.
-_ROWS = {
+_ROW_REDUCTIONS = {
     "_log_softmax",
     "_log_softmax_backward_data",
     "_softmax_backward_data",
@@ -59,8 +59,8 @@ _ROWS = {
     "native_layer_norm_backward",
 }
 # Operations that only move elements or make them of nothing. Dropout makes its numbers of their positions.
-# The gradient of a lookup table is added up in shards, which `footprint` counts.
-_MOVES = {
+# The gradient of a lookup table is added up in shards, which `compute_footprint` counts.
+_DATA_MOVEMENT_OPERATIONS = {
     "_to_copy",
     "arange",
     "bernoulli_",
@@ -88,135 +88,146 @@ _MOVES = {
 }
 
 
-def classify_result(operation: str, *, elementwise: bool) -> Result:
-    """What a TPU's compiler does with a result; see :data:`portable.planner.pass_cost.Result`."""
-    if operation in _PRODUCTS:
+def classify_result(operation: str, *, elementwise: bool) -> ResultKind:
+    """What a TPU's compiler does with a result; see :data:`portable.planner.pass_cost.ResultKind`."""
+    if operation in _PRODUCT_OPERATIONS:
         return "product"
-    if operation in _ROWS:
+    if operation in _ROW_REDUCTIONS:
         return "rows"
-    return "computed" if elementwise or operation in _MOVES else "written"
+    return "computed" if elementwise or operation in _DATA_MOVEMENT_OPERATIONS else "written"
 
 
-def use_every_expert(model: Any) -> None:
+def compute_every_expert_in(model: Any) -> None:
     """Make mixtures of experts compute every expert for every token, as the engine does."""
-    from portable.tpu.xla.fixed_shapes import use_fixed_shapes  # which needs torch
+    from portable.tpu.xla.fixed_shapes import use_fixed_shape_experts  # which needs torch
 
-    use_fixed_shapes(model, lambda tensor: tensor)
+    use_fixed_shape_experts(model, lambda tensor: tensor)
 
 
-class _Sums(NamedTuple):
+class _WeightTotals(NamedTuple):
     """Of all weights: bytes on a device, and elements that are sent.
 
     Attributes:
-        learning: elements that are trained and sharded.
-        gathers, scattered: elements in a pass.
-        copied: bytes of copies in the compute type, and of turned tables.
+        sharded_trained_elements: elements that are trained and sharded.
+        gathered_elements, scattered_elements: elements in a pass.
+        copy_bytes: bytes of copies in the compute type, and of turned tables.
     """
 
-    parameters: int
-    gradients: int
-    moments: int
-    learning: int
-    gathers: int
-    scattered: int
-    copied: int
+    parameter_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    sharded_trained_elements: int
+    gathered_elements: int
+    scattered_elements: int
+    copy_bytes: int
 
 
 def _sum_weights(
-    model: Inventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
-) -> _Sums:
-    compute = COMPUTE_BYTES.get(config.precision, MASTER)
+    model: ModelInventory, config: RunConfig, rules: ShardingRules, group: int, *, keeps_gathered: bool
+) -> _WeightTotals:
+    compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
-        dim = rules.choose_dim(weight.name, shape)
+        dim = rules.choose_shard_dim(weight.name, shape)
         if dim is not None:
-            learning += weight.elements * weight.trained
-            if weight.head or not weight.table:
-                gathers += weight.elements * (1 if keeps_gathered or weight.layer is None else 2)
-                scattered += weight.elements * weight.trained
+            learning += weight.num_elements * weight.is_trained
+            if weight.is_output_head or not weight.is_embedding:
+                gathers += weight.num_elements * (1 if keeps_gathered or weight.layer_index is None else 2)
+                scattered += weight.num_elements * weight.is_trained
             shape[dim] //= group
-        size = weight.elements // group if dim is not None else weight.elements
+        size = weight.num_elements // group if dim is not None else weight.num_elements
         parameters += weight.itemsize * size
         # Casts are copies. What is not cast is copied by the barriers that make it be gathered again.
-        again = weight.trained and not keeps_gathered and (weight.head or not weight.table)
-        if compute != weight.itemsize or again:
+        is_gathered_again = (
+            weight.is_trained and not keeps_gathered and (weight.is_output_head or not weight.is_embedding)
+        )
+        if compute != weight.itemsize or is_gathered_again:
             copied += compute * size
-        if weight.trained:
-            gradients += MASTER * size
+        if weight.is_trained:
+            gradients += FP32_BYTES * size
             first = shape[0] if shape else 1
-            moment_size = compute_moment_bytes(
-                config.train, shape, first, exact=True, matrices=weight.matrices
+            moment_size = compute_optimizer_state_bytes(
+                config.train, shape, first, keeps_fp32_moments=True, uses_muon=weight.uses_muon
             )
             moments += moment_size
-            tied = weight.table and weight.head and dim == 1
+            tied = weight.is_embedding and weight.is_output_head and dim == 1
             if tied and shape[1] % LANES and not is_head_gradient_transposed(shape[1], group):
                 # Its state lies transposed, which takes less. Its gradient does not: the update copies it.
-                copied += (MASTER * size + moment_size) * -(-shape[1] // LANES) * LANES // shape[1]
+                copied += (FP32_BYTES * size + moment_size) * -(-shape[1] // LANES) * LANES // shape[1]
     # One replicated vector of step counts, also of parameters whose rule has none.
-    uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
-    moments += MASTER * len(uncounted)
-    return _Sums(parameters, gradients, moments, learning, gathers, scattered, copied)
+    uncounted = [w for w in model.trained_weights if w.uses_muon or config.train.optimizer == "sgd"]
+    moments += FP32_BYTES * len(uncounted)
+    return _WeightTotals(parameters, gradients, moments, learning, gathers, scattered, copied)
 
 
-def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     group = cluster.devices
-    if config.strategy in HYBRID:
+    if config.strategy in HYBRID_STRATEGIES:
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
     rules = ShardingRules(config, group)
-    compute = COMPUTE_BYTES.get(config.precision, MASTER)
-    once = config.strategy in GATHERED_ONCE
+    compute = COMPUTE_BYTES.get(config.precision, FP32_BYTES)
+    gathers_once = config.strategy in STRATEGIES_GATHERED_ONCE
     # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
     # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
     # head's; of these, rows are sent.
-    keeps_gathered = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
-    sums = _sum_weights(model, config, rules, group, keeps_gathered=keeps_gathered)
-    gradients = sums.gradients
-    layers = model.count_part_elements("layer")
-    outside = model.elements - sum(layers)
-    running = compute * (sum(layers) if keeps_gathered else max(layers, default=0))
-    outside -= sum(w.elements for w in model.weights if w.table and not w.head)
-    gathered = compute * (outside + (sum(layers) if keeps_gathered else 0))
+    keeps_gathered = gathers_once or not (
+        config.memory.activation_checkpointing == "full" or config.xla.scan_layers
+    )
+    totals = _sum_weights(model, config, rules, group, keeps_gathered=keeps_gathered)
+    gradients = totals.gradient_bytes
+    layers = model.count_elements_by_part("layer")
+    outside_elements = model.num_elements - sum(layers)
+    running_bytes = compute * (sum(layers) if keeps_gathered else max(layers, default=0))
+    outside_elements -= sum(w.num_elements for w in model.weights if w.is_embedding and not w.is_output_head)
+    gathered = compute * (outside_elements + (sum(layers) if keeps_gathered else 0))
     # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
     # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbors.
-    head = sum(w.elements for w in model.trained if w.head and rules.choose_dim(w.name, w.shape) is not None)
-    pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
-    gathered -= compute * head * (group - pieces) // group
-    in_layers = running
+    head_elements = sum(
+        w.num_elements
+        for w in model.trained_weights
+        if w.is_output_head and rules.choose_shard_dim(w.name, w.shape) is not None
+    )
+    pieces = 2 if group in OVERLAPPED_SCATTER_GROUPS else 0
+    gathered -= compute * head_elements * (group - pieces) // group
+    in_layers = running_bytes
     # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
-    rows = cluster.devices // config.context_parallel_size
-    whole_step = config.train.global_batch_size == config.train.micro_batch_size * rows
-    if whole_step:
-        in_layers += gradients * compute // MASTER
-    share, copies = (group - 1) / group, cluster.devices // group
+    num_batch_shards = cluster.devices // config.context_parallel_size
+    is_single_graph = config.train.global_batch_size == config.train.micro_batch_size * num_batch_shards
+    if is_single_graph:
+        in_layers += gradients * compute // FP32_BYTES
+    sent_share, num_replicas = (group - 1) / group, cluster.devices // group
     orthogonalization = _compute_orthogonalization_cost(model, compute, group)
-    per_pass = (sums.gathers + sums.scattered) * compute * share
-    apart = sum(w.elements for w in model.trained) - sums.learning
-    summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
-    between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
+    per_pass = (totals.gathered_elements + totals.scattered_elements) * compute * sent_share
+    unsharded_elements = sum(w.num_elements for w in model.trained_weights) - totals.sharded_trained_elements
+    summed = 2 * compute * unsharded_elements * (cluster.devices - 1) / cluster.devices
+    internode_bytes = (
+        2 * gradients * (num_replicas - 1) / num_replicas if config.strategy in HYBRID_STRATEGIES else 0.0
+    )
     if config.strategy == "no_shard" or group == 1:
-        gathered, in_layers = 0, in_layers - running
+        gathered, in_layers = 0, in_layers - running_bytes
     if group == cluster.devices and cluster.nodes > 1:
-        between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+        internode_bytes = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
     return Footprint(
-        parameters=sums.parameters,
-        gradients=0 if whole_step else gradients,
-        optimizer=sums.moments,
+        parameters=totals.parameter_bytes,
+        gradients=0 if is_single_graph else gradients,
+        optimizer=totals.moment_bytes,
         compute="cast",
-        compiler=Compiler(
+        compiler=CompilerModel(
             classify_result,
             bool(config.xla.scan_layers),
             config.xla.attention_rows,
             config.context_parallel_size,
-            use_every_expert,
+            compute_every_expert_in,
         ),
-        gathered=gathered + sums.copied,
-        in_layers=in_layers + sums.copied,
+        gathered=gathered + totals.copy_bytes,
+        in_layers=in_layers + totals.copy_bytes,
         # The state is updated in place.
-        in_update=orthogonalization.memory_bytes + (gradients * compute // MASTER if whole_step else 0),
+        in_update=orthogonalization.memory_bytes
+        + (gradients * compute // FP32_BYTES if is_single_graph else 0),
         links=Traffic(per_pass=per_pass + summed, per_step=orthogonalization.sent_bytes),
-        network=Traffic(per_pass=between),
+        network=Traffic(per_pass=internode_bytes),
     )
 
 
@@ -227,19 +238,26 @@ class _OrthogonalizationCost(NamedTuple):
     sent_bytes: float
 
 
-def _compute_orthogonalization_cost(model: Inventory, compute: int, group: int) -> _OrthogonalizationCost:
+def _compute_orthogonalization_cost(
+    model: ModelInventory, compute: int, group: int
+) -> _OrthogonalizationCost:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 
     Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and
     results of the products.
     """
-    alike: Counter[tuple[int, ...]] = Counter()
-    for weight in model.trained:
-        if weight.matrices:
-            alike[weight.shape[-2:]] += math.prod(weight.shape[:-2])
-    most = max(
-        (-(-count // group) * (5 * math.prod(shape) + 2 * min(shape) ** 2) for shape, count in alike.items()),
+    matrices_by_shape: Counter[tuple[int, ...]] = Counter()
+    for weight in model.trained_weights:
+        if weight.uses_muon:
+            matrices_by_shape[weight.shape[-2:]] += math.prod(weight.shape[:-2])
+    max_elements = max(
+        (
+            -(-count // group) * (5 * math.prod(shape) + 2 * min(shape) ** 2)
+            for shape, count in matrices_by_shape.items()
+        ),
         default=0,
     )
-    moved = sum(count * math.prod(shape) for shape, count in alike.items())
-    return _OrthogonalizationCost(compute * most, 2 * compute * moved * (group - 1) / group**2)
+    total_elements = sum(count * math.prod(shape) for shape, count in matrices_by_shape.items())
+    return _OrthogonalizationCost(
+        compute * max_elements, 2 * compute * total_elements * (group - 1) / group**2
+    )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Caller(nn.Module):
+class FunctionalCaller(nn.Module):
     """A module around another, for ``torch.func.functional_call``: it calls any function, and no hooks.
 
     Args:

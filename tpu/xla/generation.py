@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.tpu.xla.graphs import Graphs
+    from portable.tpu.xla.graphs import GraphRunner
     from portable.tpu.xla.layout import MeshLayout
 
 
-def sample_tokens(
+def sample_continuation(
     prompt: Tensor,
     max_new_tokens: int,
     seed: int,
     compute_logits: Callable[[Tensor], Tensor],
     layout: MeshLayout,
-    graphs: Graphs,
+    graphs: GraphRunner,
 ) -> Tensor:
     """``prompt`` ``[1, length]`` with sampled tokens behind it, int64 on the devices.
 
@@ -35,18 +35,18 @@ def sample_tokens(
     """
     start = prompt.shape[1]
     padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
-    tokens = layout.replicate(padded.repeat(layout.rows, 1))
+    tokens = layout.replicate(padded.repeat(layout.num_batch_shards, 1))
     draws = torch.Generator().manual_seed(seed)
     for position in range(start, start + max_new_tokens):
         noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
-        tokens = _write_sampled_token(
+        tokens = _sample_token_at(
             tokens, layout.replicate(torch.tensor([position])), noise, compute_logits, layout
         )
         graphs.run("sampled token", [tokens])
     return tokens
 
 
-def _write_sampled_token(
+def _sample_token_at(
     tokens: Tensor,
     position: Tensor,
     noise: Tensor,
@@ -54,13 +54,13 @@ def _write_sampled_token(
     layout: MeshLayout,
 ) -> Tensor:
     """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
-    before = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()
-    top = torch.topk(before, min(noise.shape[1], before.shape[1]))
-    chosen = (top.values / 0.8 + layout.replicate(noise)[:, : top.values.shape[1]]).argmax(
+    logits = compute_logits(tokens).index_select(1, position - 1).squeeze(1).float()
+    top = torch.topk(logits, min(noise.shape[1], logits.shape[1]))
+    sampled_rank = (top.values / 0.8 + layout.replicate(noise)[:, : top.values.shape[1]]).argmax(
         dim=1, keepdim=True
     )
-    drawn = top.indices.gather(1, chosen)
-    here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
-    extended = torch.where(here, drawn, tokens)
+    drawn = top.indices.gather(1, sampled_rank)
+    is_position = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
+    extended = torch.where(is_position, drawn, tokens)
     xla.mark_sharding(extended, layout.to_op_sharding(layout.get_replicated_spec(2)))
     return extended

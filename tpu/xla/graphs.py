@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MOST_TEXT = 16 << 20  # characters of a graph to compare
+MAX_COMPARED_CHARS = 16 << 20  # characters of a graph to compare
 
 
-class Graphs:
+class GraphRunner:
     """Runs the traced operations, one graph of each kind, and reports every further graph of a kind.
 
     Args:
@@ -28,16 +28,16 @@ class Graphs:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._texts: dict[str, dict[bytes, str]] = {}
-        self._excess: Counter[str] = Counter()
+        self._texts_by_hash: dict[str, dict[bytes, str]] = {}
+        self._extra_graphs: Counter[str] = Counter()
         self._reported = False
 
     @contextmanager
-    def watch_reads(self) -> Iterator[None]:
+    def warn_about_value_reads(self) -> Iterator[None]:
         """Warn if code in this block reads a tensor's value, which executes the graph too early."""
-        before = read_counters()
+        counters_before = read_xla_counters()
         yield
-        if read_counters() != before and not self._reported:
+        if read_xla_counters() != counters_before and not self._reported:
             self._reported = True
             self._report(
                 "xla: the model reads tensor values in its forward or backward pass, which executes part "
@@ -51,37 +51,39 @@ class Graphs:
             kind: a name for the graph, for messages.
             results: tensors that the graph computes; their hash identifies it.
         """
-        texts = self._texts.setdefault(kind, {})
+        texts = self._texts_by_hash.setdefault(kind, {})
         fingerprint = xla.graph_hash(list(results))
-        before = _count_samples("CompileTime")
+        compilations_before = _count_metric_samples("CompileTime")
         if fingerprint not in texts:
-            text = xla.graph_text(list(results))[:MOST_TEXT]
-            nearest = _find_nearest(text, texts.values()) if texts else None
+            text = xla.graph_text(list(results))[:MAX_COMPARED_CHARS]
+            nearest = _find_most_similar_text(text, texts.values()) if texts else None
             texts[fingerprint] = text
             if nearest is not None:
-                self._report_excess(kind, describe_difference(nearest, text))
+                self._report_extra_graph(kind, describe_graph_difference(nearest, text))
             # Waits this once: where the next graph is begun while the results of the first one are still to
             # come, it is now and then compiled anew.
             torch_xla.sync(wait=True)
             return
         torch_xla.sync()
-        if _count_samples("CompileTime") > before:
-            self._excess[kind] += 1
-            self._report_excess(
+        if _count_metric_samples("CompileTime") > compilations_before:
+            self._extra_graphs[kind] += 1
+            self._report_extra_graph(
                 kind, "the loss is the same, but the update has a new constant: a rate, decay or beta"
             )
 
-    def _report_excess(self, kind: str, cause: str) -> None:
-        number = self.graph_counts[kind]
-        self._report(f"xla: compiling graph {number} of the {kind}, where one should be enough: {cause}")
+    def _report_extra_graph(self, graph_name: str, cause: str) -> None:
+        number = self.graph_counts[graph_name]
+        self._report(
+            f"xla: compiling graph {number} of the {graph_name}, where one should be enough: {cause}"
+        )
 
     @property
     def graph_counts(self) -> dict[str, int]:
         """The number of different graphs of each kind."""
-        return {kind: len(texts) + self._excess[kind] for kind, texts in self._texts.items()}
+        return {kind: len(texts) + self._extra_graphs[kind] for kind, texts in self._texts_by_hash.items()}
 
 
-def _find_nearest(text: str, texts: Iterable[str]) -> str:
+def _find_most_similar_text(text: str, texts: Iterable[str]) -> str:
     lines = Counter(_strip_value_numbers(line) for line in text.splitlines())
 
     def compute_distance(other: str) -> int:
@@ -91,9 +93,9 @@ def _find_nearest(text: str, texts: Iterable[str]) -> str:
     return min(texts, key=compute_distance)
 
 
-def describe_difference(before: str, after: str) -> str:
+def describe_graph_difference(old_text: str, new_text: str) -> str:
     """The first line in which two graphs differ: a shape, a value, or an operation."""
-    old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (before, after))
+    old, new = ([_strip_value_numbers(line) for line in text.splitlines()] for text in (old_text, new_text))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
     if matcher is None:
         pairs = ((a, b) for a, b in zip(old, new, strict=False) if a != b)
@@ -113,14 +115,14 @@ def _strip_value_numbers(line: str) -> str:
     return re.sub(r"%\d+", "%", line).strip()
 
 
-def read_counters() -> dict[str, float]:
+def read_xla_counters() -> dict[str, float]:
     """The numbers of graphs compiled and of transfers from the device, in this process."""
     return {
-        "graphs_compiled": _count_samples("CompileTime"),
-        "transfers_from_device": _count_samples("TransferFromDeviceTime"),
+        "graphs_compiled": _count_metric_samples("CompileTime"),
+        "transfers_from_device": _count_metric_samples("TransferFromDeviceTime"),
     }
 
 
-def _count_samples(metric: str) -> int:
+def _count_metric_samples(metric: str) -> int:
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0

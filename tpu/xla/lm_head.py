@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.tpu.xla.layout import copy_tensor, copy_with_sharding
+from portable.tpu.xla.layout import copy_unsharded, copy_with_sharding
 from portable.tpu.xla.sharding import is_head_gradient_transposed
 from portable.tpu.xla.torch_xla_internals import xla
 
@@ -22,29 +22,32 @@ if TYPE_CHECKING:
     from portable.tpu.xla.layout import MeshLayout, Spec
 
 
-def shard_gradient(head: nn.Module | None, layout: MeshLayout, spec: Spec) -> bool:
+def shard_head_gradient(head: nn.Module | None, layout: MeshLayout, weight_spec: Spec) -> bool:
     """Give ``head`` a forward whose gradient is reduced to shards of its matrix; whether that is possible.
 
     Args:
         head: a model's output embeddings.
         layout: of the mesh.
-        spec: of the head's matrix ``[vocabulary, hidden size]``.
+        weight_spec: of the head's matrix ``[vocabulary, hidden size]``.
     """
-    if type(head) is not nn.Linear or layout.devices == 1:
+    if type(head) is not nn.Linear or layout.num_devices == 1:
         return False
     unsharded = layout.to_op_sharding(layout.get_replicated_spec(2))
-    scattered = set(spec) != {None}
-    turn = scattered and (
-        spec[1] is None or is_head_gradient_transposed(head.weight.shape[1] // layout.group, layout.group)
+    is_scattered = set(weight_spec) != {None}
+    transposes = is_scattered and (
+        weight_spec[1] is None
+        or is_head_gradient_transposed(
+            head.weight.shape[1] // layout.shard_group_size, layout.shard_group_size
+        )
     )
-    cut = layout.to_op_sharding(spec[::-1] if turn else spec)
+    gradient_sharding = layout.to_op_sharding(weight_spec[::-1] if transposes else weight_spec)
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
-        if hidden.dim() != 3 or hidden.shape[0] % layout.rows:
+        if hidden.dim() != 3 or hidden.shape[0] % layout.num_batch_shards:
             return nn.functional.linear(hidden, copy_with_sharding(weight, unsharded), bias)
-        function: Any = _Head
-        logits: Tensor = function.apply(hidden, weight, unsharded, cut, turn)
+        function: Any = _HeadFunction
+        logits: Tensor = function.apply(hidden, weight, unsharded, gradient_sharding, transposes)
         return logits if bias is None else logits + bias
 
     module: Any = head
@@ -52,12 +55,14 @@ def shard_gradient(head: nn.Module | None, layout: MeshLayout, spec: Spec) -> bo
     return True
 
 
-class _Head(torch.autograd.Function):
+class _HeadFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, unsharded: Any, cut: Any, turn: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, unsharded: Any, gradient_sharding: Any, transposes: bool
+    ) -> Tensor:
         gathered = copy_with_sharding(weight, unsharded)
         ctx.save_for_backward(hidden, gathered)
-        ctx.cut, ctx.turn = cut, turn
+        ctx.cut, ctx.turn = gradient_sharding, transposes
         return hidden @ gathered.t()
 
     @staticmethod
@@ -66,14 +71,14 @@ class _Head(torch.autograd.Function):
         hidden, gathered = ctx.saved_tensors
         # One after the other. The second may be a loop, which copies operands that are read after it: the
         # gradients of the logits would exist twice.
-        of_hidden, gradient = gradient @ gathered, copy_tensor(gradient)
-        xla.barrier_([of_hidden, gradient])
+        hidden_gradient, gradient = gradient @ gathered, copy_unsharded(gradient)
+        xla.barrier_([hidden_gradient, gradient])
         # Not of flattened tensors: the compiler copies gradients of logits to flatten them, where the
         # vocabulary is no multiple of 128.
         if ctx.turn:
-            of_weight = copy_with_sharding(torch.einsum("bth,btv->hv", hidden, gradient), ctx.cut)
+            weight_gradient = copy_with_sharding(torch.einsum("bth,btv->hv", hidden, gradient), ctx.cut)
         else:
-            of_weight = copy_with_sharding(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
+            weight_gradient = copy_with_sharding(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
         # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
-        xla.barrier_([of_hidden, of_weight])
-        return of_hidden, of_weight.t() if ctx.turn else of_weight, None, None, None
+        xla.barrier_([hidden_gradient, weight_gradient])
+        return hidden_gradient, weight_gradient.t() if ctx.turn else weight_gradient, None, None, None

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from portable.converters import Tensor as StoredTensor
-from portable.model.parameter_groups import assign_groups
+from portable.model.parameter_groups import assign_parameter_groups
 from portable.optim import adafactor
-from portable.optim.muon import blend_momentum, compute_rate_factor, orthogonalize
-from portable.optim.optimizers import build_muon, build_parameter_groups, compute_group_rate
-from portable.optim.stored_state import check_entry
-from portable.optim.weight_average import AVERAGE
+from portable.optim.muon import compute_learning_rate_factor, compute_nesterov_update, orthogonalize_matrices
+from portable.optim.optimizers import build_muon, build_parameter_groups, compute_group_learning_rate
+from portable.optim.stored_state import check_state_entry
+from portable.optim.weight_average import AVERAGE_KEY
 from portable.tpu.xla.layout import Spec, copy_with_sharding
 
 if TYPE_CHECKING:
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
     from portable.config.sections import TrainConfig
     from portable.converters.checkpoint import OptimizerState
-    from portable.optim.optimizers import Group
+    from portable.optim.optimizers import OptimizerGroup
     from portable.tpu.xla.layout import MeshLayout
-    from portable.tpu.xla.parameters import Parameters
+    from portable.tpu.xla.parameters import DeviceParameters
 
 State = dict[str, torch.Tensor]
-Places = dict[str, tuple[tuple[int, ...], Spec]]
+StateLayouts = dict[str, tuple[tuple[int, ...], Spec]]
 """Shape and spec of each state tensor of a parameter."""
 
 
 @dataclass(frozen=True)
-class Inputs:
+class UpdateInputs:
     """What the update of a parameter is computed from, in fp32.
 
     Attributes:
         parameter: its values.
         gradient: of the same shape.
-        state: by the names of :meth:`UpdateRule.get_state_places`.
+        state: by the names of :meth:`UpdateRule.get_state_layouts`.
         step: its number, from 1, a scalar on the device.
-        rate: the learning rate, a scalar on the device; where ``stacked``, perhaps ``[parameters, 1, ...]``.
-        decay: the weight decay, likewise, or a number.
-        stacked: whether these are many parameters of one shape, along the first dim, each by itself.
+        learning_rate: the learning rate, a scalar on the device; where ``is_stacked``, perhaps ``[parameters,
+        1, ...]``. weight_decay: the weight decay, likewise, or a number.
+        is_stacked: whether these are many parameters of one shape, along the first dim, each by itself.
     """
 
     parameter: Tensor
     gradient: Tensor
     state: State
     step: Tensor
-    rate: Tensor
-    decay: Tensor | float
-    stacked: bool
+    learning_rate: Tensor
+    weight_decay: Tensor | float
+    is_stacked: bool
 
 
 class UpdateResult(NamedTuple):
@@ -72,10 +72,10 @@ class UpdateRule(Protocol):
 
     counts_steps: bool
 
-    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
         """Where the state is kept; it starts as zeros."""
 
-    def update(self, inputs: Inputs) -> UpdateResult:
+    def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
         """The new parameter and state."""
 
 
@@ -87,17 +87,19 @@ class XlaAdamW:
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps
 
-    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update(self, inputs: Inputs) -> UpdateResult:
+    def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
         (beta1, beta2), gradient = self._betas, inputs.gradient
         first = inputs.state["exp_avg"].lerp(gradient, 1 - beta1)
         second = inputs.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
         root = (second / _compute_bias_correction(beta2, inputs.step)).sqrt() + self._eps
-        decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
-        moved = decayed - inputs.rate / _compute_bias_correction(beta1, inputs.step) * (first / root)
-        return UpdateResult(moved, {"exp_avg": first, "exp_avg_sq": second})
+        decayed = inputs.parameter * (1 - inputs.learning_rate * inputs.weight_decay)
+        new_parameter = decayed - inputs.learning_rate / _compute_bias_correction(beta1, inputs.step) * (
+            first / root
+        )
+        return UpdateResult(new_parameter, {"exp_avg": first, "exp_avg_sq": second})
 
 
 def _compute_bias_correction(beta: float, step: Tensor) -> Tensor:
@@ -113,15 +115,15 @@ class XlaSgd:
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
 
-    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
-    def update(self, inputs: Inputs) -> UpdateResult:
-        gradient = inputs.gradient + inputs.parameter * inputs.decay
+    def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
+        gradient = inputs.gradient + inputs.parameter * inputs.weight_decay
         if not self._momentum:
-            return UpdateResult(inputs.parameter - inputs.rate * gradient, {})
+            return UpdateResult(inputs.parameter - inputs.learning_rate * gradient, {})
         buffer = inputs.state["momentum_buffer"] * self._momentum + gradient
-        return UpdateResult(inputs.parameter - inputs.rate * buffer, {"momentum_buffer": buffer})
+        return UpdateResult(inputs.parameter - inputs.learning_rate * buffer, {"momentum_buffer": buffer})
 
 
 class XlaAdafactor:
@@ -135,33 +137,38 @@ class XlaAdafactor:
     def __init__(self, rule: adafactor.AdafactorRule) -> None:
         self._rule = rule
 
-    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
-        shapes = adafactor.get_moment_shapes(parameter.shape, stacked)
+    def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
+        shapes = adafactor.get_moment_shapes(parameter.shape, is_stacked)
         specs = {"variance": spec, "row_var": (*spec[:-1], None), "col_var": (*spec[:-2], None, *spec[-1:])}
         return {name: (shape, specs[name]) for name, shape in shapes.items()}
 
-    def update(self, inputs: Inputs) -> UpdateResult:
+    def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
         rule, parameter, gradient, state = self._rule, inputs.parameter, inputs.gradient, inputs.state
-        fresh, rate = rule.compute_new_share(inputs.step), rule.limit_rate(inputs.rate, inputs.step)
-        if rule.scaled:
-            rate = rule.scale_rate(rate, _compute_rms(parameter, inputs.stacked))
+        fresh, rate = (
+            rule.compute_new_gradient_share(inputs.step),
+            rule.limit_learning_rate(inputs.learning_rate, inputs.step),
+        )
+        if rule.scales_learning_rate:
+            rate = rule.scale_learning_rate(rate, _compute_rms(parameter, inputs.is_stacked))
         squares = rule.square_gradient(gradient)
-        if parameter.dim() - inputs.stacked < 2:
+        if parameter.dim() - inputs.is_stacked < 2:
             new = {"variance": state["variance"].lerp(squares, fresh)}
             variance = new["variance"].clone()
         else:
             rows = state["row_var"].lerp(squares.mean(dim=-1, keepdim=True), fresh)
             columns = state["col_var"].lerp(squares.mean(dim=-2, keepdim=True), fresh)
             new = {"row_var": rows, "col_var": columns}
-            variance = rule.estimate(rows, columns, rows.mean(dim=-2, keepdim=True))
-        change = gradient * rule.compute_inverse_root(variance)
-        clipped = change / adafactor.compute_update_divisor(_compute_rms(change, inputs.stacked))
-        return UpdateResult(parameter * (1 - inputs.rate * inputs.decay) - rate * clipped, new)
+            variance = rule.estimate_second_moments(rows, columns, rows.mean(dim=-2, keepdim=True))
+        change = gradient * rule.replace_by_inverse_root(variance)
+        clipped = change / adafactor.compute_update_divisor(_compute_rms(change, inputs.is_stacked))
+        return UpdateResult(
+            parameter * (1 - inputs.learning_rate * inputs.weight_decay) - rate * clipped, new
+        )
 
 
-def _compute_rms(tensor: Tensor, stacked: bool) -> Tensor:
+def _compute_rms(tensor: Tensor, is_stacked: bool) -> Tensor:
     """Of a parameter, a scalar; of stacked ones, each its own, of shape ``[parameters, 1, ...]``."""
-    if not stacked:
+    if not is_stacked:
         return tensor.square().mean().sqrt()
     return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
 
@@ -179,25 +186,27 @@ class XlaMuon:
     Args:
         settings: the train section.
         layout: where tensors lie.
-        compute: the type of the products.
+        compute_dtype: the type of the products.
     """
 
     counts_steps = False
 
-    def __init__(self, settings: TrainConfig, layout: MeshLayout, compute: torch.dtype) -> None:
+    def __init__(self, settings: TrainConfig, layout: MeshLayout, compute_dtype: torch.dtype) -> None:
         self._momentum, self._rate_rule = settings.muon_momentum, settings.muon_rate
-        self._layout, self._compute = layout, compute
+        self._layout, self._compute_dtype = layout, compute_dtype
 
-    def get_state_places(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+    def get_state_layouts(self, parameter: Tensor, spec: Spec, *, is_stacked: bool) -> StateLayouts:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
-    def update(self, inputs: Inputs) -> UpdateResult:
+    def compute_update(self, inputs: UpdateInputs) -> UpdateResult:
         """Apply the orthogonalized update, which :meth:`orthogonalize_updates` has put into ``gradient``.
 
         The state was updated by the same method.
         """
-        adjusted = inputs.rate * compute_rate_factor(self._rate_rule, inputs.parameter.shape)
-        decayed = inputs.parameter * (1 - inputs.rate * inputs.decay)
+        adjusted = inputs.learning_rate * compute_learning_rate_factor(
+            self._rate_rule, inputs.parameter.shape
+        )
+        decayed = inputs.parameter * (1 - inputs.learning_rate * inputs.weight_decay)
         return UpdateResult(decayed - adjusted * inputs.gradient, inputs.state)
 
     def orthogonalize_updates(
@@ -209,43 +218,49 @@ class XlaMuon:
         a whole.
         """
         new_states: dict[str, State] = {}
-        alike: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
+        matrices_by_shape: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
-            update = blend_momentum(gradient, buffer, self._momentum, self._compute)
+            update = compute_nesterov_update(gradient, buffer, self._momentum, self._compute_dtype)
             shape = tuple(update.shape[-2:])
-            *before, rows, columns = specs[name]
-            cut: Spec | None = None if any(before) else (None, rows, columns)  # experts may be spread already
-            alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
+            *leading_dims, rows, columns = specs[name]
+            matrix_spec: Spec | None = (
+                None if any(leading_dims) else (None, rows, columns)
+            )  # experts may be spread already
+            matrices_by_shape.setdefault((shape, matrix_spec), {})[name] = update.reshape(-1, *shape)
             new_states[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}
-        spread = self._layout.to_op_sharding((self._layout.shard, None, None))
-        for (_, cut), matrices in alike.items():
+        spread_sharding = self._layout.to_op_sharding((self._layout.shard_axes, None, None))
+        for (_, matrix_spec), matrices in matrices_by_shape.items():
             counts = [len(update) for update in matrices.values()]
-            padding = -sum(counts) % self._layout.group
+            padding = -sum(counts) % self._layout.shard_group_size
             parts = [*matrices.values(), *[torch.zeros_like(next(iter(matrices.values()))[:1])] * padding]
-            together = torch.cat(parts)
-            if cut is not None:
-                together = copy_with_sharding(together, self._layout.to_op_sharding(cut))
-            orthogonal = orthogonalize(copy_with_sharding(together, spread), self._compute)
-            if cut is not None:
+            stacked_matrices = torch.cat(parts)
+            if matrix_spec is not None:
+                stacked_matrices = copy_with_sharding(
+                    stacked_matrices, self._layout.to_op_sharding(matrix_spec)
+                )
+            orthogonal = orthogonalize_matrices(
+                copy_with_sharding(stacked_matrices, spread_sharding), self._compute_dtype
+            )
+            if matrix_spec is not None:
                 # Cut as before on both sides: an all-to-all leads there and back. The compiler's own way
                 # takes four times as many bytes.
                 orthogonal = copy_with_sharding(
-                    copy_with_sharding(orthogonal, spread), self._layout.to_op_sharding(cut)
+                    copy_with_sharding(orthogonal, spread_sharding), self._layout.to_op_sharding(matrix_spec)
                 )
             for name, update in zip(matrices, orthogonal.split([*counts, *[1] * padding]), strict=False):
                 updates[name] = update.reshape(gradients[name].shape).float()
         return MuonUpdates(updates, new_states)
 
 
-def build_rule(settings: TrainConfig) -> UpdateRule:
+def build_update_rule(settings: TrainConfig) -> UpdateRule:
     """The rule that ``train.optimizer`` names; of muon, that of what is no matrix."""
     beta1, beta2 = settings.betas
     if settings.optimizer in ("adamw", "muon"):
         return XlaAdamW((beta1, beta2), settings.eps)
     if settings.optimizer == "adafactor":
-        return XlaAdafactor(adafactor.RULES[settings.adafactor_rule])
+        return XlaAdafactor(adafactor.ADAFACTOR_RULES[settings.adafactor_rule])
     return XlaSgd(beta1)
 
 
@@ -269,7 +284,7 @@ class XlaOptimizer:
         settings: TrainConfig,
         model: nn.Module,
         layout: MeshLayout,
-        device_parameters: Parameters,
+        device_parameters: DeviceParameters,
         compute: torch.dtype,
     ) -> None:
         trained = {name: p for name, p in device_parameters.by_name.items() if p.requires_grad}
@@ -277,34 +292,34 @@ class XlaOptimizer:
         self._parameters = trained
         self._layout = layout
         self._device_parameters = device_parameters
-        apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        named_groups = assign_groups(model, settings)
-        self._groups = _build_torch_groups(settings, apart, named_groups)
-        rule, self._muon = build_rule(settings), XlaMuon(settings, layout, compute)
-        self._rules: dict[str, UpdateRule] = {
-            name: self._muon if named_groups[name].matrices else rule for name in trained
+        trained_in_model = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named_groups = assign_parameter_groups(model, settings)
+        self._groups = _build_torch_groups(settings, trained_in_model, named_groups)
+        rule, self._muon = build_update_rule(settings), XlaMuon(settings, layout, compute)
+        self._update_rules: dict[str, UpdateRule] = {
+            name: self._muon if named_groups[name].uses_muon else rule for name in trained
         }
-        self._settings, self._decay = settings, settings.ema
-        self._factors = {name: self._compute_group_factors(name, named_groups) for name in trained}
-        self._steps = layout.replicate(torch.zeros(len(trained)))
+        self._settings, self._ema_decay = settings, settings.ema
+        self._group_factors = {name: self._compute_group_factors(name, named_groups) for name in trained}
+        self._step_counts = layout.replicate(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
-        self._places: dict[str, Places] = {}
+        self._state_layouts: dict[str, StateLayouts] = {}
         for name, parameter in trained.items():
-            spec = device_parameters.get_spec(name, parameter.shape)
-            places = self._rules[name].get_state_places(
-                parameter, spec, stacked=name in device_parameters.stacks
+            spec = device_parameters.get_tensor_spec(name, parameter.shape)
+            state_layouts = self._update_rules[name].get_state_layouts(
+                parameter, spec, is_stacked=name in device_parameters.stacks
             )
             if settings.ema is not None:
-                places[AVERAGE] = (tuple(parameter.shape), spec)
-            self._places[name] = places
+                state_layouts[AVERAGE_KEY] = (tuple(parameter.shape), spec)
+            self._state_layouts[name] = state_layouts
             self._state[name] = {
-                key: layout.create_zeros(shape, torch.float32, place)
-                for key, (shape, place) in places.items()
+                key: layout.create_zeros(shape, torch.float32, state_spec)
+                for key, (shape, state_spec) in state_layouts.items()
             }
 
-    def _compute_group_factors(self, name: str, groups: Mapping[str, Group]) -> _GroupFactors:
+    def _compute_group_factors(self, name: str, groups: Mapping[str, OptimizerGroup]) -> _GroupFactors:
         """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
-        member_groups = [groups[member] for member in self._device_parameters.get_names(name)]
+        member_groups = [groups[member] for member in self._device_parameters.get_parameter_names(name)]
         highest = self._settings.learning_rate
         pairs = [(group.learning_rate / highest, group.weight_decay) for group in member_groups]
         if len(set(pairs)) == 1:
@@ -315,20 +330,22 @@ class XlaOptimizer:
         )
         return _GroupFactors(share, decay)
 
-    def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
-        """Update every parameter that has a gradient, if ``allowed``, a bool scalar on the device, is true.
+    def step(self, gradients: Mapping[str, Tensor], learning_rate: Tensor, is_allowed: Tensor) -> None:
+        """Update every parameter that has a gradient, if ``is_allowed``, a bool scalar on the device, is true.
 
         Args:
             gradients: by parameter name. rate: the learning rate, an fp32 scalar on the device.
         """
         with torch.no_grad():
-            counted = self._steps + 1
+            new_step_counts = self._step_counts + 1
             if len(gradients) < len(self._names):
                 reached = torch.tensor([float(name in gradients) for name in self._names])
-                counted = self._steps + self._layout.replicate(reached)
-            muon_gradients = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
+                new_step_counts = self._step_counts + self._layout.replicate(reached)
+            muon_gradients = {
+                n: g.float() for n, g in gradients.items() if self._update_rules[n] is self._muon
+            }
             specs = {
-                name: self._device_parameters.get_spec(name, gradient.shape)
+                name: self._device_parameters.get_tensor_spec(name, gradient.shape)
                 for name, gradient in muon_gradients.items()
             }
             updates, states = self._muon.orthogonalize_updates(muon_gradients, self._state, specs)
@@ -336,63 +353,66 @@ class XlaOptimizer:
                 if name not in gradients:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
-                share, decay = self._factors[name]
-                inputs = Inputs(
+                share, decay = self._group_factors[name]
+                inputs = UpdateInputs(
                     parameter,
                     updates.get(name, gradients[name]).float(),
                     states.get(name, state),
-                    counted[index],
-                    rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
+                    new_step_counts[index],
+                    learning_rate * share if isinstance(share, torch.Tensor) or share != 1 else learning_rate,
                     decay,
-                    stacked=name in self._device_parameters.stacks,
+                    is_stacked=name in self._device_parameters.stacks,
                 )
-                moved, new = self._rules[name].update(inputs)
-                if self._decay is not None:
-                    new = {**new, AVERAGE: state[AVERAGE].lerp(moved, 1 - self._decay)}
-                parameter.copy_(torch.where(allowed, moved, parameter))
+                new_parameter, new = self._update_rules[name].compute_update(inputs)
+                if self._ema_decay is not None:
+                    new = {**new, AVERAGE_KEY: state[AVERAGE_KEY].lerp(new_parameter, 1 - self._ema_decay)}
+                parameter.copy_(torch.where(is_allowed, new_parameter, parameter))
                 for key, value in new.items():
-                    state[key].copy_(torch.where(allowed, value, state[key]))
-            self._steps.copy_(torch.where(allowed, counted, self._steps))
+                    state[key].copy_(torch.where(is_allowed, value, state[key]))
+            self._step_counts.copy_(torch.where(is_allowed, new_step_counts, self._step_counts))
 
-    def tensors(self) -> dict[str, State]:
+    def get_state_tensors(self) -> dict[str, State]:
         """The state of every parameter, by name, without the step counts."""
         return self._state
 
-    def begin(self) -> None:
+    def initialize_state(self) -> None:
         """Begin averages at the weights."""
         for name, state in self._state.items():
-            if AVERAGE in state:
-                state[AVERAGE].copy_(self._parameters[name].detach())
+            if AVERAGE_KEY in state:
+                state[AVERAGE_KEY].copy_(self._parameters[name].detach())
 
-    def scalars(self) -> dict[str, dict[str, Tensor]]:
+    def read_state_scalars(self) -> dict[str, dict[str, Tensor]]:
         """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
-        if not any(rule.counts_steps for rule in self._rules.values()):
+        if not any(rule.counts_steps for rule in self._update_rules.values()):
             return {}
-        counts = self._layout.copy_replicated(self._steps)
+        counts = self._layout.copy_replicated_to_cpu(self._step_counts)
         return {
             parameter_name: {"step": counts[index].clone()}
             for index, name in enumerate(self._names)
-            if self._rules[name].counts_steps
-            for parameter_name in self._device_parameters.get_names(name)
+            if self._update_rules[name].counts_steps
+            for parameter_name in self._device_parameters.get_parameter_names(name)
         }
 
-    def groups(self, rate: float) -> list[dict[str, Any]]:
+    def build_param_groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
-        return [{**group, "lr": compute_group_rate(group, rate, self._settings)} for group in self._groups]
+        return [
+            {**group, "lr": compute_group_learning_rate(group, learning_rate, self._settings)}
+            for group in self._groups
+        ]
 
-    def load(
+    def load_state(
         self,
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
-        groups: OptimizerState | None,
+        stored_groups: OptimizerState | None,
     ) -> None:
         """Restore the state of a checkpoint; parameters that it lacks keep zeros.
 
-        ``groups`` is for optimizers whose groups have state: those of the user's.
+        ``stored_groups`` is for optimizers whose groups have state: those of the user's.
         """
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
             sources: dict[str, dict[str, StoredTensor]] = {}
-            for parameter_name in self._device_parameters.get_names(name):
+            for parameter_name in self._device_parameters.get_parameter_names(name):
                 values = dict(stored.get(parameter_name, {}))
                 step = values.pop("step", 0.0)
                 steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
@@ -400,20 +420,22 @@ class XlaOptimizer:
                     continue
                 for key, tensor in self._state[name].items():
                     value = values.get(key)
-                    if value is None and key == AVERAGE:
+                    if value is None and key == AVERAGE_KEY:
                         continue  # it begins here
                     shape = tuple(tensor.shape)[name in self._device_parameters.stacks :]
                     source = value if isinstance(value, StoredTensor) else None
-                    check_entry(source, shape, f"{key} of {parameter_name}")
+                    check_state_entry(source, shape, f"{key} of {parameter_name}")
                     assert source is not None
                     sources.setdefault(key, {})[parameter_name] = source
             for key, parts in sources.items():
-                self._device_parameters.fill(name, self._state[name][key], self._places[name][key][1], parts)
-        self._steps = self._layout.replicate(steps)
+                self._device_parameters.fill_tensor(
+                    name, self._state[name][key], self._state_layouts[name][key][1], parts
+                )
+        self._step_counts = self._layout.replicate(steps)
 
 
 def _build_torch_groups(
-    settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, Group]
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], named_groups: Mapping[str, OptimizerGroup]
 ) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = build_parameter_groups(trained, named_groups, settings.learning_rate)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.config.rules import SettingProblem
-    from portable.planner.compiled_graph import Compiled
+    from portable.planner.compiled_graph import CompiledRun
     from portable.planner.device import Device
     from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget
 
-_ROWS = 512
+_ATTENTION_ROWS = 512
 """Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
 
 
@@ -34,9 +34,9 @@ class XlaPackage:
     runs_cuda = runs_zero = False
 
     def is_here(self) -> bool:
-        from portable.tpu.device_specs import uses_tpu
+        from portable.tpu.device_specs import is_tpu_selected
 
-        return uses_tpu()
+        return is_tpu_selected()
 
     def count_local_ranks(self) -> int:
         return 1
@@ -53,7 +53,7 @@ class XlaPackage:
     def get_world(self, ranks: int) -> World:
         from portable.tpu.xla import runtime
 
-        runtime.start()  # only the runtime knows the hosts of a slice
+        runtime.start_xla_runtime()  # only the runtime knows the hosts of a slice
         return World(runtime.count_hosts(), runtime.count_local_devices())
 
     def choose_default_precision(self, *, in_rank: bool) -> str | None:
@@ -89,8 +89,8 @@ class XlaPackage:
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
         by_rows = config.xla.attention_rows is not None or config.model.attention == "eager"
-        if config.data.longest > 2 * _ROWS and not by_rows:
-            yield f"xla.attention_rows {_ROWS}"
+        if config.data.max_sequence_length > 2 * _ATTENTION_ROWS and not by_rows:
+            yield f"xla.attention_rows {_ATTENTION_ROWS}"
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
         return "to use less, set data.num_workers or train.micro_batch_size lower"
@@ -105,10 +105,10 @@ class XlaPackage:
 
         return tuple(list_accelerators())
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        from portable.tpu.compile.compiler import compile_run
+    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+        from portable.tpu.compile.compiler import compile_xla_graphs
 
-        return compile_run(config, target)
+        return compile_xla_graphs(config, target)
 
     def create(self) -> Backend:
         from portable.tpu.xla.backend import XlaBackend

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.tpu.xla.functional_call import Caller
-from portable.tpu.xla.layout import constrain
+from portable.tpu.xla.functional_call import FunctionalCaller
+from portable.tpu.xla.layout import constrain_with_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,37 +24,39 @@ if TYPE_CHECKING:
     from portable.tpu.xla.layout import MeshLayout, Spec
 
 
-def gather_matrices(
-    layer: nn.Module, prefix: str, spec_of: Callable[[str, Tensor], Spec], layout: MeshLayout
+def gather_layer_parameters(
+    layer: nn.Module, layer_name: str, get_spec: Callable[[str, Tensor], Spec], layout: MeshLayout
 ) -> None:
     """Make ``layer`` compute with gathered copies of its sharded parameters, made once a pass.
 
     Args:
         layer: its ``forward`` is replaced.
-        prefix: its name in the model.
-        spec_of: how a parameter of the model is sharded.
+        layer_name: its name in the model.
+        get_spec: how a parameter of the model is sharded.
     """
-    places: dict[str, tuple[Any, Any]] = {}
+    op_shardings: dict[str, tuple[Any, Any]] = {}
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):
-            spec = spec_of(f"{prefix}.{name}", parameter)
+            spec = get_spec(f"{layer_name}.{name}", parameter)
             # Lookup tables are read where they lie.
             if any(spec) and not isinstance(module, nn.Embedding):
                 unsharded = layout.to_op_sharding(layout.get_replicated_spec(parameter.dim()))
-                places[name] = unsharded, layout.to_op_sharding(spec)
-    if not places:
+                op_shardings[name] = unsharded, layout.to_op_sharding(spec)
+    if not op_shardings:
         return
     forward = layer.forward
-    caller = Caller(layer)
+    caller = FunctionalCaller(layer)
 
     @functools.wraps(forward)
     def gather_and_forward(*args: Any, **kwargs: Any) -> Any:
         # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
         parameters = dict(layer.named_parameters())
-        here = {name: to for name, to in places.items() if name in parameters}
+        present_shardings = {name: to for name, to in op_shardings.items() if name in parameters}
         copies = {
-            f"module.{name}": constrain(parameters[name], *to, alone=layout.reduces_unsharded)
-            for name, to in here.items()
+            f"module.{name}": constrain_with_gradient(
+                parameters[name], *to, isolate_gradient=layout.reduces_gradients_unsharded
+            )
+            for name, to in present_shardings.items()
         }
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from portable.errors import require
-from portable.model.parameters import get_state_tensors, get_stored_tensors, replace_tensors
+from portable.model.parameters import get_checkpointed_tensors, get_state_tensors, replace_tensors
 from portable.tpu.xla.layout import LocalShard
 from portable.tpu.xla.torch_xla_internals import xla
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.tpu.xla.layout import MeshLayout, Spec
 
 
-class Parameters:
+class DeviceParameters:
     """What is trained, under the name of its first parameter, and its place on the mesh.
 
     The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither
@@ -39,25 +39,25 @@ class Parameters:
 
     def __init__(self, model: nn.Module, layout: MeshLayout, stacks: Mapping[str, Sequence[str]]) -> None:
         self._model, self._layout, self.stacks = model, layout, dict(stacks)
-        self._stacked = {name for names in stacks.values() for name in names}
+        self._stacked_names = {name for names in stacks.values() for name in names}
         metas = dict(model.named_parameters())
         for first, names in stacks.items():
-            places = {layout.get_parameter_spec(name, metas[name].shape) for name in names}
+            specs = {layout.get_parameter_spec(name, metas[name].shape) for name in names}
             require(
-                len(places) == 1,
+                len(specs) == 1,
                 f"xla.scan_layers: xla.sharding shards {first} of one layer differently from that of the "
                 "next; use a pattern that matches it in every layer, or set xla.scan_layers: false",
             )
 
         def place_parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
-            if name in self._stacked:
+            if name in self._stacked_names:
                 return meta
             placed = layout.create_zeros(meta.shape, meta.dtype, layout.get_parameter_spec(name, meta.shape))
             return nn.Parameter(placed, requires_grad=meta.requires_grad)
 
         replace_tensors(model, place_parameter, lambda _, value: layout.replicate(value))
-        layout.check_rules()
-        self.by_name = {n: p for n, p in model.named_parameters() if n not in self._stacked}
+        layout.check_sharding_rules()
+        self.by_name = {n: p for n, p in model.named_parameters() if n not in self._stacked_names}
         for first, names in stacks.items():
             meta = metas[first]
             shape = (len(names), *meta.shape)
@@ -66,49 +66,51 @@ class Parameters:
             )
             self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
 
-    def get_names(self, name: str) -> list[str]:
-        """The names of the parameters that the tensor called ``name`` holds."""
-        return list(self.stacks.get(name, [name]))
+    def get_parameter_names(self, tensor_name: str) -> list[str]:
+        """The names of the parameters that the tensor called ``tensor_name`` holds."""
+        return list(self.stacks.get(tensor_name, [tensor_name]))
 
-    def get_spec(self, name: str, shape: Sequence[int]) -> Spec:
+    def get_tensor_spec(self, name: str, shape: Sequence[int]) -> Spec:
         """The place of the tensor called ``name``, or of its gradient, of ``shape``."""
         if name in self.stacks:
             return (None, *self._layout.get_parameter_spec(name, shape[1:]))
         return self._layout.get_parameter_spec(name, shape)
 
-    def get_state(self) -> dict[str, Tensor]:
+    def get_state_tensors(self) -> dict[str, Tensor]:
         """Parameters, stacked or not, and persistent buffers."""
-        apart = {n: t for n, t in get_state_tensors(self._model).items() if n not in self._stacked}
-        return {**apart, **{name: self.by_name[name] for name in self.stacks}}
+        unstacked = {n: t for n, t in get_state_tensors(self._model).items() if n not in self._stacked_names}
+        return {**unstacked, **{name: self.by_name[name] for name in self.stacks}}
 
     def get_stored_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model, likewise."""
-        stored = get_stored_tensors(self._model).keys()
-        return {name: tensor for name, tensor in self.get_state().items() if name in stored}
+        stored = get_checkpointed_tensors(self._model).keys()
+        return {name: tensor for name, tensor in self.get_state_tensors().items() if name in stored}
 
     @torch.no_grad()
-    def fill(self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]) -> None:
+    def fill_tensor(
+        self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]
+    ) -> None:
         """Fill a tensor of the size of ``name`` from ``sources``, by parameter name; what they lack stays."""
         if name not in self.stacks:
             if name in sources:
-                self._layout.fill(tensor, spec, sources[name])
+                self._layout.fill_local_shards(tensor, spec, sources[name])
             return
         for index, parameter_name in enumerate(self.stacks[name]):
             if parameter_name not in sources:
                 continue
             # One layer at a time, so that the host never holds more than its shards of one.
             layer = self._layout.create_zeros(tensor.shape[1:], tensor.dtype, spec[1:])
-            self._layout.fill(layer, spec[1:], sources[parameter_name])
-            here = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
-            tensor.copy_(torch.where(self._layout.replicate(here), layer, tensor))
+            self._layout.fill_local_shards(layer, spec[1:], sources[parameter_name])
+            is_layer = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
+            tensor.copy_(torch.where(self._layout.replicate(is_layer), layer, tensor))
             xla.mark_sharding(tensor, self._layout.to_op_sharding(spec))
-            self._layout.execute()
+            self._layout.execute_pending()
 
-    def split_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
+    def split_stack_shards(self, name: str, shards: Sequence[LocalShard]) -> dict[str, list[LocalShard]]:
         """The shards of the tensor called ``name``, as those of each parameter in it."""
         if name not in self.stacks:
             return {name: list(shards)}
         return {
-            parameter_name: [LocalShard(shard.offset[1:], shard.data[index]) for shard in shards]
+            parameter_name: [LocalShard(shard.offsets[1:], shard.values[index]) for shard in shards]
             for index, parameter_name in enumerate(self.stacks[name])
         }

@@ -11,33 +11,37 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, to_one_line
 from portable.tpu import device_specs as devices
-from portable.tpu.libtpu_flags import OURS, VARIABLE, add_missing_flags
+from portable.tpu.libtpu_flags import ADDED_LIBTPU_FLAGS, LIBTPU_FLAGS_VARIABLE, add_missing_libtpu_flags
 from portable.tpu.xla.torch_xla_internals import xla
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-INSTALL = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-trainer[tpu]')"
+INSTALL_COMMAND = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-trainer[tpu]')"
 
 
-def _import() -> Any:
+def _import_torch_xla() -> Any:
     """Import torch_xla.
 
     Raises:
         UserError: if it is missing or built for another torch.
     """
     try:
-        ours, wanted = metadata.version("torch"), metadata.version("torch_xla")
+        torch_version, torch_xla_version = metadata.version("torch"), metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
-        raise UserError(f"backend: xla needs the package torch_xla; install it with: {INSTALL}") from None
-    if _release(ours) != _release(wanted):
         raise UserError(
-            f"backend: xla needs torch and torch_xla of one release, not torch {ours} and torch_xla "
-            f"{wanted}; install a pair with: {INSTALL}"
+            f"backend: xla needs the package torch_xla; install it with: {INSTALL_COMMAND}"
+        ) from None
+    if _get_minor_release(torch_version) != _get_minor_release(torch_xla_version):
+        raise UserError(
+            f"backend: xla needs torch and torch_xla of one release, not torch {torch_version} and torch_xla "
+            f"{torch_xla_version}; install a pair with: {INSTALL_COMMAND}"
         )
-    os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
+    os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.is_tpu_selected() else "CPU")
     if os.environ["PJRT_DEVICE"] == "TPU":
-        os.environ[VARIABLE] = add_missing_flags(os.environ.get(VARIABLE, ""), OURS)
+        os.environ[LIBTPU_FLAGS_VARIABLE] = add_missing_libtpu_flags(
+            os.environ.get(LIBTPU_FLAGS_VARIABLE, ""), ADDED_LIBTPU_FLAGS
+        )
     try:
         import torch_xla
         import torch_xla.core.xla_builder
@@ -46,22 +50,22 @@ def _import() -> Any:
         import torch_xla.runtime
     except ImportError as error:
         reason = f"torch_xla cannot be imported ({to_one_line(error)})"
-        raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL}") from error
+        raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL_COMMAND}") from error
     return torch_xla
 
 
-def _release(version: str) -> list[str]:
+def _get_minor_release(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-torch_xla: Any = _import()
+torch_xla: Any = _import_torch_xla()
 xr: Any = torch_xla.runtime
 xb: Any = torch_xla.core.xla_builder
 xs: Any = torch_xla.distributed.spmd.xla_sharding
 xla_metrics: Any = torch_xla.debug.metrics
 
 
-def start() -> None:
+def start_xla_runtime() -> None:
     """Start the runtime in SPMD mode.
 
     Raises:
@@ -89,7 +93,7 @@ def count_local_devices() -> int:
     return int(xr.addressable_runtime_device_count())
 
 
-def cache_graphs(folder: Path) -> None:
+def enable_graph_cache(folder: Path) -> None:
     """Cache compiled graphs in ``folder``; call it before the first compilation."""
     if not xla.caches_graphs():
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,80 +19,82 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.tpu.xla.custom_optimizer import XlaUserOptimizer
+    from portable.tpu.xla.custom_optimizer import XlaCustomOptimizer
     from portable.tpu.xla.layout import LocalShard, MeshLayout
     from portable.tpu.xla.optim import XlaOptimizer
-    from portable.tpu.xla.parameters import Parameters
+    from portable.tpu.xla.parameters import DeviceParameters
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedTensor:
     """A logical tensor with CPU copies of the shards that this host saves, possibly none."""
 
     shape: torch.Size
     dtype: torch.dtype
-    shards: list[LocalShard]
+    local_shards: list[LocalShard]
 
 
-def stage_state(
+def stage_checkpoint_state(
     layout: MeshLayout,
-    device_parameters: Parameters,
-    optimizer: XlaOptimizer | XlaUserOptimizer,
-    rate: float,
+    device_parameters: DeviceParameters,
+    optimizer: XlaOptimizer | XlaCustomOptimizer,
+    learning_rate: float,
 ) -> dict[str, Any]:
     """What this host saves of weights and optimizer, under the names of a live model.
 
     Args:
         optimizer: with the methods of :class:`portable.tpu.xla.optim.XlaOptimizer`.
-        rate: the learning rate of the last step.
+        learning_rate: the learning rate of the last step.
     """
-    scalars = optimizer.scalars()
+    scalars = optimizer.read_state_scalars()
     moments: dict[str, dict[str, Any]] = {}
-    for name, tensors in optimizer.tensors().items():
-        for parameter_name in device_parameters.get_names(name):
+    for name, tensors in optimizer.get_state_tensors().items():
+        for parameter_name in device_parameters.get_parameter_names(name):
             moments[parameter_name] = dict(scalars.get(parameter_name, {}))
-        for key, staged in stage_shards(layout, tensors).items():
-            for parameter_name, part in _split_stack(device_parameters, name, staged).items():
+        for key, staged in stage_tensors(layout, tensors).items():
+            for parameter_name, part in _split_staged_stack(device_parameters, name, staged).items():
                 moments[parameter_name][key] = part
-    model = stage_shards(layout, device_parameters.get_stored_tensors())
+    model = stage_tensors(layout, device_parameters.get_stored_tensors())
     return {
         "model": {
             parameter_name: part
             for name, s in model.items()
-            for parameter_name, part in _split_stack(device_parameters, name, s).items()
+            for parameter_name, part in _split_staged_stack(device_parameters, name, s).items()
         },
-        "optim": {"state": moments, "param_groups": optimizer.groups(rate)},
+        "optim": {"state": moments, "param_groups": optimizer.build_param_groups(learning_rate)},
     }
 
 
-def stage_shards(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
+def stage_tensors(layout: MeshLayout, tensors: Mapping[str, Tensor]) -> dict[str, StagedTensor]:
     """Copies of what this host saves of each tensor."""
     if not tensors:
         return {}
     shards = layout.copy_local_shards(list(tensors.values()))
     return {
-        name: Staged(tensor.shape, tensor.dtype, parts)
+        name: StagedTensor(tensor.shape, tensor.dtype, parts)
         for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
     }
 
 
-def _split_stack(device_parameters: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
+def _split_staged_stack(
+    device_parameters: DeviceParameters, name: str, staged: StagedTensor
+) -> dict[str, StagedTensor]:
     """A stack as the parameters that it holds; another tensor as it is."""
     shape = staged.shape[1:] if name in device_parameters.stacks else staged.shape
     return {
-        parameter_name: Staged(shape, staged.dtype, shards)
-        for parameter_name, shards in device_parameters.split_shards(name, staged.shards).items()
+        parameter_name: StagedTensor(shape, staged.dtype, shards)
+        for parameter_name, shards in device_parameters.split_stack_shards(name, staged.local_shards).items()
     }
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans :class:`Staged` tensors in addition to DCP's own types.
+    """Plans :class:`StagedTensor` tensors in addition to DCP's own types.
 
     Replicas were filtered out, so each chunk is written once and DCP has nothing to deduplicate.
     """
 
     def create_local_plan(self) -> SavePlan:
-        staged = {name: value for name, value in self.state_dict.items() if isinstance(value, Staged)}
+        staged = {name: value for name, value in self.state_dict.items() if isinstance(value, StagedTensor)}
         everything = self.state_dict
         self.state_dict = {name: value for name, value in everything.items() if name not in staged}
         plan: SavePlan = super().create_local_plan()
@@ -103,22 +105,22 @@ class StagedPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        if not isinstance(value, Staged):
+        if not isinstance(value, StagedTensor):
             return super().lookup_object(index)
-        return next(shard.data for shard in value.shards if torch.Size(shard.offset) == index.offset)
+        return next(shard.values for shard in value.local_shards if torch.Size(shard.offsets) == index.offset)
 
 
-def _build_write_items(name: str, value: Staged) -> list[WriteItem]:
-    properties = TensorProperties(dtype=value.dtype)
+def _build_write_items(name: str, staged: StagedTensor) -> list[WriteItem]:
+    properties = TensorProperties(dtype=staged.dtype)
     return [
         WriteItem(
-            index=MetadataIndex(name, torch.Size(shard.offset)),
+            index=MetadataIndex(name, torch.Size(shard.offsets)),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(shard.offset), shard.data.shape),
+                chunk=ChunkStorageMetadata(torch.Size(shard.offsets), shard.values.shape),
                 properties=properties,
-                size=value.shape,
+                size=staged.shape,
             ),
         )
-        for shard in value.shards
+        for shard in staged.local_shards
     ]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from portable.private.torch_internals import get_root_and_replay, get_version
-from portable.tpu.xla.layout import constrain, copy_tensor
+from portable.private.torch_internals import find_view_origin, get_tensor_version
+from portable.tpu.xla.layout import constrain_with_gradient, copy_unsharded
 from portable.tpu.xla.runtime import xb
 from portable.tpu.xla.torch_xla_internals import lowering_context, xla
 
@@ -29,9 +29,9 @@ Shardings = tuple[Any, Any] | None
 """How a slice and its gradient are sharded, in the bindings' form."""
 
 _DEVICE = "xla:0"
-_ANY_SEED = 12345
+_TRACING_SEED = 12345
 """While a body is recorded; each iteration gets its own. 0 and 1 would be constants of the graph."""
-_seeds: list[list[torch.Tensor]] = []
+_recorded_seeds: list[list[torch.Tensor]] = []
 """Of each body that is being recorded, the innermost last: the seeds that its random numbers come from."""
 
 
@@ -65,7 +65,7 @@ class Scan:
     def __init__(self, body: Any, *, recompute: bool) -> None:
         self._body = body
         self._recompute = recompute
-        self._traced: dict[Hashable, _TracedLoops] = {}
+        self._loops_by_signature: dict[Hashable, _TracedLoops] = {}
 
     def __call__(
         self,
@@ -90,32 +90,37 @@ class Scan:
         """
         inputs = (*carry, *stacked, *shared)
         counts = _InputCounts(len(carry), len(stacked), len(shared))
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        signature = (key, counts, learns, *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
+        needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        signature = (
+            key,
+            counts,
+            needs_gradient,
+            *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs),
+        )
         # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
         seed = xla.rng_seed(_DEVICE)
-        if signature not in self._traced:
-            trace = _BodyTrace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
-            self._traced[signature] = trace.build_loops(learns, self._recompute)
-        _start_from(seed)
-        traced = self._traced[signature]
+        if signature not in self._loops_by_signature:
+            trace = _BodyTracer(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
+            self._loops_by_signature[signature] = trace.build_loops(needs_gradient, self._recompute)
+        _set_seed_and_record(seed)
+        traced = self._loops_by_signature[signature]
         shape = (len(stacked[0]),)
         seeds = tuple(
-            torch.randint(0, 2**62, shape, dtype=torch.int64, device=_DEVICE) for _ in range(traced.seeds)
+            torch.randint(0, 2**62, shape, dtype=torch.int64, device=_DEVICE) for _ in range(traced.num_seeds)
         )
-        if not learns:
+        if not needs_gradient:
             carried, results = traced.forward(carry, stacked, shared, seeds)
             return ScanResult(tuple(carried), tuple(results))
-        outputs: Any = _Loops.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call, unused-ignore]
+        outputs: Any = _ScanFunction.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call, unused-ignore]
         return ScanResult(outputs[: len(carry)], outputs[len(carry) :])
 
 
-class _Loops(torch.autograd.Function):
+class _ScanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, traced: _TracedLoops, counts: _InputCounts, *inputs: Tensor) -> Tensors:
-        carry, stacked, shared, seeds = _split(inputs, *counts)
+        carry, stacked, shared, seeds = _split_by_lengths(inputs, *counts)
         carried, results = traced.forward(carry, stacked, shared, seeds)
-        outputs, saved = _split(results, len(results) - traced.saved)
+        outputs, saved = _split_by_lengths(results, len(results) - traced.num_saved)
         ctx.traced, ctx.counts = traced, counts
         ctx.save_for_backward(*stacked, *shared, *seeds, *saved)
         ctx.set_materialize_grads(False)
@@ -125,24 +130,24 @@ class _Loops(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         traced: _TracedLoops = ctx.traced
         carries, stacks, shares = ctx.counts
-        stacked, shared, seeds, saved = _split(
-            ctx.saved_tensors, stacks, shares, len(ctx.saved_tensors) - stacks - shares - traced.saved
+        stacked, shared, seeds, saved = _split_by_lengths(
+            ctx.saved_tensors, stacks, shares, len(ctx.saved_tensors) - stacks - shares - traced.num_saved
         )
         output_gradients = [
             torch.zeros(shape, dtype=dtype, device=_DEVICE) if gradient is None else gradient
-            for gradient, (shape, dtype) in zip(gradients, traced.outputs, strict=True)
+            for gradient, (shape, dtype) in zip(gradients, traced.output_types, strict=True)
         ]
         carry_gradients, result_gradients = output_gradients[:carries], output_gradients[carries:]
-        into_shared = [torch.zeros_like(shared[i]) for i in traced.learning_shared]
+        into_shared = [torch.zeros_like(shared[i]) for i in traced.trained_shared_indices]
         carried, stacked_gradients = traced.backward(
             (*carry_gradients, *into_shared), (*result_gradients, *stacked, *saved), shared, seeds
         )
-        every: list[Any] = [*carried[:carries], *[None] * (stacks + shares)]
-        for index, gradient in zip(traced.learning_stacked, stacked_gradients, strict=True):
-            every[carries + index] = gradient
-        for index, gradient in zip(traced.learning_shared, carried[carries:], strict=True):
-            every[carries + stacks + index] = gradient
-        return None, None, *every, *[None] * len(seeds)
+        input_gradients: list[Any] = [*carried[:carries], *[None] * (stacks + shares)]
+        for index, gradient in zip(traced.trained_stacked_indices, stacked_gradients, strict=True):
+            input_gradients[carries + index] = gradient
+        for index, gradient in zip(traced.trained_shared_indices, carried[carries:], strict=True):
+            input_gradients[carries + stacks + index] = gradient
+        return None, None, *input_gradients, *[None] * len(seeds)
 
 
 @dataclass
@@ -153,27 +158,27 @@ class _TracedLoops:
         forward: from carry, stacked and shared tensors to the carry, the results and the saved tensors.
         backward: from the carry's gradient and that of the shared tensors, summed so far; the gradients of
             the results, the stacked and the saved tensors; the shared tensors.
-        saved: number of tensors saved for the backward loop.
-        outputs: shape and dtype of the carry and of the stacked results.
-        learning_stacked, learning_shared: the positions of tensors that get a gradient.
-        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+        num_saved: number of tensors saved for the backward loop.
+        output_types: shape and dtype of the carry and of the stacked results.
+        trained_stacked_indices, trained_shared_indices: the positions of tensors that get a gradient.
+        num_seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
     """
 
-    forward: _Loop
+    forward: _CompiledLoop
     backward: Any
-    saved: int
-    outputs: list[tuple[tuple[int, ...], torch.dtype]]
-    learning_stacked: list[int]
-    learning_shared: list[int]
-    seeds: int
+    num_saved: int
+    output_types: list[tuple[tuple[int, ...], torch.dtype]]
+    trained_stacked_indices: list[int]
+    trained_shared_indices: list[int]
+    num_seeds: int
 
 
-class _BodyTrace:
+class _BodyTracer:
     """Records the body on placeholders."""
 
     def __init__(self, body: Any, counts: _InputCounts, inputs: Sequence[Tensor], shardings: Any) -> None:
         self._body, self._counts, self._shardings = body, counts, shardings
-        carry, stacked, shared = _split(inputs, *counts[:2])
+        carry, stacked, shared = _split_by_lengths(inputs, *counts[:2])
         self._iterations = len(stacked[0])
         self._shapes = [
             *((t.shape, t.dtype, t.is_floating_point()) for t in carry),
@@ -181,12 +186,12 @@ class _BodyTrace:
             *((t.shape, t.dtype, t.requires_grad) for t in shared),
         ]
 
-    def build_loops(self, learns: bool, recompute: bool) -> _TracedLoops:
-        if not learns:
+    def build_loops(self, needs_gradient: bool, recompute: bool) -> _TracedLoops:
+        if not needs_gradient:
             with torch.no_grad():
                 outputs, _ = self._call_body(placeholders := self._create_placeholders())
             loop = self._build_loop(placeholders, outputs)
-            return _TracedLoops(loop, None, 0, self._describe_outputs(outputs), [], [], loop.seeds)
+            return _TracedLoops(loop, None, 0, self._describe_outputs(outputs), [], [], loop.num_seeds)
         return self._trace_with_recompute() if recompute else self._trace_with_saving()
 
     def _create_placeholders(self) -> list[Tensor]:
@@ -195,37 +200,39 @@ class _BodyTrace:
             for shape, dtype, learns in self._shapes
         ]
 
-    def _constrain_inputs(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
+    def _constrain_placeholders(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
         """The inputs as the body sees them: constrained, and no longer placeholders.
 
         Marking a placeholder would replace it by a tensor that is no input of the computation.
         """
-        carry, stacked, shared = _split(placeholders, *self._counts[:2])
+        carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
-            copy_tensor(tensor) if sharding is None else constrain(tensor, *sharding)
+            copy_unsharded(tensor) if sharding is None else constrain_with_gradient(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*map(copy_tensor, carry), *slices, *map(copy_tensor, shared)]
+        return [*map(copy_unsharded, carry), *slices, *map(copy_unsharded, shared)]
 
     def _call_body(
         self, placeholders: Sequence[Tensor], on_inputs: Callable[[Sequence[Tensor]], None] = lambda _: None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The body's outputs, and the inputs that it saw; ``on_inputs`` gets them before it runs."""
-        _seeds.append([])
+        _recorded_seeds.append([])
         try:
-            _start_from(_ANY_SEED)
-            on_inputs(seen := self._constrain_inputs(placeholders))
-            carried, results = self._body(*_split(seen, *self._counts[:2]))
+            _set_seed_and_record(_TRACING_SEED)
+            on_inputs(body_inputs := self._constrain_placeholders(placeholders))
+            carried, results = self._body(*_split_by_lengths(body_inputs, *self._counts[:2]))
         finally:
-            self._own_seeds = _seeds.pop()
-        for before, after in zip(seen, carried, strict=False):
+            self._body_seeds = _recorded_seeds.pop()
+        for before, after in zip(body_inputs, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
-        return [copy_tensor(t) for t in (*carried, *results)], seen  # an input may be an output, too
+        return [
+            copy_unsharded(t) for t in (*carried, *results)
+        ], body_inputs  # an input may be an output, too
 
     def _trace_with_recompute(self) -> _TracedLoops:
         with torch.no_grad():
-            outputs, seen = self._call_body(placeholders := self._create_placeholders())
-        forward = self._build_loop(placeholders, [*outputs, *seen[: self._counts[0]]])
+            outputs, body_inputs = self._call_body(placeholders := self._create_placeholders())
+        forward = self._build_loop(placeholders, [*outputs, *body_inputs[: self._counts[0]]])
         placeholders = self._create_placeholders()
         # A loop around this one must not take what is saved here for its own.
         with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
@@ -236,32 +243,32 @@ class _BodyTrace:
 
     def _trace_with_saving(self) -> _TracedLoops:
         placeholders = self._create_placeholders()
-        inputs: dict[int, int] = {}
+        input_indices: dict[int, int] = {}
         roots: dict[int, tuple[Tensor, int]] = {}
         backward_values: list[Tensor] = []  # what the backward loop has in their places
 
-        def note_inputs(seen: Sequence[Tensor]) -> None:
-            for place, tensor in enumerate(seen):
-                if place >= self._counts[0]:
-                    inputs[xla.tensor_id(tensor)] = place
+        def note_inputs(body_inputs: Sequence[Tensor]) -> None:
+            for index, tensor in enumerate(body_inputs):
+                if index >= self._counts[0]:
+                    input_indices[xla.tensor_id(tensor)] = index
 
         def pack(tensor: Tensor) -> tuple[int, Callable[[Tensor], Tensor] | None]:
-            root, view = get_root_and_replay(tensor)
+            root, view = find_view_origin(tensor)
             name = xla.tensor_id(root)
-            if name in inputs:
-                return inputs[name], view
-            roots.setdefault(name, (root, get_version(root)))
+            if name in input_indices:
+                return input_indices[name], view
+            roots.setdefault(name, (root, get_tensor_version(root)))
             return len(placeholders) + list(roots).index(name), view
 
         def unpack(packed: tuple[int, Callable[[Tensor], Tensor] | None]) -> Tensor:
-            place, view = packed
+            index, view = packed
             if view is None:
-                return backward_values[place]
-            return view(backward_values[place])
+                return backward_values[index]
+            return view(backward_values[index])
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             outputs, _ = self._call_body(placeholders, note_inputs)
-        assert all(get_version(root) == version for root, version in roots.values()), (
+        assert all(get_tensor_version(root) == version for root, version in roots.values()), (
             "a saved tensor was changed"
         )
         saved_roots = [root.detach() for root, _ in roots.values()]
@@ -269,14 +276,17 @@ class _BodyTrace:
         backward_placeholders = self._create_placeholders()
         saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in saved_roots]
         with torch.no_grad():
-            backward_values += [*self._constrain_inputs(backward_placeholders), *map(copy_tensor, saved)]
+            backward_values += [
+                *self._constrain_placeholders(backward_placeholders),
+                *map(copy_unsharded, saved),
+            ]
         traced = self._trace_backward(forward, outputs, placeholders, backward_placeholders, saved)
         assert not traced.backward.reads(placeholders), "a function keeps tensors without save_for_backward"
         return traced
 
     def _trace_backward(
         self,
-        forward: _Loop,
+        forward: _CompiledLoop,
         outputs: Sequence[Tensor],
         leaves: Sequence[Tensor],
         placeholders: Sequence[Tensor],
@@ -284,31 +294,40 @@ class _BodyTrace:
     ) -> _TracedLoops:
         """Record the gradient of ``outputs`` in ``leaves``, as a loop over ``placeholders`` and ``saved``."""
         carries, stacks, _ = self._counts
-        incoming = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
-        learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        pairs = [(o, copy_tensor(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        incoming_gradients = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
+        trained_indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
+        pairs = [
+            (o, copy_unsharded(g))
+            for o, g in zip(outputs, incoming_gradients, strict=True)
+            if o.requires_grad
+        ]
         leaf_gradients = torch.autograd.grad(
             [output for output, _ in pairs],
-            [leaves[place] for place in learning],
+            [leaves[index] for index in trained_indices],
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        gradients = {place: g for place, g in zip(learning, leaf_gradients, strict=True) if g is not None}
+        gradients = {
+            index: g for index, g in zip(trained_indices, leaf_gradients, strict=True) if g is not None
+        }
         carry_gradients = [
-            gradients[place] if place in gradients else torch.zeros_like(incoming[place])
-            for place in range(carries)
+            gradients[index] if index in gradients else torch.zeros_like(incoming_gradients[index])
+            for index in range(carries)
         ]
         stacked_gradients = {p - carries: g for p, g in gradients.items() if carries <= p < carries + stacks}
         shared_gradients = {p - carries - stacks: g for p, g in gradients.items() if p >= carries + stacks}
-        sums = [xb.create_placeholder_tensor(g.shape, g.dtype) for g in shared_gradients.values()]
-        added = [total + gradient for total, gradient in zip(sums, shared_gradients.values(), strict=True)]
-        backward = _Loop(
-            [*incoming[:carries], *sums],
-            [*incoming[carries:], *placeholders[carries : carries + stacks], *saved],
+        sum_placeholders = [xb.create_placeholder_tensor(g.shape, g.dtype) for g in shared_gradients.values()]
+        new_sums = [
+            total + gradient
+            for total, gradient in zip(sum_placeholders, shared_gradients.values(), strict=True)
+        ]
+        backward = _CompiledLoop(
+            [*incoming_gradients[:carries], *sum_placeholders],
+            [*incoming_gradients[carries:], *placeholders[carries : carries + stacks], *saved],
             placeholders[carries + stacks :],
-            [*carry_gradients, *added, *stacked_gradients.values()],
+            [*carry_gradients, *new_sums, *stacked_gradients.values()],
             self._iterations,
-            self._own_seeds,
+            self._body_seeds,
             reverse=True,
         )
         output_shapes = self._describe_outputs(outputs)
@@ -319,32 +338,34 @@ class _BodyTrace:
             output_shapes,
             list(stacked_gradients),
             list(shared_gradients),
-            forward.seeds,
+            forward.num_seeds,
         )
 
     def _describe_outputs(self, outputs: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         carries = self._counts[0]
         return [
-            (tuple(t.shape) if place < carries else (self._iterations, *t.shape), t.dtype)
-            for place, t in enumerate(outputs)
+            (tuple(t.shape) if index < carries else (self._iterations, *t.shape), t.dtype)
+            for index, t in enumerate(outputs)
         ]
 
-    def _build_loop(self, placeholders: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
-        carry, slices, shared = _split(placeholders, *self._counts[:2])
-        return _Loop(carry, slices, shared, outputs, self._iterations, self._own_seeds, reverse=False)
+    def _build_loop(self, placeholders: Sequence[Tensor], outputs: Sequence[Tensor]) -> _CompiledLoop:
+        carry, slices, shared = _split_by_lengths(placeholders, *self._counts[:2])
+        return _CompiledLoop(
+            carry, slices, shared, outputs, self._iterations, self._body_seeds, reverse=False
+        )
 
 
-class _Loop:
+class _CompiledLoop:
     """A ``While`` that is built once: ``body(carry, slices, shared) -> carry, results``.
 
     Args:
-        carry, slices, shared: the placeholders that ``outputs`` were computed from.
+        carry, slices, shared: the placeholders that ``output_types`` were computed from.
         outputs: the new carry, and the results to stack.
         seeds: what the body's random numbers come from.
         reverse: from the last slice to the first; results stay in the order of the slices.
 
     Attributes:
-        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+        num_seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
     """
 
     def __init__(
@@ -358,13 +379,13 @@ class _Loop:
         *,
         reverse: bool,
     ) -> None:
-        self._carries = len(carry)
+        self._num_carries = len(carry)
         self._lowered = lowered = lowering_context("scan")
         lowered.set_name_string("scan")
         lowered.build(list(outputs))
         # Constants that the body made itself are arguments of its computation, too, and so are the seeds.
         constants = dict(lowered.device_parameter_id_tensor_mapping())
-        self.seeds = len(seeds) if self.reads(seeds) else 0
+        self.num_seeds = len(seeds) if self.reads(seeds) else 0
         arguments: dict[int, tuple[str, int]] = {}
         groups = (("carry", carry), ("slices", slices), ("shared", shared), ("seeds", seeds))
         for group, tensors in groups:
@@ -400,13 +421,13 @@ class _Loop:
         state: list[Any] = []
 
         def add_parameter(shape: Sequence[int], dtype: torch.dtype) -> None:
-            wanted = xb.mkshape(xb.Op.from_torch_type(dtype), tuple(shape))
-            state.append(xb.mkparam(builder, len(state), wanted))
+            parameter_shape = xb.mkshape(xb.Op.from_torch_type(dtype), tuple(shape))
+            state.append(xb.mkparam(builder, len(state), parameter_shape))
 
-        starts: dict[str, int] = {}
+        group_starts: dict[str, int] = {}
         for group in ("carry", "slices", "shared", "seeds", "constants"):
-            starts[group] = len(state)
-            for _ in range(self.seeds if group == "seeds" else 0):
+            group_starts[group] = len(state)
+            for _ in range(self.num_seeds if group == "seeds" else 0):
                 add_parameter((iterations,), torch.int64)
             for tensor in groups.get(group, ()):
                 add_parameter(
@@ -430,20 +451,22 @@ class _Loop:
             position = make_scalar(iterations - 1) - count if reverse else count
             call_arguments = []
             for group, index in arguments:
-                value = state[starts[group] + index]
-                call_arguments.append(_read_slice(value, position) if group in ("slices", "seeds") else value)
+                value = state[group_starts[group] + index]
+                call_arguments.append(
+                    _build_slice_read(value, position) if group in ("slices", "seeds") else value
+                )
             outputs = xb.Op.call(body, call_arguments, builder=count.builder())
-            for index in range(self._carries):
+            for index in range(self._num_carries):
                 new[index] = outputs.get_tuple_element(index)
             for index in range(len(results)):
-                value = outputs.get_tuple_element(self._carries + index)
-                new[first + index] = _write_slice(state[first + index], value, position)
+                value = outputs.get_tuple_element(self._num_carries + index)
+                new[first + index] = _build_slice_write(state[first + index], value, position)
             new[-1] = count + make_scalar(1)
             return tuple(new)
 
-        end = xb.Op.mkwhile(state, has_more, step)
-        wanted = [*range(self._carries), *range(first, first + len(results))]
-        return xb.Op.tuple([end.get_tuple_element(place) for place in wanted]).build("scan")
+        final_state = xb.Op.mkwhile(state, has_more, step)
+        output_indices = [*range(self._num_carries), *range(first, first + len(results))]
+        return xb.Op.tuple([final_state.get_tuple_element(place) for place in output_indices]).build("scan")
 
     def __call__(
         self,
@@ -452,33 +475,33 @@ class _Loop:
         shared: Sequence[Tensor],
         seeds: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        inputs = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
+        inputs = [*carry, *stacked, *shared, *seeds[: self.num_seeds], *self._constants]
         outputs = xla.user_computation("portable::scan", inputs, self._computation)
-        return outputs[: self._carries], outputs[self._carries :]
+        return outputs[: self._num_carries], outputs[self._num_carries :]
 
 
-def _start_from(seed: int) -> None:
+def _set_seed_and_record(seed: int) -> None:
     """Draw what follows from ``seed``. A body that is being recorded has one more seed from here on."""
     xla.set_rng_seed(seed, _DEVICE)
-    if _seeds:
+    if _recorded_seeds:
         # The seed becomes an input of graphs when something is drawn.
         _, inputs = xla.device_data([torch.rand((), device=_DEVICE)])
-        _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
+        _recorded_seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
 
 
-def _read_slice(stack: Any, index: Any) -> Any:
+def _build_slice_read(stack: Any, index: Any) -> Any:
     sizes = list(stack.shape().sizes)
     zero = index.zeros_like()
     return stack.dynamic_slice([index, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]]).reshape(sizes[1:])
 
 
-def _write_slice(stack: Any, value: Any, index: Any) -> Any:
+def _build_slice_write(stack: Any, value: Any, index: Any) -> Any:
     zero = index.zeros_like()
     indices = [index, *[zero] * (stack.shape().rank - 1)]
     return stack.dynamic_update_slice(value.broadcast([1]), indices)
 
 
-def _split(tensors: Sequence[Any], *lengths: int) -> tuple[tuple[Any, ...], ...]:
+def _split_by_lengths(tensors: Sequence[Any], *lengths: int) -> tuple[tuple[Any, ...], ...]:
     """``tensors`` in parts of ``lengths``, and one of the rest."""
     parts, start = [], 0
     for length in lengths:

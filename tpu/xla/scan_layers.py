@@ -16,10 +16,10 @@ from torch import nn
 
 from portable.errors import UserError, require, to_one_line
 from portable.model.layers import find_transformer_layers, group_layers_by_kind, run_trial_forward
-from portable.model.parameters import find_tied_names
+from portable.model.parameters import map_tied_names
 from portable.model.weight_sources import to_numpy
 from portable.private.torch_internals import tree_flatten, tree_flatten_with_path, tree_unflatten
-from portable.tpu.xla.functional_call import Caller
+from portable.tpu.xla.functional_call import FunctionalCaller
 from portable.tpu.xla.scan import Scan
 
 if TYPE_CHECKING:
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
     from portable.tpu.xla.scan import Shardings
 
-LONGEST_PERIOD = 16
-HIDDEN = object()
-OFF = "set xla.scan_layers: false"
+MAX_PERIOD = 16
+HIDDEN_STATES = object()
+DISABLE_REMEDY = "set xla.scan_layers: false"
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Consecutive layers that repeat: ``period`` of them, which may differ, again and again.
 
     Attributes:
-        names: of the layers, in order; a multiple of ``period``.
-        returns: what each layer of the period returns.
+        layer_names: of the layers, in order; a multiple of ``period``.
+        return_forms: what each layer of the period returns.
     """
 
-    names: tuple[str, ...]
+    layer_names: tuple[str, ...]
     period: int
-    returns: tuple[ReturnForm, ...]
+    return_forms: tuple[LayerOutputForm, ...]
 
     def list_parameter_names(self, model: nn.Module) -> list[list[str]]:
         """The names of the parameters that are one stack: the same of each repetition, in order."""
         return [
-            [f"{name}.{suffix}" for name in self.names[phase :: self.period]]
+            [f"{name}.{suffix}" for name in self.layer_names[phase :: self.period]]
             for phase in range(self.period)
-            for suffix, _ in model.get_submodule(self.names[phase]).named_parameters()
+            for suffix, _ in model.get_submodule(self.layer_names[phase]).named_parameters()
         ]
 
 
 @dataclass(frozen=True)
-class ReturnForm:
+class LayerOutputForm:
     """The form of a layer's result: the hidden states, and what it hands on.
 
     Attributes:
@@ -69,7 +69,7 @@ class ReturnForm:
     leaves: tuple[Any, ...]
 
 
-def find_segments(model: nn.Module) -> list[Segment]:
+def find_layer_segments(model: nn.Module) -> list[LayerSegment]:
     """The segments of ``model``, on the meta device; layers between them run one by one.
 
     Raises:
@@ -84,36 +84,38 @@ def find_segments(model: nn.Module) -> list[Segment]:
             not skips and not shows,
             f"xla.scan_layers: {key} of the model's config "
             + ("skips layers at random" if skips else "asks for what each layer computes")
-            + f", and a loop runs them all as one; {OFF}",
+            + f", and a loop runs them all as one; {DISABLE_REMEDY}",
         )
     layers = find_transformer_layers(model)
-    seen: dict[str, list[tuple[str, nn.Module]]] = {}
+    layers_by_parent: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, layer in layers:
-        seen.setdefault(name.rpartition(".")[0], []).append((name, layer))
-    shared = {name for first, others in find_tied_names(model).items() if others for name in (first, *others)}
+        layers_by_parent.setdefault(name.rpartition(".")[0], []).append((name, layer))
+    shared = {name for first, others in map_tied_names(model).items() if others for name in (first, *others)}
     segments, returned = [], None
-    for members in seen.values():
-        likes = [
-            None if any(n.startswith(f"{name}.") for n in shared) else _build_likeness_key(m)
+    for members in layers_by_parent.values():
+        likeness_keys = [
+            None if any(n.startswith(f"{name}.") for n in shared) else _build_equivalence_key(m)
             for name, m in members
         ]
         start = 0
         while start < len(members):
-            period, num_layers = _find_longest_repetition(likes[start:])
+            period, num_layers = _find_longest_repetition(likeness_keys[start:])
             if num_layers:
-                returned = returned or _record_returns(model, kind)
+                returned = returned or _record_output_forms(model, kind)
                 names = tuple(name for name, _ in members[start : start + num_layers])
                 for name in names[:period]:
                     require(
                         name in returned,
                         f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop "
-                        f"would lose; {OFF}",
+                        f"would lose; {DISABLE_REMEDY}",
                     )
                 forms = tuple(returned[name] for name in names[:period])
-                segments.append(Segment(names, period, forms))
+                segments.append(LayerSegment(names, period, forms))
             start += num_layers or 1
     if not segments:
-        raise UserError(f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {OFF}")
+        raise UserError(
+            f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {DISABLE_REMEDY}"
+        )
     return segments
 
 
@@ -128,7 +130,7 @@ class _Repetition(NamedTuple):
 def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
     """The period and the number of layers of the longest repetition at the start; 0 if nothing repeats."""
     best = _Repetition(0, 0)
-    for period in range(1, min(LONGEST_PERIOD, len(likes) // 2) + 1):
+    for period in range(1, min(MAX_PERIOD, len(likes) // 2) + 1):
         if None in likes[:period]:
             break
         length = period
@@ -139,9 +141,9 @@ def _find_longest_repetition(likes: Sequence[Any]) -> _Repetition:
     return best
 
 
-def _build_likeness_key(layer: nn.Module) -> Any:
+def _build_equivalence_key(layer: nn.Module) -> Any:
     """Equal for two layers that compute the same from their parameters."""
-    plain = (bool, int, float, str, type(None))
+    constant_types = (bool, int, float, str, type(None))
     return (
         [(name, type(module)) for name, module in layer.named_modules()],
         [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()],
@@ -149,33 +151,33 @@ def _build_likeness_key(layer: nn.Module) -> Any:
             (name, key, value)
             for name, module in layer.named_modules()
             for key, value in vars(module).items()
-            if isinstance(value, plain) and "idx" not in key
+            if isinstance(value, constant_types) and "idx" not in key
         ],
         [
-            (name, tuple(b.shape), b.dtype, b.device.type == "meta" or _digest(b))
+            (name, tuple(b.shape), b.dtype, b.device.type == "meta" or _hash_buffer(b))
             for name, b in layer.named_buffers()
         ],
     )
 
 
-def _digest(buffer: Tensor) -> bytes:
+def _hash_buffer(buffer: Tensor) -> bytes:
     return hashlib.sha256(to_numpy(buffer).tobytes()).digest()
 
 
-def _record_returns(model: nn.Module, kind: str) -> dict[str, ReturnForm]:
+def _record_output_forms(model: nn.Module, kind: str) -> dict[str, LayerOutputForm]:
     """What layers return that return one new tensor, by name, from a pass on the meta device.
 
     Raises:
         UserError: if the pass fails.
     """
     kinds = list(group_layers_by_kind(model).values())
-    forms_by_name: dict[str, ReturnForm] = {}
+    forms_by_name: dict[str, LayerOutputForm] = {}
 
-    def watch(trial: nn.Module) -> None:
+    def register_hooks(trial: nn.Module) -> None:
         for names, (_, layer) in zip(kinds, find_transformer_layers(trial), strict=True):
-            layer.register_forward_hook(partial(note, names), with_kwargs=True)
+            layer.register_forward_hook(partial(record_output_form, names), with_kwargs=True)
 
-    def note(names: list[str], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record_output_form(names: list[str], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         argument_paths = {
             id(leaf): path
             for path, leaf in _flatten_arguments(args, kwargs)
@@ -183,17 +185,19 @@ def _record_returns(model: nn.Module, kind: str) -> dict[str, ReturnForm]:
         }
         leaves, structure = tree_flatten(output)
         forms: list[Any] = [
-            argument_paths.get(id(leaf), HIDDEN) if isinstance(leaf, torch.Tensor) else leaf
+            argument_paths.get(id(leaf), HIDDEN_STATES) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
-        if forms.count(HIDDEN) == 1:
-            forms_by_name.update(dict.fromkeys(names, ReturnForm(structure, tuple(forms))))
+        if forms.count(HIDDEN_STATES) == 1:
+            forms_by_name.update(dict.fromkeys(names, LayerOutputForm(structure, tuple(forms))))
 
     try:
-        run_trial_forward(model, watch)
+        run_trial_forward(model, register_hooks)
     except Exception as error:
         reason = to_one_line(error)
-        raise UserError(f"xla.scan_layers: {kind} cannot be run without values ({reason}); {OFF}") from error
+        raise UserError(
+            f"xla.scan_layers: {kind} cannot be run without values ({reason}); {DISABLE_REMEDY}"
+        ) from error
     return forms_by_name
 
 
@@ -217,107 +221,119 @@ class LoopedLayers:
     def __init__(
         self,
         model: nn.Module,
-        segment: Segment,
+        segment: LayerSegment,
         stacks: Sequence[tuple[Callable[[], Tensor], Shardings]],
         constrain: Callable[[Any], Any],
         *,
         recompute: bool,
     ) -> None:
         self._segment, self._stacks, self._constrain = segment, stacks, constrain
-        self._layers = [model.get_submodule(name) for name in segment.names]
+        self._layers = [model.get_submodule(name) for name in segment.layer_names]
         # One of each kind computes for all, with the slices in place of its own parameters.
         templates = self._layers[: segment.period]
-        self._caller = Caller(nn.ModuleList(templates))
+        self._caller = FunctionalCaller(nn.ModuleList(templates))
         self._forwards = [layer.forward for layer in templates]
         self._names = [
             f"module.{phase}.{parameter_name}"
             for phase, layer in enumerate(templates)
             for parameter_name, _ in layer.named_parameters()
         ]
-        self._calls: list[_Call] = []
-        self._scan = Scan(self._run_body, recompute=recompute)
+        self._calls: list[_LayerCall] = []
+        self._scan = Scan(self._run_period, recompute=recompute)
         for number, layer in enumerate(self._layers):
-            layer.forward = self._make_forward(number)
+            layer.forward = self._build_layer_forward(number)
 
-    def _make_forward(self, number: int) -> Callable[..., Any]:
+    def _build_layer_forward(self, layer_index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(args, kwargs)
-            if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
-                self._refuse(
-                    number, "is not called with what the layer before it returned, and right after it"
+            call = _LayerCall(args, kwargs)
+            if layer_index != len(self._calls) or (layer_index and call.hidden is not self._calls[-1].hidden):
+                self._raise_unsupported(
+                    layer_index, "is not called with what the layer before it returned, and right after it"
                 )
-            if number >= self._segment.period:
-                self._compare(number, call, self._calls[number % self._segment.period])
+            if layer_index >= self._segment.period:
+                self._check_same_arguments(layer_index, call, self._calls[layer_index % self._segment.period])
             self._calls.append(call)
             hidden = call.hidden
-            if number == len(self._layers) - 1:
-                hidden = self._run()
+            if layer_index == len(self._layers) - 1:
+                hidden = self._run_loop()
                 self._calls = []
-            form = self._segment.returns[number % self._segment.period]
-            handed = dict(call.paths)
-            leaves = [hidden if leaf is HIDDEN else handed.get(leaf, leaf) for leaf in form.leaves]
+            form = self._segment.return_forms[layer_index % self._segment.period]
+            passed_arguments = dict(call.leaves_by_path)
+            leaves = [
+                hidden if leaf is HIDDEN_STATES else passed_arguments.get(leaf, leaf) for leaf in form.leaves
+            ]
             return tree_unflatten(leaves, form.structure)
 
         return forward
 
-    def _compare(self, number: int, call: _Call, first: _Call) -> None:
-        same = call.structure == first.structure and all(
+    def _check_same_arguments(self, layer_index: int, call: _LayerCall, first_call: _LayerCall) -> None:
+        has_same_arguments = call.structure == first_call.structure and all(
             leaf is other or (not isinstance(leaf, torch.Tensor) and bool(leaf == other))
-            for place, (leaf, other) in enumerate(zip(call.leaves, first.leaves, strict=True))
-            if place != call.place
+            for index, (leaf, other) in enumerate(zip(call.leaves, first_call.leaves, strict=True))
+            if index != call.hidden_index
         )
-        if not same:
-            self._refuse(number, "is called with other arguments than the layers before it")
+        if not has_same_arguments:
+            self._raise_unsupported(layer_index, "is called with other arguments than the layers before it")
 
-    def _refuse(self, number: int, why: str) -> None:
-        raise UserError(f"xla.scan_layers: layer {self._segment.names[number]} {why}; {OFF}")
+    def _raise_unsupported(self, layer_index: int, reason: str) -> None:
+        raise UserError(
+            f"xla.scan_layers: layer {self._segment.layer_names[layer_index]} {reason}; {DISABLE_REMEDY}"
+        )
 
-    def _run(self) -> Tensor:
+    def _run_loop(self) -> Tensor:
         calls = self._calls[: self._segment.period]
         shared: dict[int, Tensor] = {}
         for call in calls:
-            for place, leaf in enumerate(call.leaves):
-                if isinstance(leaf, torch.Tensor) and place != call.place:
+            for index, leaf in enumerate(call.leaves):
+                if isinstance(leaf, torch.Tensor) and index != call.hidden_index:
                     shared.setdefault(id(leaf), leaf)
         buffers = dict(self._caller.named_buffers())
-        self._order = list(shared), list(buffers)
-        rest = [[None if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves] for call in calls]
+        self._shared_order = list(shared), list(buffers)
+        constant_arguments = [
+            [None if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves] for call in calls
+        ]
         (hidden,), _ = self._scan(
             (calls[0].hidden,),
             [stack() for stack, _ in self._stacks],
             (*shared.values(), *buffers.values()),
             shardings=[sharding for _, sharding in self._stacks],
-            key=(repr(rest), repr([call.structure for call in calls]), self._layers[0].training),
+            key=(
+                repr(constant_arguments),
+                repr([call.structure for call in calls]),
+                self._layers[0].training,
+            ),
         )
         return hidden
 
-    def _run_body(
+    def _run_period(
         self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
     ) -> tuple[tuple[Tensor], tuple[()]]:
-        arguments, buffers = self._order
+        arguments, buffers = self._shared_order
         shared_values = dict(zip(arguments, shared, strict=False))
         values = dict(zip(self._names, slices, strict=True))
         values |= dict(zip(buffers, shared[len(arguments) :], strict=True))
 
         def run_layers() -> Tensor:
             hidden = carry[0]
-            for call, forward, form in zip(self._calls, self._forwards, self._segment.returns, strict=False):
+            for call, forward, form in zip(
+                self._calls, self._forwards, self._segment.return_forms, strict=False
+            ):
                 leaves = [shared_values.get(id(leaf), leaf) for leaf in call.leaves]
-                leaves[call.place] = self._constrain(hidden)
+                leaves[call.hidden_index] = self._constrain(hidden)
                 args, kwargs = tree_unflatten(leaves, call.structure)
                 results, _ = tree_flatten(forward(*args, **kwargs))
-                hidden = self._constrain(results[form.leaves.index(HIDDEN)])
+                hidden = self._constrain(results[form.leaves.index(HIDDEN_STATES)])
             return hidden
 
         result: Tensor = torch.func.functional_call(self._caller, values, (run_layers,))
         return (result,), ()
 
 
-class _Call:
+class _LayerCall:
     """The arguments of one layer. The hidden states come first, or by this name."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.paths = _flatten_arguments(args, kwargs)
+        self.leaves_by_path = _flatten_arguments(args, kwargs)
         self.leaves, self.structure = tree_flatten((tuple(args), dict(kwargs)))
         self.hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        self.place = next(place for place, leaf in enumerate(self.leaves) if leaf is self.hidden)
+        self.hidden_index = next(index for index, leaf in enumerate(self.leaves) if leaf is self.hidden)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from portable.private import Package
+from portable.private import GuardedPackage
 
-_torch_xla = Package("torch_xla", "2.9.0")
+_torch_xla = GuardedPackage("torch_xla", "2.9.0")
 
 
-class _Binding:
+class _XlaBinding:
     """A function of torch_xla's C++ bindings, found when it is asked for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    @_torch_xla.guard("backend: xla")
+    @_torch_xla.explain_missing_names("backend: xla")
     def __get__(self, instance: object, owner: type) -> Any:
         import torch_xla
 
@@ -23,34 +23,36 @@ class _Binding:
         return getattr(bindings, self._name)
 
 
-class _Bindings:
+class _XlaBindings:
     """torch_xla's C++ bindings."""
 
-    are_pending = _Binding("_check_tensor_need_materialization")
-    barrier_ = _Binding("_xla_optimization_barrier_")
-    caches_graphs = _Binding("_xla_computation_cache_is_initialized")
-    clear_pending = _Binding("_clear_pending_irs")
-    cpu_tensors = _Binding("_xla_get_cpu_tensors")
-    debug_info = _Binding("_get_xla_tensor_debug_info")
-    device_data = _Binding("_get_tensors_xla_device_data_node")
-    from_cpu_shards = _Binding("_global_tensor_from_cpu_shards")
-    graph_hash = _Binding("_get_graph_hash")
-    graph_text = _Binding("_get_xla_tensors_text")
-    local_shards = _Binding("_get_local_shards")
-    mark_sharding = _Binding("_xla_mark_sharding")
-    real_devices = _Binding("_xla_real_devices")
-    rng_seed = _Binding("_xla_get_rng_seed")
-    set_matmul_precision = _Binding("_xla_set_mat_mul_precision")
-    set_rng_seed = _Binding("_xla_set_rng_seed")
-    shard_places = _Binding("_get_local_shard_replica_and_indices")
-    sharding_of = _Binding("_get_xla_sharding_spec")
-    tensor_id = _Binding("_xla_get_tensor_id")
-    user_computation = _Binding("_xla_user_computation")
-    wait = _Binding("_xla_wait_device_ops")
+    are_pending = _XlaBinding("_check_tensor_need_materialization")
+    barrier_ = _XlaBinding("_xla_optimization_barrier_")
+    caches_graphs = _XlaBinding("_xla_computation_cache_is_initialized")
+    clear_pending = _XlaBinding("_clear_pending_irs")
+    cpu_tensors = _XlaBinding("_xla_get_cpu_tensors")
+    debug_info = _XlaBinding("_get_xla_tensor_debug_info")
+    device_data = _XlaBinding("_get_tensors_xla_device_data_node")
+    from_cpu_shards = _XlaBinding("_global_tensor_from_cpu_shards")
+    graph_hash = _XlaBinding("_get_graph_hash")
+    graph_text = _XlaBinding("_get_xla_tensors_text")
+    local_shards = _XlaBinding("_get_local_shards")
+    mark_sharding = _XlaBinding("_xla_mark_sharding")
+    real_devices = _XlaBinding("_xla_real_devices")
+    rng_seed = _XlaBinding("_xla_get_rng_seed")
+    set_matmul_precision = _XlaBinding("_xla_set_mat_mul_precision")
+    set_rng_seed = _XlaBinding("_xla_set_rng_seed")
+    shard_places = _XlaBinding("_get_local_shard_replica_and_indices")
+    sharding_of = _XlaBinding("_get_xla_sharding_spec")
+    tensor_id = _XlaBinding("_xla_get_tensor_id")
+    user_computation = _XlaBinding("_xla_user_computation")
+    wait = _XlaBinding("_xla_wait_device_ops")
 
 
-xla = _Bindings()
+xla = _XlaBindings()
 
 
-lowering_context = _torch_xla.wrap_function("torch_xla:_XLAC.lowering.LoweringContext", "backend: xla")
+lowering_context = _torch_xla.wrap_private_function(
+    "torch_xla:_XLAC.lowering.LoweringContext", "backend: xla"
+)
 """An empty graph with a name, to build from tensors."""

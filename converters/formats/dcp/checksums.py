@@ -30,18 +30,18 @@ from isal import isal_zlib
 
 from portable.converters.containers.torchzip import TorchZip
 from portable.converters.errors import CheckpointError
-from portable.converters.manifest import MANIFEST, is_named
-from portable.converters.storage.byte_sources import read_table
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import names_in
-from portable.converters.storage.output_file import write_file
-from portable.converters.storage.path_or_url import place
+from portable.converters.manifest import MANIFEST, is_listed_in_manifest
+from portable.converters.storage.byte_sources import read_json_object
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_entry_names
+from portable.converters.storage.output_file import write_new_file
+from portable.converters.storage.path_or_url import parse_path_or_url
 from portable.converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 
 CHECKSUMS = "shard_checksums.json"
@@ -68,21 +68,21 @@ class ShardChecksums:
 
     Attributes:
         path: Path of the file.
-        metadata: CRC32 of each metadata file.
+        metadata_checksums: CRC32 of each metadata file.
         items: Shard file -> offset of an item -> CRC32; None if the metadata files hold these CRC32s.
-        sizes: Bytes of each metadata file; empty without tables.
+        metadata_sizes: Bytes of each metadata file; empty without tables.
         boxes: Table -> shape -> offsets and sizes; empty without tables.
     """
 
-    path: Place
-    metadata: dict[str, Any]
+    path: AnyPath
+    metadata_checksums: dict[str, Any]
     items: dict[str, dict[str, Any]] | None
-    sizes: dict[str, int] = field(default_factory=dict)
+    metadata_sizes: dict[str, int] = field(default_factory=dict)
     boxes: dict[str, dict[str, Region]] = field(default_factory=dict)
 
-    def check_metadata(self, name: str, data: bytes) -> None:
+    def check_metadata_file(self, name: str, data: bytes) -> None:
         """CheckpointError unless `data` is the metadata file that was recorded."""
-        if self.metadata.get(name) != isal_zlib.crc32(data):
+        if self.metadata_checksums.get(name) != isal_zlib.crc32(data):
             raise CheckpointError(f"{self.path.parent / name}: damaged, or from another save ({CHECKSUMS})")
 
     def get_item_checksum(self, file: str, offset: int, recorded: Any) -> int:
@@ -104,16 +104,16 @@ class ShardChecksums:
         return crc
 
 
-def read_checksums(folder: Folder) -> ShardChecksums | None:
+def read_shard_checksums(folder: CheckpointFolder) -> ShardChecksums | None:
     """The checksums of a DCP folder, None where it has none; CheckpointError where they are damaged."""
     if not (folder.path / CHECKSUMS).is_file():
-        if is_named(folder.path, CHECKSUMS):
+        if is_listed_in_manifest(folder.path, CHECKSUMS):
             raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
         return None
-    file = folder.file(CHECKSUMS)
-    table = read_table(file)
+    file = folder.get_file(CHECKSUMS)
+    table = read_json_object(file)
     if table.get("version") == TABLES_VERSION:
-        return _read_tables_index(file.path, table)
+        return _parse_tables_index(file.path, table)
     if table.get("version") != _VERSION:
         raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
     metadata, items = table.get("metadata"), table.get("items")
@@ -127,7 +127,7 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
     return ShardChecksums(file.path, metadata, items)
 
 
-def _read_tables_index(path: Place, content: dict[str, Any]) -> ShardChecksums:
+def _parse_tables_index(path: AnyPath, content: dict[str, Any]) -> ShardChecksums:
     metadata, sizes, boxes = (content.get(name) for name in ("metadata", "bytes", "boxes"))
     if (
         not isinstance(metadata, dict)
@@ -139,20 +139,21 @@ def _read_tables_index(path: Place, content: dict[str, Any]) -> ShardChecksums:
         or not all(is_metadata_name(name) and isinstance(table, dict) for name, table in boxes.items())
     ):
         raise CheckpointError(f"{path}: damaged, its tables are missing")
-    checked = {
-        name: {shape: _read_box(path, box) for shape, box in table.items()} for name, table in boxes.items()
+    regions = {
+        name: {shape: _parse_region(path, box) for shape, box in table.items()}
+        for name, table in boxes.items()
     }
-    return ShardChecksums(path, metadata, None, sizes, checked)
+    return ShardChecksums(path, metadata, None, sizes, regions)
 
 
-def _read_box(path: Place, box: Any) -> Region:
+def _parse_region(path: AnyPath, box: Any) -> Region:
     offsets, sizes = box if isinstance(box, list) and len(box) == 2 else (None, None)
     if not is_shape(offsets) or not is_shape(sizes) or len(offsets) != len(sizes):
         raise CheckpointError(f"{path}: damaged, a box is not one of offsets and sizes")
     return Region(tuple(offsets), tuple(sizes))
 
 
-def read_item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int]]) -> list[int]:
+def read_item_checksums(folder: str | AnyPath, items: Iterable[tuple[str, int, int]]) -> list[int]:
     """The CRC32 of each item's zip directory, for `write_shard_checksums`.
 
     Reads the directories, a few kilobytes each, and no tensor data.
@@ -164,11 +165,11 @@ def read_item_checksums(folder: str | Place, items: Iterable[tuple[str, int, int
     Raises:
         CheckpointError: a shard is missing or damaged.
     """
-    opened = Folder(place(folder))
-    return [TorchZip(opened.file(name), offset, length).checksum for name, offset, length in items]
+    opened = CheckpointFolder(parse_path_or_url(folder))
+    return [TorchZip(opened.get_file(name), offset, length).checksum for name, offset, length in items]
 
 
-def write_shard_checksums(folder: str | Place, items: Mapping[str, Mapping[str, int]]) -> None:
+def write_shard_checksums(folder: str | AnyPath, items: Mapping[str, Mapping[str, int]]) -> None:
     """Write `shard_checksums.json`, once every rank has written its shards and before they are published.
 
     Args:
@@ -179,25 +180,25 @@ def write_shard_checksums(folder: str | Place, items: Mapping[str, Mapping[str, 
         CheckpointError: there is no metadata.
         OSError: the file exists already, or cannot be written.
     """
-    folder = place(folder)
+    folder = parse_path_or_url(folder)
     metadata = {name: isal_zlib.crc32((folder / name).read_bytes()) for name in list_metadata_files(folder)}
     if not metadata:
         raise CheckpointError(f"{folder}: holds no DCP metadata to checksum")
     document = {"version": _VERSION, "metadata": metadata, "items": items}
-    write_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
+    write_new_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
 
 
 # One `.metadata`, or one per rank where the ranks saved without communicating.
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 
-def list_metadata_files(folder: Place) -> list[str]:
+def list_metadata_files(folder: AnyPath) -> list[str]:
     """The names of the metadata files in `folder`; empty where it is no complete DCP folder."""
-    names = [name for name in names_in(folder) if _METADATA.fullmatch(name)]
+    names = [name for name in list_entry_names(folder) if _METADATA.fullmatch(name)]
     return [".metadata"] if ".metadata" in names else names
 
 
-def is_metadata_file(path: Place) -> bool:
+def has_metadata_name(path: AnyPath) -> bool:
     """Whether `path` is named like DCP metadata."""
     return is_metadata_name(path.name)
 

@@ -14,13 +14,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import (
-    Global,
-    Instance,
+    PickledGlobal,
+    PickledInstance,
     Standin,
     build_getattr_standin,
-    is_index,
-    list_inert_members,
-    unpickle,
+    build_inert_members,
+    is_safe_index,
+    unpickle_without_code,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from portable.converters.containers.untrusted_values import (
@@ -30,7 +30,7 @@ from portable.converters.containers.untrusted_values import (
     require_shape,
 )
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.dcp.checksums import Region, list_metadata_files, read_checksums
+from portable.converters.formats.dcp.checksums import Region, list_metadata_files, read_shard_checksums
 from portable.converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from portable.converters.tensors.dtypes import FROM_TORCH
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.converters.formats.dcp.checksums import ShardChecksums
-    from portable.converters.names.canonical import Path as KeyPath
-    from portable.converters.storage.folder import Folder
+    from portable.converters.names.canonical import StateDictPath as KeyPath
+    from portable.converters.storage.folder import CheckpointFolder
 
 Dims = tuple[int, ...]
 
@@ -47,12 +47,12 @@ _CLASSES = "torch.distributed.checkpoint."
 _MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
 _STANDINS: Mapping[str, Standin | None] = {
     **TORCH_STANDINS,
-    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(build_inert_members(_MEMBERS)),
 }
 
 
 @dataclass(frozen=True)
-class Item:
+class ItemLocation:
     """Where one chunk or pickled value lies: a torch.save zip at [offset, offset + length) of a file.
 
     `checksum` is the CRC32 of its zip directory, if the folder records one.
@@ -75,23 +75,23 @@ class TensorEntry:
         items: `format_chunk_key` of a chunk's offsets -> where it lies.
     """
 
-    folder: Folder
+    folder: CheckpointFolder
     key: str
     path: KeyPath | None
     dtype: str
     shape: Dims
     chunks: tuple[Region, ...]
-    items: dict[str, Item]
+    items: dict[str, ItemLocation]
 
 
 @dataclass(frozen=True)
 class ValueEntry:
     """A pickled value of the state dict; `path` as in `TensorEntry`."""
 
-    folder: Folder
+    folder: CheckpointFolder
     key: str
     path: KeyPath | None
-    item: Item
+    item: ItemLocation
 
 
 Entry = TensorEntry | ValueEntry
@@ -102,7 +102,7 @@ def format_chunk_key(offsets: Dims | None) -> str:
     return repr(offsets)
 
 
-def read_metadata(folder: Folder) -> dict[str, Entry]:
+def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
     """Every key of one DCP folder.
 
     Raises:
@@ -110,14 +110,16 @@ def read_metadata(folder: Folder) -> dict[str, Entry]:
             the folder, or two items share bytes.
     """
     merged: dict[str, Entry] = {}
-    checksums = read_checksums(folder)
+    checksums = read_shard_checksums(folder)
     for name in list_metadata_files(folder.path):
         for key, entry in read_metadata_file(folder, name, checksums).items():
-            merged[key] = _merge(merged[key], entry) if key in merged else entry
+            merged[key] = _merge_entries(merged[key], entry) if key in merged else entry
     return merged
 
 
-def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> dict[str, Entry]:
+def read_metadata_file(
+    folder: CheckpointFolder, name: str, checksums: ShardChecksums | None
+) -> dict[str, Entry]:
     """Read one metadata file: `.metadata`, or the table of a rank.
 
     Args:
@@ -131,38 +133,40 @@ def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | No
     Raises:
         CheckpointError: If the file is damaged.
     """
-    file = folder.file(name)
+    file = folder.get_file(name)
     location = str(file.path)
-    data = file.read(0, file.nbytes)
+    data = file.read_bytes(0, file.nbytes)
     if checksums is not None:
-        checksums.check_metadata(name, data)
-    root = unpickle(data, location=location, standins=_STANDINS, prefixes=(_CLASSES,))
+        checksums.check_metadata_file(name, data)
+    root = unpickle_without_code(data, location=location, standins=_STANDINS, allowed_prefixes=(_CLASSES,))
     fields = require_attributes(root, "Metadata", location)
-    described = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", location)
+    descriptions = require_mapping(fields.get("state_dict_metadata"), "state_dict_metadata", location)
     stored = require_mapping(fields.get("storage_data"), "storage_data", location)
-    items = _read_items(folder, stored, location, checksums)
+    items = _parse_item_locations(folder, stored, location, checksums)
     if "planner_data" not in fields:
         raise CheckpointError(f"{location}: damaged, or not DCP metadata (no planner_data)")
-    planned = fields["planner_data"]
-    if not isinstance(planned, dict) or not planned:
-        planned = None
-    if not described.keys() >= items.keys() or (planned is not None and planned.keys() != described.keys()):
+    key_paths = fields["planner_data"]
+    if not isinstance(key_paths, dict) or not key_paths:
+        key_paths = None
+    if not descriptions.keys() >= items.keys() or (
+        key_paths is not None and key_paths.keys() != descriptions.keys()
+    ):
         raise CheckpointError(f"{location}: damaged, its tables name different keys")
     entries: dict[str, Entry] = {}
     # planner_data keeps the order of the state dict; the other tables are in the order the ranks wrote.
-    for key in described if planned is None else planned:
-        description = described[key]
+    for key in descriptions if key_paths is None else key_paths:
+        description = descriptions[key]
         if not isinstance(key, str):
             raise CheckpointError(f"{location}: damaged, a key is not a string")
         if len(key) > MAX_TENSOR_NAME:
             raise CheckpointError(
                 f"{location}: holds a key of {len(key):,} characters, too long for a parameter"
             )
-        path = None if planned is None else _read_key_path(planned[key], key, location)
-        kind = description.key.rpartition(".")[2] if isinstance(description, Instance) else ""
+        path = None if key_paths is None else _parse_key_path(key_paths[key], key, location)
+        kind = description.key.rpartition(".")[2] if isinstance(description, PickledInstance) else ""
         stored = items.get(key, {})
         if kind == "TensorStorageMetadata":
-            properties = _read_tensor_properties(description, key, location)
+            properties = _parse_tensor_properties(description, key, location)
             entries[key] = TensorEntry(
                 folder, key, path, properties.dtype, properties.shape, properties.chunks, stored
             )
@@ -173,41 +177,41 @@ def read_metadata_file(folder: Folder, name: str, checksums: ShardChecksums | No
     return entries
 
 
-def _merge(left: Entry, right: Entry) -> Entry:
+def _merge_entries(first: Entry, second: Entry) -> Entry:
     """One key as two ranks saw it; a chunk or value that both stored is taken from the first."""
-    if isinstance(left, ValueEntry) and isinstance(right, ValueEntry) and left.path == right.path:
-        return left
+    if isinstance(first, ValueEntry) and isinstance(second, ValueEntry) and first.path == second.path:
+        return first
     if (
-        isinstance(left, TensorEntry)
-        and isinstance(right, TensorEntry)
-        and (left.dtype, left.shape, left.path) == (right.dtype, right.shape, right.path)
+        isinstance(first, TensorEntry)
+        and isinstance(second, TensorEntry)
+        and (first.dtype, first.shape, first.path) == (second.dtype, second.shape, second.path)
     ):
-        chunks = tuple({repr(chunk): chunk for chunk in (*left.chunks, *right.chunks)}.values())
-        return replace(left, chunks=chunks, items={**right.items, **left.items})
-    raise CheckpointError(f"{left.folder.path}: the ranks' metadata disagree about {left.key!r}")
+        chunks = tuple({repr(chunk): chunk for chunk in (*first.chunks, *second.chunks)}.values())
+        return replace(first, chunks=chunks, items={**second.items, **first.items})
+    raise CheckpointError(f"{first.folder.path}: the ranks' metadata disagree about {first.key!r}")
 
 
-def _read_key_path(path: Any, key: str, location: str) -> KeyPath:
+def _parse_key_path(path: Any, key: str, location: str) -> KeyPath:
     # The key is the path joined with dots, so each verifies the other.
     is_key_path = (
-        isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
+        isinstance(path, tuple) and path and all(type(part) is str or is_safe_index(part) for part in path)
     )
     if is_key_path and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
     raise CheckpointError(f"{location}: damaged, the path of {key!r} does not match it")
 
 
-def _read_items(
-    folder: Folder, stored: dict[Any, Any], location: str, checksums: ShardChecksums | None
-) -> dict[str, dict[str, Item]]:
+def _parse_item_locations(
+    folder: CheckpointFolder, storage_data: dict[Any, Any], location: str, checksums: ShardChecksums | None
+) -> dict[str, dict[str, ItemLocation]]:
     """Key -> `format_chunk_key` -> item.
 
     No two items may share a byte, but for tied tensors: the same item under two keys, in a file all of whose
     bytes have an item. A damaged position leaves some without.
     """
-    items: dict[str, dict[str, Item]] = {}
+    items: dict[str, dict[str, ItemLocation]] = {}
     spans: dict[str, list[tuple[int, int, str]]] = {}
-    for index, info in stored.items():
+    for index, info in storage_data.items():
         index_fields = require_attributes(index, "MetadataIndex", location)
         stored_at = require_attributes(info, "_StorageInfo", location)
         key, name = index_fields.get("fqn"), stored_at.get("relative_path")
@@ -229,7 +233,7 @@ def _read_items(
             raise CheckpointError(
                 f"{location}: {key!r} is compressed by a DCP extension; save again without it"
             )
-        file = folder.file(name)
+        file = folder.get_file(name)
         if offset + length > file.nbytes:
             raise CheckpointError(
                 f"{file.path}: truncated, {key!r} would end at byte {offset + length} of {file.nbytes}"
@@ -237,16 +241,18 @@ def _read_items(
         if chunk in items.setdefault(key, {}):
             raise CheckpointError(f"{location}: {key!r} is stored twice")
         checksum = checksums.get_item_checksum(name, offset, stored_at.get("checksum")) if checksums else None
-        items[key][chunk] = Item(name, offset, length, checksum)
+        items[key][chunk] = ItemLocation(name, offset, length, checksum)
         spans.setdefault(name, []).append((offset, offset + length, key))
     files: dict[object, list[tuple[int, int, str]]] = {}
-    for name, taken in spans.items():  # one file may have several names
-        file = folder.file(name)
-        files.setdefault(file.identity(), [(0, 0, ""), (file.nbytes, file.nbytes, "")]).extend(taken)
-    for taken in files.values():
-        taken.sort()
-        gap = any(stop < start for (_, stop, _), (start, _, _) in pairwise(taken))
-        for (first, stop, key), (start, end, other) in pairwise(taken):
+    for name, file_spans in spans.items():  # one file may have several names
+        file = folder.get_file(name)
+        files.setdefault(file.get_file_identity(), [(0, 0, ""), (file.nbytes, file.nbytes, "")]).extend(
+            file_spans
+        )
+    for file_spans in files.values():
+        file_spans.sort()
+        gap = any(stop < start for (_, stop, _), (start, _, _) in pairwise(file_spans))
+        for (first, stop, key), (start, end, other) in pairwise(file_spans):
             if start < stop and (gap or (first, stop) != (start, end)):
                 raise CheckpointError(f"{location}: damaged, {key!r} and {other!r} share bytes of a file")
     return items
@@ -258,13 +264,13 @@ class _TensorProperties(NamedTuple):
     chunks: tuple[Region, ...]
 
 
-def _read_tensor_properties(description: Instance, key: str, location: str) -> _TensorProperties:
+def _parse_tensor_properties(description: PickledInstance, key: str, location: str) -> _TensorProperties:
     """Parse the dtype, the shape and the chunks of one tensor."""
     fields = require_attributes(description, "TensorStorageMetadata", location)
     properties = fields.get("properties")
-    state = properties.state if isinstance(properties, Instance) else None
+    state = properties.state if isinstance(properties, PickledInstance) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    name = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else "?"
+    name = dtype.key.removeprefix("torch.") if isinstance(dtype, PickledGlobal) else "?"
     if name not in FROM_TORCH:
         raise CheckpointError(f"{location}: {key!r} has the element type {name}, which is not supported")
     chunk_name = f"a chunk of {key!r}"

@@ -8,8 +8,12 @@ from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.torch_save.optimizer import find_moment_shape
-from portable.converters.names.canonical import Path, Roles, find_plain_name, is_number
-from portable.converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
+from portable.converters.names.canonical import KeyRoles, StateDictPath, find_plain_name, is_parameter_index
+from portable.converters.names.index_keys import (
+    flatten_group_keys,
+    list_possible_parameters,
+    map_indices_to_names,
+)
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -18,8 +22,8 @@ if TYPE_CHECKING:
 State = dict[str, dict[str, Tensor | Scalar]]
 
 
-def build_optimizer(
-    roles: Roles,
+def build_optimizer_state(
+    roles: KeyRoles,
     tensors: Mapping[str, Tensor],
     read_state: Callable[[str, str], Tensor | Scalar | None],
     read_value: Callable[[str], Any],
@@ -40,34 +44,40 @@ def build_optimizer(
         CheckpointError: index-keyed state does not fit the model's parameters.
     """
     state: State = {}
-    for parameter, entries in roles.state.items():
+    for parameter, entries in roles.optimizer_state.items():
         name = find_plain_name(parameter, tensors)
         if name in state:
             raise CheckpointError(f"{location}: two optimizer states are called {name!r}")
-        read = {state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()}
-        state[name] = {state_name: value for state_name, value in read.items() if value is not None}
+        read_values = {
+            state_name: read_state(key, f"{name}.{state_name}") for state_name, key in entries.items()
+        }
+        state[name] = {state_name: value for state_name, value in read_values.items() if value is not None}
 
     def build_groups() -> ParamGroups:
-        return _build_groups({path: read_value(key) for path, key in roles.groups.items()}, tensors, location)
+        return _build_param_groups(
+            {path: read_value(key) for path, key in roles.param_groups.items()}, tensors, location
+        )
 
-    if not state or not all(is_number(name) and name not in tensors for name in state):
+    if not state or not all(is_parameter_index(name) and name not in tensors for name in state):
         return OptimizerState(state, build_groups)
-    listed = build_groups()
-    keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
-    check_listed(keys, state, f"{location}: the optimizer")
+    groups = build_groups()
+    keys = [group["params"] for group in groups] if groups else [sorted(state, key=int)]
+    flatten_group_keys(keys, state, f"{location}: the optimizer")
     shapes = {key: find_moment_shape(values) for key, values in state.items()}
-    candidates = list_candidates(order or list(tensors), tensors)
+    candidates = list_possible_parameters(order or list(tensors), tensors)
     names = map_indices_to_names(keys, shapes, candidates, f"{location}: the optimizer")
-    for group in listed:
+    for group in groups:
         group["params"] = [names[key] for key in group["params"]]
-    return OptimizerState({names[index]: value for index, value in state.items()}, listed)
+    return OptimizerState({names[index]: value for index, value in state.items()}, groups)
 
 
-def _build_groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], location: str) -> ParamGroups:
+def _build_param_groups(
+    values: Mapping[StateDictPath, Any], tensors: Mapping[str, Tensor], location: str
+) -> ParamGroups:
     """`param_groups` from one list, one item per value, or one item per parameter and value."""
-    whole = values.get(())
-    if whole is not None:
-        groups = to_json_value(whole)
+    complete_list = values.get(())
+    if complete_list is not None:
+        groups = to_json_value(complete_list)
     elif values and all(isinstance(path[0], int) for path in values):
         groups = []
         for path, value in sorted(values.items(), key=lambda item: [str(part).zfill(9) for part in item[0]]):
@@ -78,9 +88,9 @@ def _build_groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], loc
                 )
             while len(groups) <= index:
                 groups.append({})
-            _put(groups[index], path[1:], to_json_value(value))
+            _set_group_value(groups[index], path[1:], to_json_value(value))
     else:
-        groups = _merge_flat_groups(
+        groups = _group_flat_hyperparameters(
             {".".join(map(str, path)): to_json_value(value) for path, value in values.items()}
         )
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -93,7 +103,7 @@ def _build_groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], loc
     return groups
 
 
-def _put(group: dict[str, Any], path: Path, value: Any) -> None:
+def _set_group_value(group: dict[str, Any], path: StateDictPath, value: Any) -> None:
     """Set a value in a group; integer path components rebuild a flattened list."""
     if not path:
         group.update(value if isinstance(value, dict) else {})
@@ -107,7 +117,7 @@ def _put(group: dict[str, Any], path: Path, value: Any) -> None:
         items.append(value)
 
 
-def _merge_flat_groups(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _group_flat_hyperparameters(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Groups from torch's flattened `<parameter>.<hyperparameter>`: equal values make one group."""
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():

@@ -25,11 +25,11 @@ import numpy as np
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.dcp.checksums import CHECKSUMS, Region, list_metadata_files
 from portable.converters.formats.dcp.metadata import (
-    Item,
+    ItemLocation,
     TensorEntry,
     ValueEntry,
     format_chunk_key,
-    read_metadata,
+    read_folder_metadata,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from portable.converters.formats.dcp.metadata import Entry
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
 
 BuildOnce = Callable[[str, Callable[[Path], None]], "Path | None"]
 """Function that writes a file in one process of each node.
@@ -59,14 +59,14 @@ class PieceIndex:
         path: Path of the index.
 
     Attributes:
-        entries: All keys of the state dict. The tensors have no pieces; see `find_entry`.
+        entries: All keys of the state dict. The tensors have no pieces; see `get_entry_for_region`.
     """
 
-    def __init__(self, folder: Folder, path: Path) -> None:
+    def __init__(self, folder: CheckpointFolder, path: Path) -> None:
         with path.open("rb") as file:
             nbytes = int.from_bytes(file.read(8), "little")
             description = json.loads(file.read(nbytes))
-            start = _align(file.tell())
+            start = _round_up_to_alignment(file.tell())
             has_rows = file.seek(0, 2) > start
         empty = np.zeros(0, np.int64)
         # A plain array, because slices of np.memmap are slow.
@@ -74,18 +74,18 @@ class PieceIndex:
             np.asarray(np.memmap(path, np.int64, "r", start)) if has_rows else empty
         )
         self._files: list[str] = description["files"]
-        self._positions: dict[str, tuple[int, int]] = {}
+        self._row_positions: dict[str, tuple[int, int]] = {}
         self.entries: dict[str, Entry] = {}
         for key, stored_path, dtype, shape, position, count in description["keys"]:
             key_path = None if stored_path is None else tuple(stored_path)
             if dtype is None:
                 (row,) = self._numbers[position : position + _FACTS].reshape(1, _FACTS).tolist()
-                self.entries[key] = ValueEntry(folder, key, key_path, self._to_item(row))
+                self.entries[key] = ValueEntry(folder, key, key_path, self._to_item_location(row))
             else:
                 self.entries[key] = TensorEntry(folder, key, key_path, dtype, tuple(shape), (), {})
-                self._positions[key] = position, count
+                self._row_positions[key] = position, count
 
-    def find_entry(self, key: str, region: Region) -> TensorEntry:
+    def get_entry_for_region(self, key: str, region: Region) -> TensorEntry:
         """Return a tensor with the pieces that may overlap with a region.
 
         Args:
@@ -94,27 +94,27 @@ class PieceIndex:
         """
         entry = self.entries[key]
         assert isinstance(entry, TensorEntry)
-        dims, (position, count) = len(entry.shape), self._positions[key]
+        dims, (position, count) = len(entry.shape), self._row_positions[key]
         width = 2 * dims + _FACTS
         rows = self._numbers[position : position + count * width].reshape(count, width)
         for axis, (start, size) in enumerate(zip(*region, strict=True)):
             starts = rows[:, axis]
             rows = rows[(starts < start + size) & (starts + rows[:, dims + axis] > start)]
         chunks: list[Region] = []
-        items: dict[str, Item] = {}
+        items: dict[str, ItemLocation] = {}
         for row in rows.tolist():
             offsets, sizes, facts = tuple(row[:dims]), tuple(row[dims : 2 * dims]), row[2 * dims :]
             chunks.append(Region(offsets, sizes))
             if facts[0] >= 0:
-                items[format_chunk_key(offsets)] = self._to_item(facts)
+                items[format_chunk_key(offsets)] = self._to_item_location(facts)
         return replace(entry, chunks=tuple(chunks), items=items)
 
-    def _to_item(self, facts: list[int]) -> Item:
+    def _to_item_location(self, facts: list[int]) -> ItemLocation:
         file, offset, length, checksum = facts
-        return Item(self._files[file], offset, length, None if checksum < 0 else checksum)
+        return ItemLocation(self._files[file], offset, length, None if checksum < 0 else checksum)
 
 
-def write_index(entries: Mapping[str, Entry], path: Path) -> None:
+def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
     """Write the index of a DCP folder.
 
     Args:
@@ -130,7 +130,7 @@ def write_index(entries: Mapping[str, Entry], path: Path) -> None:
     blocks: list[npt.NDArray[np.int64]] = []
     position = 0
 
-    def describe(item: Item | None) -> tuple[int, ...]:
+    def encode_item(item: ItemLocation | None) -> tuple[int, ...]:
         if item is None:
             return -1, 0, 0, -1
         checksum = -1 if item.checksum is None else item.checksum
@@ -141,7 +141,7 @@ def write_index(entries: Mapping[str, Entry], path: Path) -> None:
     for key, entry in entries.items():
         if isinstance(entry, TensorEntry):
             rows = [
-                (*offsets, *sizes, *describe(entry.items.get(format_chunk_key(offsets))))
+                (*offsets, *sizes, *encode_item(entry.items.get(format_chunk_key(offsets))))
                 for offsets, sizes in entry.chunks
                 if len(offsets) == len(sizes) == len(entry.shape)
             ]
@@ -151,19 +151,19 @@ def write_index(entries: Mapping[str, Entry], path: Path) -> None:
                 )
             keys.append((key, entry.path, entry.dtype, entry.shape, position, len(rows)))
         else:
-            rows = [describe(entry.item)]
+            rows = [encode_item(entry.item)]
             keys.append((key, entry.path, None, (), position, 1))
         blocks.append(np.array(rows, np.int64).reshape(-1))  # every number is a size below 2**63
         position += len(blocks[-1])
     description = json.dumps({"files": list(files), "keys": keys}, separators=(",", ":")).encode()
     with path.open("wb") as file:
         file.write(len(description).to_bytes(8, "little") + description)
-        file.write(bytes(_align(file.tell()) - file.tell()))
+        file.write(bytes(_round_up_to_alignment(file.tell()) - file.tell()))
         for block in blocks:
             file.write(block.data)
 
 
-def open_index(folder: Folder, build_once: BuildOnce) -> PieceIndex | None:
+def open_piece_index(folder: CheckpointFolder, build_once: BuildOnce) -> PieceIndex | None:
     """Open the index of a DCP folder, for which one process of each node reads `.metadata`.
 
     Args:
@@ -176,7 +176,9 @@ def open_index(folder: Folder, build_once: BuildOnce) -> PieceIndex | None:
     Raises:
         CheckpointError: If the metadata is damaged.
     """
-    path = build_once(_describe_version(folder), lambda path: write_index(read_metadata(folder), path))
+    path = build_once(
+        _describe_metadata_files(folder), lambda path: write_piece_index(read_folder_metadata(folder), path)
+    )
     if path is None:
         return None
     try:
@@ -185,7 +187,7 @@ def open_index(folder: Folder, build_once: BuildOnce) -> PieceIndex | None:
         return None
 
 
-def _describe_version(folder: Folder) -> str:
+def _describe_metadata_files(folder: CheckpointFolder) -> str:
     """Describe which metadata a folder has, so that a changed folder gets another index."""
     facts: list[object] = [str(folder.path)]
     for name in (*list_metadata_files(folder.path), CHECKSUMS):
@@ -196,9 +198,9 @@ def _describe_version(folder: Folder) -> str:
             status = path.stat()
             facts.append((name, status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino))
         else:
-            facts.append((name, path.look_up()))
+            facts.append((name, path.fetch_status()))
     return repr(facts)
 
 
-def _align(position: int) -> int:
+def _round_up_to_alignment(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -15,25 +15,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint, Scalar
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
-from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
-from portable.converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, list_metadata_files
+from portable.converters.formats.dcp.checksums import CHECKSUMS, has_metadata_name, list_metadata_files
 from portable.converters.formats.dcp.metadata import (
     Dims,
     Entry,
-    Item,
+    ItemLocation,
     TensorEntry,
     format_chunk_key,
-    read_metadata,
+    read_folder_metadata,
 )
-from portable.converters.formats.dcp.tables import ShardedTensor, ShardTables, open_tables
-from portable.converters.names.canonical import assign_roles, split_flat_keys, strip_prefixes
-from portable.converters.storage.byte_sources import Memory
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import names_in
-from portable.converters.storage.safe_open import child, mentions
+from portable.converters.formats.dcp.tables import ShardTables, TableBackedTensor, open_shard_tables
+from portable.converters.names.canonical import (
+    classify_state_dict_keys,
+    infer_key_paths,
+    strip_common_prefixes,
+)
+from portable.converters.storage.byte_sources import InMemorySource
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_entry_names
+from portable.converters.storage.safe_open import get_child_inside, header_contains
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View
 
@@ -42,34 +46,36 @@ if TYPE_CHECKING:
 
     from portable.converters.checkpoint import Aliases, OptimizerState
     from portable.converters.formats.dcp.piece_index import BuildOnce
-    from portable.converters.names.canonical import Path as KeyPath
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.names.canonical import StateDictPath as KeyPath
+    from portable.converters.storage.path_or_url import AnyPath
 
 # Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
-MEGATRONS = "common.pt"
+MEGATRON_COMMON_FILE = "common.pt"
 """Beside the shards of Megatron-Core, which has a format of its own."""
 
 
-def _find_folders(path: Place) -> list[Place]:
+def _find_dcp_folders(path: AnyPath) -> list[AnyPath]:
     """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
     if list_metadata_files(path):
-        return [] if is_megatrons(path) else [path]
+        return [] if is_megatron_folder(path) else [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
     if not list_metadata_files(pair[0]):
         return []
-    return [child(path, folder.name) for folder in pair if list_metadata_files(folder)]
+    return [get_child_inside(path, folder.name) for folder in pair if list_metadata_files(folder)]
 
 
-def is_megatrons(folder: Place) -> bool:
+def is_megatron_folder(folder: AnyPath) -> bool:
     """Whether the DCP shards in a folder are Megatron-Core's."""
-    return (folder / MEGATRONS).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
+    return (folder / MEGATRON_COMMON_FILE).is_file() or header_contains(
+        folder / "metadata.json", b'"torch_dist"'
+    )
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
     path = source.path
-    if path.is_file() and (path.name.endswith(".distcp") or is_metadata_file(path)):
+    if path.is_file() and (path.name.endswith(".distcp") or has_metadata_name(path)):
         return f"{path}: one file of a DCP checkpoint; give its folder"
     for folder in (path, path / f"{_MODEL_FOLDER}0"):
         if folder.is_dir() and any(entry.name.endswith(".distcp") for entry in folder.iterdir()):
@@ -77,15 +83,15 @@ def _explain_incomplete(source: CheckpointPath) -> str | None:
     return None
 
 
-def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
+def _open_dcp_checkpoint(source: CheckpointPath, folders: Sequence[AnyPath]) -> Checkpoint:
     location = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{location}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
     builders: dict[str, Callable[[TensorEntry, str], Tensor]] = {}
     for path in folders:
-        of_folder, builder = _read_entries(path, source.rank, source.build_once)
-        for key, entry in of_folder.items():
+        folder_entries, builder = _open_folder_entries(path, source.rank, source.build_once)
+        for key, entry in folder_entries.items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
             builders[key] = builder
@@ -93,31 +99,33 @@ def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
     def build_tensor(entry: TensorEntry, name: str) -> Tensor:
         return builders[entry.key](entry, name)
 
-    nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
-    paths = nested if len(nested) == len(entries) else split_flat_keys(entries, location=location)
+    recorded_paths = {key: entry.path for key, entry in entries.items() if entry.path is not None}
+    paths = (
+        recorded_paths if len(recorded_paths) == len(entries) else infer_key_paths(entries, location=location)
+    )
     tensor_entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
-    roles = assign_roles(paths, frozenset(tensor_entries), location=location)
+    roles = classify_state_dict_keys(paths, frozenset(tensor_entries), location=location)
     stored = {name: build_tensor(tensor_entries[key], name) for name, key in roles.model.items()}
-    tensors = strip_prefixes(stored, location=location)
+    tensors = strip_common_prefixes(stored, location=location)
 
     def open_optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
-        from portable.converters.formats.dcp.optimizer import build_optimizer
-        from portable.converters.formats.torch_save.reader import drop_aliases
+        from portable.converters.formats.dcp.optimizer import build_optimizer_state
+        from portable.converters.formats.torch_save.reader import deduplicate_tied_names
 
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(
-                f"{location}: holds several optimizers, {', '.join(map(format_value, names[:8]))}"
+                f"{location}: holds several optimizers, {', '.join(map(format_untrusted_value, names[:8]))}"
             )
-        return build_optimizer(
+        return build_optimizer_state(
             roles,
             tensors,
-            lambda key, name: _read_state(entries[key], name, build_tensor),
-            lambda key: _read_value(entries[key], build_tensor),
+            lambda key, name: _read_optimizer_state(entries[key], name, build_tensor),
+            lambda key: _read_entry_value(entries[key], build_tensor),
             location=location,
-            order=drop_aliases(tensors, aliases),
+            order=deduplicate_tied_names(tensors, aliases),
         )
 
     return Checkpoint(
@@ -125,20 +133,20 @@ def _open(source: CheckpointPath, folders: Sequence[Place]) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=open_optimizer,
-        metadata={**_build_metadata(folders), **read_trainer_metadata(source.path)},
+        metadata={**_build_world_size_metadata(folders), **read_trainer_metadata(source.path)},
         companions=find_companions(source.path),
-        counters=lambda: _read_counters(roles.other, paths, entries, build_tensor),
+        counters=lambda: _read_training_counters(roles.other, paths, entries, build_tensor),
     )
 
 
-def read_tensors(folder: Place, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
+def open_tensors(folder: AnyPath, build_once: BuildOnce | None = None) -> dict[str, Tensor]:
     """Return every tensor of one DCP folder, under its full key.
 
     Args:
         folder: The folder.
         build_once: Function that writes a file in one process of each node; see `open_checkpoint`.
     """
-    entries, build_tensor = _read_entries(folder, None, build_once)
+    entries, build_tensor = _open_folder_entries(folder, None, build_once)
     return {key: build_tensor(entry, key) for key, entry in entries.items() if isinstance(entry, TensorEntry)}
 
 
@@ -154,24 +162,26 @@ class _FolderEntries(NamedTuple):
     build_tensor: Callable[[TensorEntry, str], Tensor]
 
 
-def _read_entries(path: Place, rank: tuple[int, int] | None, build_once: BuildOnce | None) -> _FolderEntries:
+def _open_folder_entries(
+    path: AnyPath, rank: tuple[int, int] | None, build_once: BuildOnce | None
+) -> _FolderEntries:
     """Read the keys of one DCP folder."""
-    folder = Folder(path)
+    folder = CheckpointFolder(path)
     if rank is not None or build_once is not None:
-        tables = open_tables(folder, rank, build_once)
+        tables = open_shard_tables(folder, rank, build_once)
         if tables is not None:
-            return _FolderEntries(tables.entries, partial(_build_sharded_tensor, tables))
-    return _FolderEntries(read_metadata(folder), _build_tensor)
+            return _FolderEntries(tables.entries, partial(_build_table_backed_tensor, tables))
+    return _FolderEntries(read_folder_metadata(folder), _build_tensor_of_pieces)
 
 
-def _build_metadata(folders: Sequence[Place]) -> dict[str, Any]:
+def _build_world_size_metadata(folders: Sequence[AnyPath]) -> dict[str, Any]:
     """The number of writers."""
-    names = [name for folder in folders for name in names_in(folder)]
+    names = [name for folder in folders for name in list_entry_names(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
     return {"world_size": len(ranks)} if ranks else {}
 
 
-def _read_counters(
+def _read_training_counters(
     keys: list[str],
     paths: Mapping[str, KeyPath],
     entries: Mapping[str, Entry],
@@ -182,20 +192,20 @@ def _read_counters(
     for key in keys:
         entry = entries[key]
         if paths[key][0] in _COUNTED and (not isinstance(entry, TensorEntry) or entry.shape == ()):
-            value = _read_value(entry, build_tensor)
+            value = _read_entry_value(entry, build_tensor)
             if isinstance(value, (int, float)):
                 counters[".".join(map(str, paths[key]))] = value
     return counters
 
 
-def _build_tensor(entry: TensorEntry, name: str) -> Tensor:
+def _build_tensor_of_pieces(entry: TensorEntry, name: str) -> Tensor:
     """The tensor of one key; its chunks are located at their first read."""
-    boxes = build_boxes(entry)
-    with prefix_errors(entry.folder.path):
+    boxes = build_piece_boxes(entry)
+    with prefix_checkpoint_errors(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
-def build_boxes(entry: TensorEntry) -> list[Box]:
+def build_piece_boxes(entry: TensorEntry) -> list[Box]:
     """Build the boxes of the pieces of one key, which are located at their first read."""
     boxes = []
     for offsets, sizes in entry.chunks:
@@ -204,69 +214,72 @@ def build_boxes(entry: TensorEntry) -> list[Box]:
             if prod(entry.shape):
                 continue  # an empty shard, stored or not
             if item is not None:
-                _locate(entry, item, sizes)  # never read later, so check it now
-            boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
+                _open_piece(entry, item, sizes)  # never read later, so check it now
+            boxes.append(Box(offsets, sizes, View(InMemorySource(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
             raise CheckpointError(f"{entry.folder.path}: {entry.key!r} at {list(offsets)} is not stored")
         if item.length < prod(sizes) * get_itemsize(entry.dtype):
-            open_item(entry, item).load()  # a tensor's subclass (torchao) says so itself
+            open_item_archive(entry, item).load_object()  # a tensor's subclass (torchao) says so itself
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
-        boxes.append(Box(offsets, sizes, partial(_locate, entry, item, sizes)))
+        boxes.append(Box(offsets, sizes, partial(_open_piece, entry, item, sizes)))
     return boxes
 
 
-def _build_sharded_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
+def _build_table_backed_tensor(tables: ShardTables, entry: TensorEntry, name: str) -> Tensor:
     """Build the tensor of one key whose pieces are looked up in the tables when they are read."""
-    with prefix_errors(entry.folder.path):
-        return ShardedTensor(
-            name, entry.dtype, entry.shape, partial(tables.find_boxes, entry.key, build_boxes)
+    with prefix_checkpoint_errors(entry.folder.path):
+        return TableBackedTensor(
+            name,
+            entry.dtype,
+            entry.shape,
+            partial(tables.find_overlapping_boxes, entry.key, build_piece_boxes),
         )
 
 
-def _locate(entry: TensorEntry, item: Item, sizes: Dims) -> View:
+def _open_piece(entry: TensorEntry, item: ItemLocation, sizes: Dims) -> View:
     """One chunk in its `.distcp` file, checked against `.metadata`."""
-    archive = open_item(entry, item)
-    stored = archive.load()
+    archive = open_item_archive(entry, item)
+    stored = archive.load_object()
     if not isinstance(stored, StoredTensor):
-        raise CheckpointError(f"{archive.where}: not a plain tensor")
+        raise CheckpointError(f"{archive.location}: not a plain tensor")
     if stored.dtype != entry.dtype or stored.shape != sizes:
         raise CheckpointError(
-            f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
+            f"{archive.location}: is {stored.dtype} {list(stored.shape)}, "
             f".metadata says {entry.dtype} {list(sizes)}"
         )
     return stored.to_view()
 
 
-def open_item(entry: Entry, item: Item) -> TorchZip:
+def open_item_archive(entry: Entry, item: ItemLocation) -> TorchZip:
     """The zip of one item; CheckpointError where it is damaged or fails its recorded checksum."""
-    file = entry.folder.file(item.file)
+    file = entry.folder.get_file(item.file)
     archive = TorchZip(file, item.offset, item.length, description=f"item {entry.key!r}")
     if item.checksum is not None and archive.checksum != item.checksum:
-        raise CheckpointError(f"{archive.where}: damaged, or from another save ({CHECKSUMS})")
+        raise CheckpointError(f"{archive.location}: damaged, or from another save ({CHECKSUMS})")
     return archive
 
 
-def _read_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
+def _read_entry_value(entry: Entry, build_tensor: Callable[[TensorEntry, str], Tensor]) -> Any:
     """The value of one key: numbers for a tensor, else the plain pickled value."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, entry.key).tolist()
-    return open_item(entry, entry.item).load()
+    return open_item_archive(entry, entry.item).load_object()
 
 
-def _read_state(
+def _read_optimizer_state(
     entry: Entry, name: str, build_tensor: Callable[[TensorEntry, str], Tensor]
 ) -> Tensor | Scalar | None:
     """One optimizer state: a tensor, a number, or None for anything else."""
     if isinstance(entry, TensorEntry):
         return build_tensor(entry, name)
-    value = _read_value(entry, build_tensor)
+    value = _read_entry_value(entry, build_tensor)
     return value if isinstance(value, (int, float)) else None
 
 
 FORMAT = Format(
     "dcp",
-    lambda source: _find_folders(source.path) or None,
-    _open,
+    lambda source: _find_dcp_folders(source.path) or None,
+    _open_dcp_checkpoint,
     _explain_incomplete,
 )

@@ -16,11 +16,11 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.dcp.checksums import Region, read_checksums
+from portable.converters.formats.dcp.checksums import Region, read_shard_checksums
 from portable.converters.formats.dcp.metadata import TensorEntry, read_metadata_file
-from portable.converters.formats.dcp.piece_index import PieceIndex, open_index
+from portable.converters.formats.dcp.piece_index import PieceIndex, open_piece_index
 from portable.converters.tensors.tensor import Box, Tensor, check_shape
-from portable.converters.tensors.tiling import check_boxes_tile
+from portable.converters.tensors.tiling import check_boxes_cover_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from portable.converters.formats.dcp.checksums import ShardChecksums
     from portable.converters.formats.dcp.metadata import Dims, Entry
     from portable.converters.formats.dcp.piece_index import BuildOnce
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
 
-_WHOLE = ".metadata"
+_COMPLETE_TABLE = ".metadata"
 
 
 class ShardTables:
@@ -39,7 +39,7 @@ class ShardTables:
     Args:
         folder: Folder of the checkpoint.
         checksums: Its `shard_checksums.json`, which lists the tables. None if it has none.
-        first: The table to begin with, and its name.
+        first_table: The table to begin with, and its name.
         build_once: Function that writes a file in one process of each node, for the index of `.metadata`.
 
     Attributes:
@@ -48,20 +48,20 @@ class ShardTables:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: CheckpointFolder,
         checksums: ShardChecksums | None,
-        first: tuple[str, dict[str, Entry] | PieceIndex],
+        first_table: tuple[str, dict[str, Entry] | PieceIndex],
         build_once: BuildOnce | None = None,
     ) -> None:
         self._folder = folder
         self._checksums = checksums
         self._build_once = build_once
         self._lock = RLock()
-        name, table = first
+        name, table = first_table
         self.entries = table.entries if isinstance(table, PieceIndex) else table
-        self._read: dict[str, dict[str, Entry] | PieceIndex] = {name: table}
+        self._tables_read: dict[str, dict[str, Entry] | PieceIndex] = {name: table}
 
-    def find_boxes(
+    def find_overlapping_boxes(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region | None
     ) -> list[Box]:
         """Find the pieces of a tensor that overlap with a region, and read the tables that list them.
@@ -81,21 +81,27 @@ class ShardTables:
         assert isinstance(entry, TensorEntry)
         region = region or Region((0,) * len(entry.shape), entry.shape)
         with self._lock:
-            boxes = self._collect(key, build_boxes, region)
-            if sum(prod(clipped.sizes) for clipped in _clip_boxes(boxes, region)) < prod(region.sizes):
-                self._read_tables(entry.shape, region)
-                boxes = self._collect(key, build_boxes, region)
-        check_boxes_tile(f"{self._folder.path}: {key}", region.sizes, _clip_boxes(boxes, region))
+            boxes = self._build_boxes_from_read_tables(key, build_boxes, region)
+            if sum(prod(clipped.sizes) for clipped in _clip_boxes_to_region(boxes, region)) < prod(
+                region.sizes
+            ):
+                self._read_tables_for_region(entry.shape, region)
+                boxes = self._build_boxes_from_read_tables(key, build_boxes, region)
+        check_boxes_cover_once(
+            f"{self._folder.path}: {key}", region.sizes, _clip_boxes_to_region(boxes, region)
+        )
         return boxes
 
-    def _collect(
+    def _build_boxes_from_read_tables(
         self, key: str, build_boxes: Callable[[TensorEntry], list[Box]], region: Region
     ) -> list[Box]:
         """Build the boxes of the pieces in the tables read so far."""
         boxes: dict[str, Box] = {}
-        for table in self._read.values():
-            entry = table.find_entry(key, region) if isinstance(table, PieceIndex) else table.get(key)
-            if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _get_type(
+        for table in self._tables_read.values():
+            entry = (
+                table.get_entry_for_region(key, region) if isinstance(table, PieceIndex) else table.get(key)
+            )
+            if not isinstance(entry, TensorEntry) or (entry.dtype, entry.shape) != _get_dtype_and_shape(
                 self.entries[key]
             ):
                 raise CheckpointError(f"{self._folder.path}: the ranks' metadata disagree about {key!r}")
@@ -103,33 +109,35 @@ class ShardTables:
                 # As text, because numbers can be chosen to collide.
                 boxes.setdefault(repr((box.offsets, box.sizes)), box)
         return [
-            box for box in boxes.values() if _find_overlap(Region(box.offsets, box.sizes), region) is not None
+            box
+            for box in boxes.values()
+            if _intersect_regions(Region(box.offsets, box.sizes), region) is not None
         ]
 
-    def _read_tables(self, shape: Dims, region: Region) -> None:
+    def _read_tables_for_region(self, shape: Dims, region: Region) -> None:
         """Read the tables whose box for the shape overlaps with a region, or `.metadata` if it is smaller."""
-        if _WHOLE in self._read or self._checksums is None:
+        if _COMPLETE_TABLE in self._tables_read or self._checksums is None:
             return
-        name_of_shape = "x".join(map(str, shape))
+        shape_key = "x".join(map(str, shape))
         names = [
             name
             for name, boxes in self._checksums.boxes.items()
-            if name not in self._read
-            and name_of_shape in boxes
-            and _find_overlap(boxes[name_of_shape], region) is not None
+            if name not in self._tables_read
+            and shape_key in boxes
+            and _intersect_regions(boxes[shape_key], region) is not None
         ]
-        sizes = self._checksums.sizes
-        if sum(sizes[name] for name in (*self._read, *names)) > sizes[_WHOLE]:
-            index = None if self._build_once is None else open_index(self._folder, self._build_once)
+        table_sizes = self._checksums.metadata_sizes
+        if sum(table_sizes[name] for name in (*self._tables_read, *names)) > table_sizes[_COMPLETE_TABLE]:
+            index = None if self._build_once is None else open_piece_index(self._folder, self._build_once)
             if index is not None:
-                self._read[_WHOLE] = index
+                self._tables_read[_COMPLETE_TABLE] = index
                 return
-            names = [_WHOLE]
+            names = [_COMPLETE_TABLE]
         for name in names:
-            self._read[name] = read_metadata_file(self._folder, name, self._checksums)
+            self._tables_read[name] = read_metadata_file(self._folder, name, self._checksums)
 
 
-class ShardedTensor(Tensor):
+class TableBackedTensor(Tensor):
     """Tensor whose boxes are looked up when they are read.
 
     Args:
@@ -139,7 +147,7 @@ class ShardedTensor(Tensor):
         find_boxes: Function that returns the boxes that overlap with a region, or with None all boxes.
     """
 
-    __slots__ = ("_find_boxes", "_located")
+    __slots__ = ("_find_boxes", "_last_lookup")
 
     def __init__(
         self, name: str, dtype: str, shape: Sequence[int], find_boxes: Callable[[Region | None], list[Box]]
@@ -147,7 +155,7 @@ class ShardedTensor(Tensor):
         self._set_fields(name, dtype, check_shape(name, dtype, shape), ())
         self._boxes = None
         self._find_boxes = find_boxes
-        self._located: tuple[Region, list[Box]] | None = None
+        self._last_lookup: tuple[Region, list[Box]] | None = None
 
     @property
     def boxes(self) -> Sequence[Box]:
@@ -167,19 +175,19 @@ class ShardedTensor(Tensor):
         if self._boxes is not None or not starts:
             return super().find_overlapping_boxes(starts, sizes)
         # A slice is read in several regions if it is larger than a buffer.
-        if self._located is None or self._located[0] != (starts, sizes):
+        if self._last_lookup is None or self._last_lookup[0] != (starts, sizes):
             region = Region(starts, sizes)
-            self._located = region, self._find_boxes(region)
-        return self._located[1]
+            self._last_lookup = region, self._find_boxes(region)
+        return self._last_lookup[1]
 
     def release(self) -> None:
         """Release the data cached by previous reads. The tensor can still be read afterward."""
-        for box in (*(self._boxes or ()), *(self._located[1] if self._located else ())):
+        for box in (*(self._boxes or ()), *(self._last_lookup[1] if self._last_lookup else ())):
             box.release()
 
 
-def open_tables(
-    folder: Folder, rank: tuple[int, int] | None, build_once: BuildOnce | None
+def open_shard_tables(
+    folder: CheckpointFolder, rank: tuple[int, int] | None, build_once: BuildOnce | None
 ) -> ShardTables | None:
     """Open the tables of a checkpoint for one rank, or the index that one rank of each node writes.
 
@@ -195,21 +203,21 @@ def open_tables(
     Raises:
         CheckpointError: If the first table, or `.metadata`, is missing or damaged.
     """
-    checksums = read_checksums(folder)
+    checksums = read_shard_checksums(folder)
     names = [] if checksums is None else sorted(checksums.boxes, key=lambda name: (len(name), name))
     if rank is not None and names and (rank[1] > 1 or len(names) == 1):
         name = names[rank[0] * len(names) // rank[1]]
         first = name, read_metadata_file(folder, name, checksums)
         return ShardTables(folder, checksums, first, build_once)
-    index = None if build_once is None else open_index(folder, build_once)
-    return None if index is None else ShardTables(folder, checksums, (_WHOLE, index))
+    index = None if build_once is None else open_piece_index(folder, build_once)
+    return None if index is None else ShardTables(folder, checksums, (_COMPLETE_TABLE, index))
 
 
-def _get_type(entry: Entry) -> tuple[str, Dims] | None:
+def _get_dtype_and_shape(entry: Entry) -> tuple[str, Dims] | None:
     return (entry.dtype, entry.shape) if isinstance(entry, TensorEntry) else None
 
 
-def _find_overlap(box: Region, region: Region) -> Region | None:
+def _intersect_regions(box: Region, region: Region) -> Region | None:
     """Return the common part of a box and a region, relative to the region; None if there is none."""
     if len(box.offsets) != len(region.offsets):
         return None
@@ -223,6 +231,6 @@ def _find_overlap(box: Region, region: Region) -> Region | None:
     return Region(tuple(lows), tuple(sizes))
 
 
-def _clip_boxes(boxes: Sequence[Box], region: Region) -> list[Region]:
-    clipped = (_find_overlap(Region(box.offsets, box.sizes), region) for box in boxes)
+def _clip_boxes_to_region(boxes: Sequence[Box], region: Region) -> list[Region]:
+    clipped = (_intersect_regions(Region(box.offsets, box.sizes), region) for box in boxes)
     return [overlap for overlap in clipped if overlap is not None]

@@ -13,130 +13,143 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
-from portable.converters.storage.byte_sources import FileSpan, Slice
+from portable.converters.storage.byte_sources import FileSpan, SourceSlice
 from portable.converters.tensors.casting import round_to_dtype
 from portable.converters.tensors.dtypes import get_itemsize, to_numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from portable.converters.formats.deepspeed.flat_layout import EqualSlices, Flat, FlatPiece, ParameterShare
-    from portable.converters.storage.byte_sources import Source
+    from portable.converters.formats.deepspeed.flat_layout import (
+        Flat,
+        FlatPiece,
+        GroupOnRanks,
+        Stage12GroupLayout,
+    )
+    from portable.converters.storage.byte_sources import ByteSource
     from portable.converters.tensors.tensor import Array, Tensor
 
 # Elements at the start, in the middle and at the end of each tensor, about.
-_SAMPLE = 4096
+_SAMPLE_ELEMENTS = 4096
 # Sampled from each rank: about this many parameters, and elements of each.
-_FRAGMENTS = 16
-_ELEMENTS = 64
+_MAX_FRAGMENTS = 16
+_MAX_ELEMENTS = 64
 
 
-def check_copies(copies: Sequence[Tensor], location: str, why: str = "files of two runs or steps") -> None:
+def check_equal_copies(
+    copies: Sequence[Tensor], location: str, cause: str = "files of two runs or steps"
+) -> None:
     """CheckpointError, with a reason, if the ranks' copies of one tensor differ."""
     first, *others = copies
-    sample = [part.tobytes() for part in _sample(first)]
+    sample = [part.tobytes() for part in _read_sample_rows(first)]
     for other in others:
-        alike = (other.shape, other.dtype) == (first.shape, first.dtype)
-        if not alike or [part.tobytes() for part in _sample(other)] != sample:
-            raise CheckpointError(f"{location}: the ranks' copies of it differ; {why}")
+        has_same_type = (other.shape, other.dtype) == (first.shape, first.dtype)
+        if not has_same_type or [part.tobytes() for part in _read_sample_rows(other)] != sample:
+            raise CheckpointError(f"{location}: the ranks' copies of it differ; {cause}")
 
 
-def rounds_to_copy(master: Tensor, copy: Tensor) -> bool:
+def has_equal_rounded_sample(master: Tensor, copy: Tensor) -> bool:
     """Whether a master, rounded to the dtype of its copy of the same shape, equals it; NaN equals NaN."""
-    for ours, theirs in zip(_sample(master), _sample(copy), strict=True):
+    for ours, theirs in zip(_read_sample_rows(master), _read_sample_rows(copy), strict=True):
         cast = round_to_dtype(ours, copy.dtype)
         if not np.all((cast == theirs) | ((cast != cast) & (theirs != theirs))):
             return False
     return True
 
 
-def _sample(tensor: Tensor) -> list[Array]:
+def _read_sample_rows(tensor: Tensor) -> list[Array]:
     if not tensor.shape:
         return [tensor.read()]
     rows = tensor.shape[0]
-    count = max(1, _SAMPLE * rows // max(1, tensor.numel))
+    count = max(1, _SAMPLE_ELEMENTS * rows // max(1, tensor.numel))
     starts = sorted({0, max(0, rows // 2 - count // 2), max(0, rows - count)})
     return [tensor.read(slice(start, start + count)) for start in starts]
 
 
-def check_against_module(
-    layout: EqualSlices,
-    share: ParameterShare,
+def compare_with_module_weights(
+    layout: Stage12GroupLayout,
+    share: GroupOnRanks,
     flat: Flat,
-    weights: Mapping[str, Any],
+    module_weights: Mapping[str, Any],
     location: str,
     *,
-    elsewhere: Collection[str] = (),
+    optional_names: Collection[str] = (),
     zenflow: bool = False,
-    ranks: Sequence[int] | None = None,
+    sampled_ranks: Sequence[int] | None = None,
 ) -> int:
     """Compare shapes and a sample of values; returns how many were compared.
 
     Args:
-        weights: the pickled weights, by their names in the whole model.
-        elsewhere: names that may be missing in `weights`.
+        module_weights: the pickled weights, by their names in the whole model.
+        optional_names: names that may be missing in `module_weights`.
         zenflow: masters are newer than the weights, so values are not compared.
-        ranks: positions of the ranks whose slices are compared; None for all.
+        sampled_ranks: positions of the ranks whose slices are compared; None for all.
 
     Raises:
         CheckpointError: shape, position in the flat buffer or values differ.
     """
     stored: dict[str, StoredTensor] = {}
     for name, shape in layout.shapes.items():
-        whole = share.names[name]
-        value = weights.get(whole)
-        if value is None and whole in elsewhere:
+        complete_name = share.complete_names[name]
+        value = module_weights.get(complete_name)
+        if value is None and complete_name in optional_names:
             continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
             raise CheckpointError(
-                f"{location}: {whole!r} is missing or not of the recorded shape {list(shape)}"
+                f"{location}: {complete_name!r} is missing or not of the recorded shape {list(shape)}"
             )
         stored[name] = value
-    _check_positions(layout, stored, location)
+    _check_buffer_positions(layout, stored, location)
     if zenflow:
         return 0
     compared = 0
-    for rank in range(layout.world) if ranks is None else ranks:
-        fragments = [fragment for fragment in layout.find_fragments(rank).items() if fragment[0] in stored]
-        every = max(1, len(fragments) // _FRAGMENTS)
-        for name, (start, count) in fragments[::every]:
-            within = rank * layout.slice + start - layout.starts[name]
-            same = rounds_to(flat[rank], start, stored[name], count, within)
+    for rank in range(layout.world_size) if sampled_ranks is None else sampled_ranks:
+        fragments = [fragment for fragment in layout.compute_fragments(rank).items() if fragment[0] in stored]
+        stride = max(1, len(fragments) // _MAX_FRAGMENTS)
+        for name, (start, count) in fragments[::stride]:
+            weight_start = rank * layout.slice_numel + start - layout.starts[name]
+            same = sample_rounds_to_weight(flat[rank], start, stored[name], count, weight_start)
             if same is None:
                 continue
             if not same:
                 raise CheckpointError(
-                    f"{location}: {share.names[name]!r} differs from rank {share.ranks[rank]}'s optimizer "
-                    "states; the files are from different steps or runs, or damaged"
+                    f"{location}: {share.complete_names[name]!r} differs from rank {share.ranks[rank]}'s "
+                    "optimizer states; the files are from different steps or runs, or damaged"
                 )
             compared += 1
     return compared
 
 
-def rounds_to(
-    master: FlatPiece, start: int, weight: StoredTensor, count: int, within: int = 0
+def sample_rounds_to_weight(
+    master: FlatPiece, master_start: int, weight: StoredTensor, count: int, weight_start: int = 0
 ) -> bool | None:
-    """Whether elements of a master, from `start`, round to those of a weight, from `within`.
+    """Whether elements of a master, from `master_start`, round to those of a weight, from `weight_start`.
 
     Compares a sample; None where they cannot be compared.
     """
-    count = min(count, _ELEMENTS)
+    count = min(count, _MAX_ELEMENTS)
     if not weight.is_contiguous or not prod(weight.shape):
         return None
-    ours = _read_sample(master.source, master.dtype, start, count)
-    theirs = _read_sample(weight.to_view().source, weight.dtype, weight.offset + within, count)
-    if ours is None or theirs is None:
+    master_bytes = _read_unverified_elements(master.source, master.dtype, master_start, count)
+    weight_bytes = _read_unverified_elements(
+        weight.to_view().source, weight.dtype, weight.offset + weight_start, count
+    )
+    if master_bytes is None or weight_bytes is None:
         return None
-    if (master.dtype, weight.dtype) == ("F32", "BF16") and _to_bfloat16(ours) == theirs:
+    if (master.dtype, weight.dtype) == ("F32", "BF16") and _round_to_bfloat16(master_bytes) == weight_bytes:
         return True
-    left = np.frombuffer(ours, to_numpy_dtype(master.dtype))
-    right = np.frombuffer(theirs, to_numpy_dtype(weight.dtype))
+    master_values = np.frombuffer(master_bytes, to_numpy_dtype(master.dtype))
+    weight_values = np.frombuffer(weight_bytes, to_numpy_dtype(weight.dtype))
     with np.errstate(all="ignore"):
-        same = (left.astype(right.dtype) == right) | ((left != left) & (right != right))
+        same = (master_values.astype(weight_values.dtype) == weight_values) | (
+            (master_values != master_values) & (weight_values != weight_values)
+        )
     return bool(same.all())
 
 
-def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], location: str) -> None:
+def _check_buffer_positions(
+    layout: Stage12GroupLayout, stored: dict[str, StoredTensor], location: str
+) -> None:
     """The weights are views of one flat buffer with the layout of the masters, unless they were copied."""
     tensors = list(stored.values())
     if len(tensors) < 2 or len({tensor.storage.key for tensor in tensors}) != 1:
@@ -148,7 +161,7 @@ def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], locat
             )
 
 
-def _to_bfloat16(data: bytes) -> bytes:
+def _round_to_bfloat16(data: bytes) -> bytes:
     """Round finite fp32 elements to bfloat16 without NumPy, whose import takes longer than this."""
     words = struct.unpack(f"<{len(data) // 4}I", data)
     # Adding this before the lower half is cut off rounds to nearest, and ties to even.
@@ -157,12 +170,12 @@ def _to_bfloat16(data: bytes) -> bytes:
     )
 
 
-def _read_sample(source: Source, dtype: str, start: int, count: int) -> bytes | None:
+def _read_unverified_elements(source: ByteSource, dtype: str, start: int, count: int) -> bytes | None:
     """Read a few elements without a checksum, because a wrong value is refused anyway."""
     size = get_itemsize(dtype)
     offset = start * size
-    while isinstance(source, Slice):
+    while isinstance(source, SourceSlice):
         offset, source = offset + source.offset, source.source
     if not isinstance(source, FileSpan) or dtype[0] not in "FB" or dtype == "BOOL":
         return None
-    return source.file.read(source.offset + offset, count * size)
+    return source.file.read_bytes(source.offset + offset, count * size)

@@ -18,9 +18,9 @@ from portable.converters.errors import CheckpointError
 from portable.converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
-    check_same,
-    read_model,
-    read_optim,
+    check_equal_records,
+    read_model_file,
+    read_optim_file,
 )
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import View, compute_row_major_strides
@@ -28,11 +28,11 @@ from portable.converters.tensors.tensor import View, compute_row_major_strides
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portable.converters.storage.byte_sources import Touched
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.byte_sources import UnverifiedSpans
+    from portable.converters.storage.folder import CheckpointFolder
 
 F = TypeVar("F", ModelFile, OptimFile)
-Key = tuple[Any, ...]
+NestedKey = tuple[Any, ...]
 """Keys and indices that lead to a value in nested dicts and lists."""
 
 
@@ -64,7 +64,7 @@ class _DeferredSource:
         self._type = expected.dtype, expected.shape
         self._load = load
 
-    def read_into(self, buffer: memoryview, offset: int, touched: Touched) -> None:
+    def read_into(self, buffer: memoryview, offset: int, unverified_spans: UnverifiedSpans) -> None:
         tensor = self._load()
         if (tensor.dtype, tensor.shape) != self._type or not tensor.is_contiguous:
             dtype, shape = self._type
@@ -72,34 +72,40 @@ class _DeferredSource:
                 f"a rank has {tensor.dtype} {list(tensor.shape)} where another has {dtype} {list(shape)}"
             )
         view = tensor.to_view()
-        view.source.read_into(buffer, view.offset + offset, touched)
+        view.source.read_into(buffer, view.offset + offset, unverified_spans)
 
 
-class _RankFile(Generic[F]):
+class _LazyRankFile(Generic[F]):
     """A file that is read once, when its first tensor is needed."""
 
-    def __init__(self, read: Callable[[], F], own: F) -> None:
+    def __init__(self, read: Callable[[], F], template: F) -> None:
         self._read: Callable[[], F] = read
-        self._own: F = own
+        self._template: F = template
         self._lock = Lock()
         self._content: Any = None
 
-    def get_tensor(self, path: Key) -> StoredTensor:
+    def get_tensor(self, path: NestedKey) -> StoredTensor:
         """Return the tensor at a path; CheckpointError if the file is not like this rank's file."""
         with self._lock:
             if self._content is None:
                 file = self._read()
-                for record, value in file.get_shared_records().items():
-                    check_same(file.where, record, value, self._own.get_shared_records()[record])
-                self._content = file.state if isinstance(file, OptimFile) else file.fragments
+                for record, value in file.get_rank_independent_records().items():
+                    check_equal_records(
+                        file.location, record, value, self._template.get_rank_independent_records()[record]
+                    )
+                self._content = file.state if isinstance(file, OptimFile) else file.frozen_fragments
         value = self._content
         for key in path:
             try:
                 value = value[key]
             except (LookupError, TypeError):
-                raise CheckpointError(f"{self._own.where}: another rank's file lacks {key!r}") from None
+                raise CheckpointError(
+                    f"{self._template.location}: another rank's file lacks {key!r}"
+                ) from None
         if not isinstance(value, StoredTensor):
-            raise CheckpointError(f"{self._own.where}: {path[-1]!r} is not a tensor in another rank's file")
+            raise CheckpointError(
+                f"{self._template.location}: {path[-1]!r} is not a tensor in another rank's file"
+            )
         return value
 
 
@@ -117,61 +123,67 @@ class SliceLengths(NamedTuple):
     padded: int
 
 
-def defer_optim(
-    folder: Folder, name: str, own: OptimFile, lengths: Sequence[SliceLengths] | None
+def build_deferred_optim_file(
+    folder: CheckpointFolder, name: str, template: OptimFile, slice_lengths: Sequence[SliceLengths] | None
 ) -> OptimFile:
     """Describe another rank's file of optimizer states by this rank's file.
 
     Args:
         folder: Folder of the files.
         name: Name of the other file.
-        own: This rank's file.
-        lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because the slices of
+        template: This rank's file.
+        slice_lengths: Lengths of the slices of each group of stages 1 and 2. None in stage 3, because the
+        slices of
             all ranks have the same length.
 
     Returns:
         The file, whose tensors are opened when they are read.
     """
-    file = _RankFile(partial(read_optim, folder, name), own)
+    file = _LazyRankFile(partial(read_optim_file, folder, name), template)
 
-    def defer(value: Any, path: Key) -> Any:
+    def replace_tensors(value: Any, path: NestedKey) -> Any:
         if isinstance(value, dict):
-            return {key: defer(item, (*path, key)) for key, item in value.items()}
+            return {key: replace_tensors(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(defer(item, (*path, index)) for index, item in enumerate(value))
+            return type(value)(replace_tensors(item, (*path, index)) for index, item in enumerate(value))
         # A number, also one in a tensor, is the same on all ranks.
         if not isinstance(value, StoredTensor) or not value.shape:
             return value
         shape = value.shape
-        if lengths is not None:
-            group = next((key for key in path[1:] if type(key) is int and key < len(lengths)), 0)
-            used, other_used, size = lengths[group]
+        if slice_lengths is not None:
+            group = next((key for key in path[1:] if type(key) is int and key < len(slice_lengths)), 0)
+            used, other_used, size = slice_lengths[group]
             shape = (other_used,) if shape == (used,) and used < size else shape
             shape = (other_used,) if path[0] == MASTERS else shape
         return DeferredTensor(value, shape, partial(file.get_tensor, path))
 
-    state = {key: defer(value, (key,)) for key, value in own.state.items()}
-    if lengths is not None:
-        state["group_paddings"] = [size - other_used for _, other_used, size in lengths]
+    state = {key: replace_tensors(value, (key,)) for key, value in template.state.items()}
+    if slice_lengths is not None:
+        state["group_paddings"] = [size - other_used for _, other_used, size in slice_lengths]
         state.pop("param_slice_mappings", None)
-    return replace(own, where=str(folder.path / name), state=state)
+    return replace(template, location=str(folder.path / name), state=state)
 
 
 MASTERS = "single_partition_of_fp32_groups"
 """Key of the fp32 masters of stages 1 and 2, which are stored without padding."""
 
 
-def defer_model(folder: Folder, name: str, own: ModelFile) -> ModelFile:
+def build_deferred_model_file(folder: CheckpointFolder, name: str, template: ModelFile) -> ModelFile:
     """Describe another rank's file of model states by this rank's file.
 
     Returns:
         The file with nothing but its fragments, which are opened when they are read.
     """
-    file = _RankFile(partial(read_model, folder, name), own)
+    file = _LazyRankFile(partial(read_model_file, folder, name), template)
     fragments: dict[str, StoredTensor] = {
         key: DeferredTensor(value, value.shape, partial(file.get_tensor, (key,)))
-        for key, value in own.fragments.items()
+        for key, value in template.frozen_fragments.items()
     }
     return replace(
-        own, where=str(folder.path / name), module={}, content={}, groups=None, fragments=fragments
+        template,
+        location=str(folder.path / name),
+        module={},
+        content={},
+        group_shapes=None,
+        frozen_fragments=fragments,
     )

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.deepspeed.rank_files import load
+from portable.converters.formats.deepspeed.rank_files import load_rank_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
 
 _EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_states\.pt")
 _EXPERT = re.compile(r"(.+\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(\..+)")
@@ -35,7 +35,7 @@ class LayerTensor(NamedTuple):
 
 
 def iter_layer_tensors(
-    folder: Folder, files: Sequence[str], pattern: re.Pattern[str], other: str
+    folder: CheckpointFolder, files: Sequence[str], pattern: re.Pattern[str], name_error: str
 ) -> Iterator[LayerTensor]:
     """Iterate over the tensors of files that contain the weights of layers.
 
@@ -43,7 +43,7 @@ def iter_layer_tensors(
         folder: Checkpoint folder.
         files: Names of the files.
         pattern: Pattern of the file names, whose first group is a number.
-        other: Message of the error for a file of another name.
+        name_error: Message of the error for a file of another name.
 
     Yields:
         The tensors of all files.
@@ -54,48 +54,50 @@ def iter_layer_tensors(
     for name in files:
         location, match = str(folder.path / name), pattern.fullmatch(name)
         if match is None:
-            raise CheckpointError(f"{location}: {other}")
-        for key, value in load(folder, name).items():
+            raise CheckpointError(f"{location}: {name_error}")
+        for key, value in load_rank_file(folder, name).items():
             if not isinstance(key, str) or not isinstance(value, StoredTensor):
                 raise CheckpointError(f"{location}: not the weights of a layer")
             yield LayerTensor(location, int(match[1]), key, value)
 
 
-class Experts:
+class ExpertFiles:
     """The weights of all experts, by name.
 
     Raises:
         CheckpointError: a file is damaged or renamed, or holds something else.
     """
 
-    def __init__(self, folder: Folder, files: Sequence[str]) -> None:
-        self.where = str(folder.path)
-        self.stored: dict[str, StoredTensor] = {}
-        other = (
+    def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
+        self.location = str(folder.path)
+        self.tensors: dict[str, StoredTensor] = {}
+        name_error = (
             "expert parallel checkpoints of this form are not supported; only those of "
             "deepspeed.moe.layer.MoE under ZeRO 1 and 2, without tensor parallelism"
         )
-        for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, other):
+        for location, number, key, value in iter_layer_tensors(folder, files, _EXPERT_FILE, name_error):
             match = _EXPERT.fullmatch(key)
             if match is None or int(match[2]) != number:
                 raise CheckpointError(f"{location}: not the expert parallel weights of its expert")
-            if self.stored.setdefault(key, value) is not value:
+            if self.tensors.setdefault(key, value) is not value:
                 raise CheckpointError(f"{location}: {key!r} is in another file too")
 
-    def are_expert_parameters(self, names: Iterable[str]) -> bool:
+    def has_only_expert_parameters(self, names: Iterable[str]) -> bool:
         """Whether the parameters of a group are those of experts; CheckpointError if only some are."""
         kinds = {_EXPERT.fullmatch(name) is not None for name in names}
         if len(kinds) > 1:
-            raise CheckpointError(f"{self.where}: damaged, a group holds parameters of experts and others")
+            raise CheckpointError(f"{self.location}: damaged, a group holds parameters of experts and others")
         return True in kinds
 
-    def map_to_complete_names(self, local: Iterable[str], position: int) -> dict[str, str]:
+    def map_to_complete_names(self, local_names: Iterable[str], rank_set_index: int) -> dict[str, str]:
         """Map the names of the experts on one set of ranks to their names in the complete model.
 
         Args:
-            local: Names of parameters on these ranks.
-            position: Index of the set of ranks.
+            local_names: Names of parameters on these ranks.
+            rank_set_index: Index of the set of ranks.
         """
-        matches = [match for name in local if (match := _EXPERT.fullmatch(name))]
+        matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)
-        return {match[0]: f"{match[1]}{int(match[2]) + position * count}{match[3]}" for match in matches}
+        return {
+            match[0]: f"{match[1]}{int(match[2]) + rank_set_index * count}{match[3]}" for match in matches
+        }

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_COUNT
-from portable.converters.storage.byte_sources import Joined, Slice
+from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor, View, compute_row_major_strides
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portable.converters.containers.torchzip import StoredTensor
-    from portable.converters.storage.byte_sources import Source
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.byte_sources import ByteSource
+    from portable.converters.storage.folder import CheckpointFolder
 
-Shapes = dict[str, tuple[int, ...]]
+ParameterShapes = dict[str, tuple[int, ...]]
 """Parameter -> shape, in the order of a flat group."""
 
 _SWAPPED = "offloaded_tensors"
@@ -45,20 +45,22 @@ class FlatPiece:
 
     dtype: str
     numel: int
-    source: Source
+    source: ByteSource
 
 
-def to_piece(stored: StoredTensor) -> FlatPiece:
+def to_flat_piece(stored: StoredTensor) -> FlatPiece:
     """A flat tensor of a rank file, as a piece."""
     view, numel = stored.to_view(), prod(stored.shape)
-    return FlatPiece(stored.dtype, numel, Slice(view.source, view.offset, numel * get_itemsize(stored.dtype)))
+    return FlatPiece(
+        stored.dtype, numel, SourceSlice(view.source, view.offset, numel * get_itemsize(stored.dtype))
+    )
 
 
 Flat = Sequence[FlatPiece]
 """One flat buffer of a group, as the pieces of all ranks."""
 
 
-def join_pieces(pieces: Flat, location: str) -> Flat:
+def require_equal_dtypes(pieces: Flat, location: str) -> Flat:
     """The pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
@@ -69,53 +71,53 @@ def join_pieces(pieces: Flat, location: str) -> Flat:
 
 
 @dataclass(frozen=True)
-class ParameterShare:
+class GroupOnRanks:
     """A group of parameters, and a set of ranks that holds all of it.
 
     Attributes:
-        group: its number.
+        group_index: its number.
         ranks: in the order of their parts.
-        names: the name that a parameter has on these ranks -> its name in the whole model.
+        complete_names: the name that a parameter has on these ranks -> its name in the whole model.
     """
 
-    group: int
+    group_index: int
     ranks: tuple[int, ...]
-    names: Mapping[str, str]
+    complete_names: Mapping[str, str]
 
 
-class WholeParameters:
+class Stage3GroupLayout:
     """One sub-group of stage 3: every parameter is partitioned on its own."""
 
-    def __init__(self, shapes: Shapes, world: int, location: str) -> None:
+    def __init__(self, shapes: ParameterShapes, world_size: int, location: str) -> None:
         self.shapes = shapes
-        self.world = world
-        self.where = location
-        self.bases: dict[str, int] = {}
+        self.world_size = world_size
+        self.location = location
+        self.rank_starts: dict[str, int] = {}
         total = 0
         for name, shape in shapes.items():
-            self.bases[name] = total
+            self.rank_starts[name] = total
             total += self.count_elements_per_rank(shape)
-        self.length = total
+        self.rank_numel = total
 
     def count_elements_per_rank(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter on each rank, padding included."""
-        return -(-prod(shape) // self.world)
+        return -(-prod(shape) // self.world_size)
 
-    def split_flat(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+    def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
         for piece in flat:
-            if piece.numel != self.length:
+            if piece.numel != self.rank_numel:
                 raise CheckpointError(
-                    f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
+                    f"{self.location}: a flat group holds {piece.numel} elements, not {self.rank_numel}"
                 )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
         parts = [piece.source for piece in flat]
         tensors = {}
         for name, shape in self.shapes.items():
             view = partial(
-                _join_parts,
+                _build_joined_view,
                 parts,
-                self.bases[name] * width,
+                self.rank_starts[name] * width,
                 self.count_elements_per_rank(shape) * width,
                 shape,
                 width,
@@ -125,10 +127,14 @@ class WholeParameters:
         return tensors
 
 
-def _join_parts(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[int, ...], width: int) -> View:
+def _build_joined_view(
+    parts: Sequence[ByteSource], base: int, nbytes: int, shape: tuple[int, ...], width: int
+) -> View:
     """A parameter of which each rank has `nbytes` bytes at `base`, the last with padding."""
     return View(
-        Joined([Slice(part, base, nbytes) for part in parts]), 0, compute_row_major_strides(shape, width)
+        ConcatenatedSources([SourceSlice(part, base, nbytes) for part in parts]),
+        0,
+        compute_row_major_strides(shape, width),
     )
 
 
@@ -144,53 +150,57 @@ class Fragment(NamedTuple):
     numel: int
 
 
-class EqualSlices:
+class Stage12GroupLayout:
     """One group of stages 1 and 2: parameters end to end, with alignment gaps, in equal slices."""
 
-    def __init__(self, shapes: Shapes, gaps: Sequence[int], world: int, slice_: int, location: str) -> None:
+    def __init__(
+        self, shapes: ParameterShapes, gaps: Sequence[int], world_size: int, slice_numel: int, location: str
+    ) -> None:
         self.shapes = shapes
-        self.world = world
-        self.slice = slice_
+        self.world_size = world_size
+        self.slice_numel = slice_numel
         self.gaps = gaps
-        self.where = location
+        self.location = location
         self.starts: dict[str, int] = {}
         start = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             self.starts[name] = start
             start += prod(shape) + gap
-        self.used = start
-        if start > slice_ * world:
+        self.used_numel = start
+        if start > slice_numel * world_size:
             raise CheckpointError(
-                f"{location}: the ranks hold {slice_ * world} elements of a group whose parameters take "
-                f"{start}"
+                f"{location}: the ranks hold {slice_numel * world_size} elements of a group whose parameters "
+                f"take {start}"
             )
 
-    def count_unpadded(self, rank: int) -> int:
+    def count_unpadded_elements(self, rank: int) -> int:
         """Elements of a rank's slice without the padding at the end of the group."""
-        return max(0, min(self.slice, self.used - rank * self.slice))
+        return max(0, min(self.slice_numel, self.used_numel - rank * self.slice_numel))
 
-    def count_padding(self, rank: int) -> int:
-        return self.slice - self.count_unpadded(rank)
+    def count_padding_elements(self, rank: int) -> int:
+        return self.slice_numel - self.count_unpadded_elements(rank)
 
-    def split_flat(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
+    def split_into_parameters(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
-        lean = [self.count_unpadded(rank) for rank in range(self.world)]
+        unpadded_lengths = [self.count_unpadded_elements(rank) for rank in range(self.world_size)]
         lengths = [piece.numel for piece in flat]
-        if lengths not in (lean, [self.slice] * self.world):
+        if lengths not in (unpadded_lengths, [self.slice_numel] * self.world_size):
             raise CheckpointError(
-                f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
+                f"{self.location}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )
         dtype, width = flat[0].dtype, get_itemsize(flat[0].dtype)
-        joined = Joined([Slice(piece.source, 0, n * width) for piece, n in zip(flat, lean, strict=True)])
+        joined = ConcatenatedSources(
+            [SourceSlice(piece.source, 0, n * width) for piece, n in zip(flat, unpadded_lengths, strict=True)]
+        )
         return {
             name: Tensor.from_source(name + suffix, dtype, shape, joined, self.starts[name] * width)
             for name, shape in self.shapes.items()
         }
 
-    def find_fragments(self, rank: int) -> dict[str, Fragment]:
+    def compute_fragments(self, rank: int) -> dict[str, Fragment]:
         """Compute the fragment of each parameter that overlaps with the slice of a rank."""
-        low, high = rank * self.slice, (rank + 1) * self.slice
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         fragments = {}
         for name, start in self.starts.items():
             first, last = max(low, start), min(high, start + prod(self.shapes[name]))
@@ -199,10 +209,10 @@ class EqualSlices:
         return fragments
 
 
-Layout = EqualSlices | WholeParameters
+GroupLayout = Stage12GroupLayout | Stage3GroupLayout
 
 
-def check_distinct(pieces: Sequence[StoredTensor], location: str) -> None:
+def check_disjoint_bytes(pieces: Sequence[StoredTensor], location: str) -> None:
     """CheckpointError if two flat tensors of one file share bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -210,9 +220,9 @@ def check_distinct(pieces: Sequence[StoredTensor], location: str) -> None:
         if prod(piece.shape):
             start = piece.offset * width
             spans.setdefault(piece.storage.key, []).append((start, start + prod(piece.shape) * width))
-    for taken in spans.values():
-        taken.sort()
-        for (_, stop), (start, _) in pairwise(taken):
+    for byte_spans in spans.values():
+        byte_spans.sort()
+        for (_, stop), (start, _) in pairwise(byte_spans):
             if start < stop:
                 raise CheckpointError(f"{location}: damaged, two flat groups share bytes")
 
@@ -220,24 +230,26 @@ def check_distinct(pieces: Sequence[StoredTensor], location: str) -> None:
 class SwapFiles:
     """The swap files of one checkpoint; `order` lists the model's parameters, frozen ones included."""
 
-    def __init__(self, folder: Folder, order: Sequence[str]) -> None:
+    def __init__(self, folder: CheckpointFolder, parameter_names: Sequence[str]) -> None:
         self.folder = folder
-        self.numbers = {name: number for number, name in enumerate(order)}
+        self.parameter_numbers = {name: number for number, name in enumerate(parameter_names)}
 
-    def open_piece(self, rank: int, layout: WholeParameters, dtype: str, state: str = "") -> FlatPiece:
-        """A rank's flat masters, or its flat optimizer state `state`.
+    def open_flat_piece(
+        self, rank: int, layout: Stage3GroupLayout, dtype: str, state_name: str = ""
+    ) -> FlatPiece:
+        """A rank's flat masters, or its flat optimizer state `state_name`.
 
         Raises:
             CheckpointError: the swap file is missing, or its size is not that of the sub-group.
         """
         names = list(layout.shapes)
-        ends = [self.numbers.get(name) for name in (names[0], names[-1])]
-        label = f"{state}-" if state else ""
-        name = f"{_SWAPPED}/rank{rank:02d}/{label}{ends[0]}_{ends[1]}.tensor.swp"
-        if None in ends or not (self.folder.path / name).is_file():
+        first_and_last = [self.parameter_numbers.get(name) for name in (names[0], names[-1])]
+        state_prefix = f"{state_name}-" if state_name else ""
+        name = f"{_SWAPPED}/rank{rank:02d}/{state_prefix}{first_and_last[0]}_{first_and_last[1]}.tensor.swp"
+        if None in first_and_last or not (self.folder.path / name).is_file():
             raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
-        file = self.folder.file(name)
-        nbytes = layout.length * get_itemsize(dtype)
+        file = self.folder.get_file(name)
+        nbytes = layout.rank_numel * get_itemsize(dtype)
         if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
             raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
-        return FlatPiece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))
+        return FlatPiece(dtype, layout.rank_numel, file.get_span(0, nbytes, description="the swap file"))

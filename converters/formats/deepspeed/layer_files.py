@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.deepspeed.checks import check_copies, rounds_to_copy
+from portable.converters.formats.deepspeed.checks import check_equal_copies, has_equal_rounded_sample
 from portable.converters.formats.deepspeed.expert_files import iter_layer_tensors
-from portable.converters.formats.deepspeed.rank_files import Weights
-from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.formats.deepspeed.rank_files import NamedWeights
+from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from portable.converters.containers.torchzip import StoredTensor
     from portable.converters.formats.deepspeed.rank_files import ModelFile
     from portable.converters.formats.deepspeed.zero_run import SavedRun
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
 
 _LAYER_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")
-_UNTIED = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"
+_UNTIED_CAUSE = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
@@ -46,35 +46,40 @@ class LayerFiles:
         CheckpointError: a file is damaged, renamed or of a tensor parallel rank.
     """
 
-    def __init__(self, folder: Folder, files: Sequence[str]) -> None:
-        self.where = str(folder.path)
-        self.stored: dict[str, StoredTensor] = {}
-        other = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
-        for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, other):
-            if self.stored.setdefault(f"{number}.{key}", value) is not value:
+    def __init__(self, folder: CheckpointFolder, files: Sequence[str]) -> None:
+        self.location = str(folder.path)
+        self.tensors: dict[str, StoredTensor] = {}
+        name_error = "pipeline parallel checkpoints with tensor parallel ranks are not supported"
+        for location, number, key, value in iter_layer_tensors(folder, files, _LAYER_FILE, name_error):
+            if self.tensors.setdefault(f"{number}.{key}", value) is not value:
                 raise CheckpointError(f"{location}: its layer is in another file too")
 
-    def build_module(self, model: ModelFile) -> dict[str, Any]:
+    def build_stage_module(self, model: ModelFile) -> dict[str, Any]:
         """What the layers' files hold of the parameters and buffers of one stage, by its names."""
-        parameters = [name for group in model.groups or () for name in group]
-        module = {name: self.stored[name] for name in (*parameters, *model.buffers) if name in self.stored}
+        parameters = [name for group in model.group_shapes or () for name in group]
+        module = {name: self.tensors[name] for name in (*parameters, *model.buffers) if name in self.tensors}
         for name in model.buffers:
-            copies = [] if name in module else self._find_copies(name)
+            copies = [] if name in module else self._list_tied_copies(name)
             if copies:
-                check_copies(
-                    [as_tensor(self.stored[copy], copy) for copy in copies], f"{self.where}: {name!r}"
+                check_equal_copies(
+                    [to_lazy_tensor(self.tensors[copy], copy) for copy in copies],
+                    f"{self.location}: {name!r}",
                 )
-                module[name] = self.stored[copies[0]]
+                module[name] = self.tensors[copies[0]]
         return module
 
-    def _find_copies(self, name: str, among: Iterable[str] | None = None) -> list[str]:
+    def _list_tied_copies(self, name: str, candidates: Iterable[str] | None = None) -> list[str]:
         """The tensors of layers that may be the parameter or buffer `name` of a tied module."""
         match = _TIED.fullmatch(name)
         if match is None:
             return []
-        return [key for key in (self.stored if among is None else among) if key.partition(".")[2] == match[1]]
+        return [
+            key
+            for key in (self.tensors if candidates is None else candidates)
+            if key.partition(".")[2] == match[1]
+        ]
 
-    def merge_stages(self, runs: Sequence[SavedRun]) -> Weights:
+    def merge_stage_weights(self, runs: Sequence[SavedRun]) -> NamedWeights:
         """The whole model; tied parameters are compared, and frozen ones are those that no stage trains.
 
         Raises:
@@ -87,21 +92,30 @@ class LayerFiles:
                 first = tensors.setdefault(name, tensor)
                 if first is not tensor:
                     if _TIED.fullmatch(name) is None:
-                        raise CheckpointError(f"{self.where}: {name!r} is in two pipeline stages")
-                    check_copies([first, tensor], f"{self.where}: {name!r}", _UNTIED)
+                        raise CheckpointError(f"{self.location}: {name!r} is in two pipeline stages")
+                    check_equal_copies([first, tensor], f"{self.location}: {name!r}", _UNTIED_CAUSE)
             aliases |= stage.aliases
-        buffers = {name for run in runs for name in run.model.buffers}
-        free = {name: as_tensor(value, name) for name, value in self.stored.items() if name not in tensors}
+        buffers = {name for run in runs for name in run.first_model_file.buffers}
+        unassigned = {
+            name: to_lazy_tensor(value, name) for name, value in self.tensors.items() if name not in tensors
+        }
         for name, tensor in tensors.items():
-            copies = [key for key in self._find_copies(name, free) if free[key].shape == tensor.shape]
-            fitting = [key for key in copies if name in buffers or rounds_to_copy(tensor, free[key])]
+            copies = [
+                key
+                for key in self._list_tied_copies(name, unassigned)
+                if unassigned[key].shape == tensor.shape
+            ]
+            fitting = [
+                key for key in copies if name in buffers or has_equal_rounded_sample(tensor, unassigned[key])
+            ]
             if copies and not fitting:
                 raise CheckpointError(
-                    f"{self.where}: {name!r} differs from the files of its layers; files of two runs or steps"
+                    f"{self.location}: {name!r} differs from the files of its layers; files of two runs or "
+                    "steps"
                 )
             for key in fitting:
-                del free[key]
-        return Weights({**tensors, **free}, aliases)
+                del unassigned[key]
+        return NamedWeights({**tensors, **unassigned}, aliases)
 
 
 def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
@@ -117,7 +131,7 @@ def merge_stage_optimizers(runs: Sequence[SavedRun]) -> OptimizerState | None:
             for state_name, value in values.items() if previous is not values else ():
                 copy = previous.get(state_name)
                 if isinstance(value, Tensor) and isinstance(copy, Tensor):
-                    check_copies([copy, value], f"{run.where}: {state_name} of {name!r}")
+                    check_equal_copies([copy, value], f"{run.location}: {state_name} of {name!r}")
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             if number < len(groups) and settings.items() <= groups[number].items():

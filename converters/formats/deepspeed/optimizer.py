@@ -10,68 +10,74 @@ from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError
 from portable.converters.formats.deepspeed.flat_layout import (
-    Layout,
-    ParameterShare,
-    WholeParameters,
-    check_distinct,
-    join_pieces,
-    to_piece,
+    GroupLayout,
+    GroupOnRanks,
+    Stage3GroupLayout,
+    check_disjoint_bytes,
+    require_equal_dtypes,
+    to_flat_piece,
 )
-from portable.converters.formats.deepspeed.rank_files import OptimFile, check_same, require_flat
-from portable.converters.formats.torch_save.optimizer import as_tensor
-from portable.converters.storage.folder_operations import map_ahead
+from portable.converters.formats.deepspeed.rank_files import (
+    OptimFile,
+    check_equal_records,
+    require_contiguous,
+)
+from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
+from portable.converters.storage.folder_operations import map_with_prefetch
 from portable.converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from portable.converters.formats.deepspeed.flat_layout import SwapFiles
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 State = dict[str, dict[str, Tensor | Scalar]]
-_BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"
+_STAGE12_KEY, _STAGE3_KEY = "base_optimizer_state", "optimizer_state_dict"
 
 
-def build_optimizer(
+def build_zero_optimizer(
     stage: int,
-    ranks: Sequence[OptimFile],
-    layouts: Sequence[Layout],
-    shares: Sequence[ParameterShare],
-    swap: SwapFiles | None = None,
+    optim_files: Sequence[OptimFile],
+    layouts: Sequence[GroupLayout],
+    shares: Sequence[GroupOnRanks],
+    swap_files: SwapFiles | None = None,
 ) -> OptimizerState | None:
     """The optimizer by parameter name; None if the files hold none.
 
     Args:
         layouts: one per share.
-        swap: the swap files of buffers that were pickled empty.
+        swap_files: the swap files of buffers that were pickled empty.
 
     Raises:
         CheckpointError: the ranks disagree, or a state is neither flat nor a number.
     """
-    names: list[list[str]] = [[] for _ in range(max((share.group for share in shares), default=-1) + 1)]
-    states = [_read_states(stage, rank, len(names)) for rank in ranks]
+    names: list[list[str]] = [[] for _ in range(max((share.group_index for share in shares), default=-1) + 1)]
+    states = [_get_group_states(stage, rank, len(names)) for rank in optim_files]
     if any(rank_states is None for rank_states in states):
         return None
     state: State = {}
     for layout, share in zip(layouts, shares, strict=True):
-        by_rank = [(ranks[rank], (states[rank] or [])[share.group]) for rank in share.ranks]
-        for name, values in _build_group_state(layout, by_rank, swap).items():
-            state[share.names[name]] = values
-        names[share.group] += [share.names[name] for name in layout.shapes]
-    groups = _read_groups(stage, ranks)
+        by_rank = [(optim_files[rank], (states[rank] or [])[share.group_index]) for rank in share.ranks]
+        for name, values in _build_group_state(layout, by_rank, swap_files).items():
+            state[share.complete_names[name]] = values
+        names[share.group_index] += [share.complete_names[name] for name in layout.shapes]
+    groups = _read_param_groups(stage, optim_files)
     if groups is None:  # elastic checkpoints have no groups
         return OptimizerState(state, [{"params": group} for group in names])
-    return OptimizerState(state, [name_group_parameters(group, names, ranks[0].where) for group in groups])
+    return OptimizerState(
+        state, [build_named_group(group, names, optim_files[0].location) for group in groups]
+    )
 
 
-def read_optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
+def read_step_count(folder: AnyPath, stage: int, ranks: Sequence[OptimFile], num_groups: int) -> int | None:
     """Return the number of optimizer steps, which must be the same in all groups of all ranks.
 
     Args:
         folder: Folder of the files.
         stage: ZeRO stage.
         ranks: Optimizer files of all ranks.
-        groups: Number of parameter groups.
+        num_groups: Number of parameter groups.
 
     Returns:
         The number of steps, or None if it is not recorded.
@@ -81,35 +87,35 @@ def read_optimizer_steps(folder: Place, stage: int, ranks: Sequence[OptimFile], 
     """
 
     def read_steps(rank: OptimFile) -> list[float | int | None]:
-        states = _read_states(stage, rank, groups) or ()
-        return [to_number(state.get("step"), f"{rank.where}: step") for state in states]
+        states = _get_group_states(stage, rank, num_groups) or ()
+        return [read_number(state.get("step"), f"{rank.location}: step") for state in states]
 
     first: int | None = None
-    for rank, steps in zip(ranks, map_ahead(folder, read_steps, ranks), strict=True):
+    for rank, steps in zip(ranks, map_with_prefetch(folder, read_steps, ranks), strict=True):
         for step in steps:
             if step is None:
                 continue
             if not isfinite(step):
-                raise CheckpointError(f"{rank.where}: damaged, its optimizer step is {step:g}")
+                raise CheckpointError(f"{rank.location}: damaged, its optimizer step is {step:g}")
             if first is None:
                 first = int(step)
             if step != first:
                 raise CheckpointError(
-                    f"{rank.where}: is at optimizer step {step:g}, another rank or group at step {first}"
+                    f"{rank.location}: is at optimizer step {step:g}, another rank or group at step {first}"
                 )
     return first
 
 
-def to_number(value: Any, location: str) -> float | int | None:
+def read_number(value: Any, location: str) -> float | int | None:
     """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
-        value = as_tensor(value, location).tolist()
+        value = to_lazy_tensor(value, location).tolist()
     return value if isinstance(value, (int, float)) else None
 
 
-def _read_states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | None:
+def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict[str, Any]] | None:
     """The state of each flat group of one rank, empty before the first step; None if not saved."""
-    base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
+    base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
     if base is None:
         return None
     if isinstance(base, list):  # elastic
@@ -117,99 +123,105 @@ def _read_states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any
     else:
         state = base.get("state") if isinstance(base, dict) else None
         if not isinstance(state, dict):
-            raise CheckpointError(f"{rank.where}: damaged, the optimizer has no state")
-        if set(state) - set(range(groups)):
+            raise CheckpointError(f"{rank.location}: damaged, the optimizer has no state")
+        if set(state) - set(range(num_groups)):
             raise CheckpointError(
-                f"{rank.where}: damaged, optimizer state for more than its {groups} parameter groups"
+                f"{rank.location}: damaged, optimizer state for more than its {num_groups} parameter groups"
             )
-        group_states = [state.get(index, {}) for index in range(groups)]
-    if len(group_states) != groups or not all(isinstance(group, dict) for group in group_states):
+        group_states = [state.get(index, {}) for index in range(num_groups)]
+    if len(group_states) != num_groups or not all(isinstance(group, dict) for group in group_states):
         raise CheckpointError(
-            f"{rank.where}: damaged, optimizer state for other than its {groups} parameter groups"
+            f"{rank.location}: damaged, optimizer state for other than its {num_groups} parameter groups"
         )
     return group_states
 
 
 def _build_group_state(
-    layout: Layout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap: SwapFiles | None
+    layout: GroupLayout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap_files: SwapFiles | None
 ) -> State:
     """The state of the parameters of one flat group."""
     ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
     group_state: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
-        check_same(rank.where, "optimizer state", set(state), set(states[0]))
-        runs = [value for value in state.values() if isinstance(value, StoredTensor) and value.shape != ()]
-        check_distinct([require_flat(run, rank.where) for run in runs], rank.where)
+        check_equal_records(rank.location, "optimizer state", set(state), set(states[0]))
+        flat_tensors = [
+            value for value in state.values() if isinstance(value, StoredTensor) and value.shape != ()
+        ]
+        check_disjoint_bytes([require_contiguous(run, rank.location) for run in flat_tensors], rank.location)
     for state_name, first in states[0].items():
         if first is None:
             continue
         values = [state[state_name] for state in states]
         if isinstance(first, StoredTensor) and first.shape != ():
-            runs = [
-                require_flat(value, f"{rank.where}: {state_name}")
+            flat_tensors = [
+                require_contiguous(value, f"{rank.location}: {state_name}")
                 for rank, value in zip(ranks, values, strict=True)
             ]
             pieces = list(
-                map(to_piece, runs) if swap is None else map_ahead(swap.folder.path, to_piece, runs)
+                map(to_flat_piece, flat_tensors)
+                if swap_files is None
+                else map_with_prefetch(swap_files.folder.path, to_flat_piece, flat_tensors)
             )
-            if swap is not None and isinstance(layout, WholeParameters) and layout.length:
+            if swap_files is not None and isinstance(layout, Stage3GroupLayout) and layout.rank_numel:
                 pieces = [
-                    piece if piece.numel else swap.open_piece(rank, layout, piece.dtype, state_name)
+                    piece
+                    if piece.numel
+                    else swap_files.open_flat_piece(rank, layout, piece.dtype, state_name)
                     for rank, piece in enumerate(pieces)
                 ]
-            for name, tensor in layout.split_flat(
-                join_pieces(pieces, f"{ranks[0].where}: {state_name}"), f".{state_name}"
+            for name, tensor in layout.split_into_parameters(
+                require_equal_dtypes(pieces, f"{ranks[0].location}: {state_name}"), f".{state_name}"
             ).items():
                 group_state[name][state_name] = tensor
             continue
-        count = to_number(first, f"{ranks[0].where}: {state_name}")
+        count = read_number(first, f"{ranks[0].location}: {state_name}")
         if count is None:
             raise CheckpointError(
-                f"{ranks[0].where}: the optimizer state {state_name!r} is neither flat nor a number"
+                f"{ranks[0].location}: the optimizer state {state_name!r} is neither flat nor a number"
             )
         for rank, value in zip(ranks, values, strict=True):
-            check_same(rank.where, f"optimizer state {state_name!r}", to_number(value, rank.where), count)
+            check_equal_records(
+                rank.location, f"optimizer state {state_name!r}", read_number(value, rank.location), count
+            )
         for name in group_state:
             merged: Tensor | Scalar = first
             group_state[name][state_name] = (
-                as_tensor(first, f"{name}.{state_name}") if isinstance(first, StoredTensor) else merged
+                to_lazy_tensor(first, f"{name}.{state_name}") if isinstance(first, StoredTensor) else merged
             )
     return group_state
 
 
-def _read_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
+def _read_param_groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
     """`param_groups` of the ranks, with `params` as indices of flat groups."""
     saved_groups: list[Any] = []
     for rank in ranks:
-        base = rank.state.get(_OPTIMIZER if stage == 3 else _BASE)
+        base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
         if not isinstance(base, dict):
             return None
         groups = base.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{rank.where}: damaged, the optimizer has no param_groups")
-        values = [_read_group_settings(group, rank.where) for group in groups]
+            raise CheckpointError(f"{rank.location}: damaged, the optimizer has no param_groups")
+        values = [_to_plain_settings(group, rank.location) for group in groups]
         if rank is not ranks[0]:
-            check_same(rank.where, "param_groups", values, saved_groups)
+            check_equal_records(rank.location, "param_groups", values, saved_groups)
         saved_groups = values
     return saved_groups
 
 
-def _read_group_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
+def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
     """A group's settings as plain values."""
     return {
-        str(key): to_number(value, location) if isinstance(value, StoredTensor) else to_json_value(value)
+        str(key): read_number(value, location) if isinstance(value, StoredTensor) else to_json_value(value)
         for key, value in group.items()
     }
 
 
-def name_group_parameters(
-    group: dict[Any, Any], names: Sequence[Iterable[str]], location: str
-) -> dict[str, Any]:
+def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], location: str) -> dict[str, Any]:
     """A group with the names of its parameters, of which it lists the numbers of the flat groups."""
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
         raise CheckpointError(f"{location}: damaged, its parameter groups do not match the flat groups")
     return {
-        **_read_group_settings(group, location),
+        **_to_plain_settings(group, location),
         "params": [name for index in indices for name in names[index]],
     }

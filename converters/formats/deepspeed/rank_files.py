@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions, read_trainer_metadata
 from portable.converters.containers.pickle_reader import (
-    Instance,
+    PickledInstance,
     build_getattr_standin,
-    format_value,
+    format_untrusted_value,
     to_json_value,
 )
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
@@ -27,21 +27,26 @@ from portable.converters.containers.untrusted_values import (
     require_shape,
 )
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.deepspeed.flat_layout import Fragment, WholeParameters, join_pieces, to_piece
-from portable.converters.formats.torch_save.optimizer import as_tensor
+from portable.converters.formats.deepspeed.flat_layout import (
+    Fragment,
+    Stage3GroupLayout,
+    require_equal_dtypes,
+    to_flat_piece,
+)
+from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
 from portable.converters.limits import MAX_COUNT
-from portable.converters.names.canonical import strip_prefixes
-from portable.converters.storage.folder_operations import map_ahead, names_in
-from portable.converters.storage.safe_open import child, read_small
+from portable.converters.names.canonical import strip_common_prefixes
+from portable.converters.storage.folder_operations import list_entry_names, map_with_prefetch
+from portable.converters.storage.safe_open import get_child_inside, read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from portable.converters.checkpoint import Aliases, OptimizerState
     from portable.converters.containers.pickle_reader import Standin
-    from portable.converters.formats.deepspeed.flat_layout import Shapes
-    from portable.converters.storage.folder import Folder
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.formats.deepspeed.flat_layout import ParameterShapes
+    from portable.converters.storage.folder import CheckpointFolder
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 
@@ -55,7 +60,7 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
-def _rebuild_integer(value: Any = 0) -> int:
+def _rebuild_enum_as_integer(value: Any = 0) -> int:
     return int(value) if isinstance(value, int) else 0
 
 
@@ -63,14 +68,14 @@ def _rebuild_integer(value: Any = 0) -> int:
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 STANDINS: Mapping[str, Standin | None] = {
-    _STAGE: _rebuild_integer,
+    _STAGE: _rebuild_enum_as_integer,
     "builtins.getattr": build_getattr_standin({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
 }
 PREFIXES = ("deepspeed.",)
 
 
 @dataclass(frozen=True)
-class Names:
+class RankFileNames:
     """The rank files of a folder, by tensor or pipeline parallel rank, then by data parallel rank.
 
     Attributes:
@@ -81,19 +86,19 @@ class Names:
 
     optim: dict[int, dict[int, str]]
     model: dict[int, dict[int, str]]
-    per_rank_model: bool
+    has_model_per_rank: bool
     experts: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
 
 
-def find_names(path: Place) -> Names | None:
+def find_rank_files(path: AnyPath) -> RankFileNames | None:
     """The rank files in `path`; None if it holds none.
 
     Raises:
         CheckpointError: files of two runs.
     """
     optim, model, experts, layers = [], [], [], []
-    for name in names_in(path):
+    for name in list_entry_names(path):
         if match := _OPTIM.fullmatch(name):
             optim.append((match, name))
         elif match := _MODEL.fullmatch(name):
@@ -109,32 +114,38 @@ def find_names(path: Place) -> Names | None:
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
         )
     if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both
-        whole = [(match, name) for match, name in model if match["rank"] is None]
-        model = whole or model
+        rank_independent = [(match, name) for match, name in model if match["rank"] is None]
+        model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
         raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
-    per_rank = any(match["rank"] is not None for match, _ in model)
-    return Names(
-        _group_by_rank(path, optim), _group_by_rank(path, model), per_rank, tuple(experts), tuple(layers)
+    has_model_per_rank = any(match["rank"] is not None for match, _ in model)
+    return RankFileNames(
+        _group_names_by_rank(path, optim),
+        _group_names_by_rank(path, model),
+        has_model_per_rank,
+        tuple(experts),
+        tuple(layers),
     )
 
 
-def read_tag(path: Place) -> str | None:
+def read_tag_file(path: AnyPath) -> str | None:
     """The content of a file that names a folder, such as `latest`; None where there is no such file."""
     try:
-        return read_small(path, limit=1024, head=True).decode("utf-8", "replace").strip()
+        return read_small_file(path, max_bytes=1024, truncate=True).decode("utf-8", "replace").strip()
     except OSError:
         return None
 
 
-def find_tag_folder(path: Place, tag: str | None, holds: Callable[[Place], bool]) -> Place | None:
+def find_tag_folder(
+    path: AnyPath, tag: str | None, is_checkpoint: Callable[[AnyPath], bool]
+) -> AnyPath | None:
     """The folder of a tag in `path`, if the tag is a plain name and the folder holds such a checkpoint."""
     if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
         return None
-    return child(path, tag) if holds(path / tag) else None
+    return get_child_inside(path, tag) if is_checkpoint(path / tag) else None
 
 
-def _group_by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
+def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
     names_by_rank: dict[int, dict[int, str]] = {}
     for match, name in files:
         rank, ranks = int(match["rank"] or 0), names_by_rank.setdefault(int(match["mp"]), {})
@@ -144,16 +155,16 @@ def _group_by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[
     return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(names_by_rank.items())}
 
 
-def load(folder: Folder, name: str) -> dict[str, Any]:
+def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
     """The content of one rank file.
 
     Raises:
         CheckpointError: damaged, holds code, or was renamed (torch.save stores the original name).
     """
-    file = folder.file(name)
+    file = folder.get_file(name)
     archive = TorchZip(file)
-    archive.refuse_renamed()
-    content = archive.load(STANDINS, PREFIXES)
+    archive.check_not_renamed()
+    content = archive.load_object(STANDINS, PREFIXES)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path}: not a DeepSpeed file")
     return content
@@ -171,25 +182,25 @@ class ModelFile:
     """One `*_model_states.pt`.
 
     Attributes:
-        module: the state dict; empty where a pipeline's layers have files of their own (`pipeline`).
-        groups: parameter name -> shape in the order of the flat group, per group (stage 3: sub-group).
-        frozen: frozen parameter -> shape; None if not saved.
-        fragments: frozen parameter -> the part in this file.
-        shared: tied alias -> owner.
+        module: the state dict; empty where a pipeline's layers have files of their own (`is_pipeline`).
+        group_shapes: parameter name -> shape in the order of the flat group, per group (stage 3: sub-group).
+        frozen_shapes: frozen parameter -> shape; None if not saved.
+        frozen_fragments: frozen parameter -> the part in this file.
+        tied_names: tied alias -> owner.
     """
 
-    where: str
+    location: str
     content: dict[str, Any]
     module: dict[str, Any]
     buffers: list[str]
-    groups: list[Shapes] | None
-    frozen: Shapes | None
-    fragments: dict[str, StoredTensor]
-    shared: dict[str, str]
-    pipeline: bool
+    group_shapes: list[ParameterShapes] | None
+    frozen_shapes: ParameterShapes | None
+    frozen_fragments: dict[str, StoredTensor]
+    tied_names: dict[str, str]
+    is_pipeline: bool
 
     @property
-    def degrees(self) -> ParallelDegrees:
+    def parallel_degrees(self) -> ParallelDegrees:
         """The numbers of tensor-parallel and of pipeline-parallel ranks.
 
         Raises:
@@ -200,24 +211,24 @@ class ModelFile:
             self.get_counter("mp_world_size") or 1,
         )
         if not isinstance(dims, dict):
-            dims = {"pp_degree" if self.pipeline else "tp_degree": total}
+            dims = {"pp_degree" if self.is_pipeline else "tp_degree": total}
         degrees = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
         if any(type(n) is not int or not 0 < n < MAX_COUNT for n in degrees) or prod(degrees) != total:
             raise CheckpointError(
-                f"{self.where}: damaged, its tensor and pipeline parallel degrees are "
-                f"{format_value(degrees[0])} and {format_value(degrees[1])} of {total}"
+                f"{self.location}: damaged, its tensor and pipeline parallel degrees are "
+                f"{format_untrusted_value(degrees[0])} and {format_untrusted_value(degrees[1])} of {total}"
             )
         return ParallelDegrees(*degrees)
 
-    def get_shared_records(self) -> dict[str, Any]:
+    def get_rank_independent_records(self) -> dict[str, Any]:
         """What the model states of all ranks of a run have alike, in comparable form."""
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
             "ds_config": to_json_value(self.content.get("ds_config")),
-            "param_shapes": preserve_order(self.groups),
-            "frozen_param_shapes": self.frozen,
-            "frozen parameters": set(self.fragments),
+            "param_shapes": to_ordered_lists(self.group_shapes),
+            "frozen_param_shapes": self.frozen_shapes,
+            "frozen parameters": set(self.frozen_fragments),
             "buffer_names": self.buffers,
         }
 
@@ -232,9 +243,9 @@ class ModelFile:
         return {key: value for key, value in counted.items() if value is not None}
 
 
-def read_model(folder: Folder, name: str) -> ModelFile:
+def read_model_file(folder: CheckpointFolder, name: str) -> ModelFile:
     """Read one file of model states; CheckpointError if DeepSpeed could not have written it."""
-    content = load(folder, name)
+    content = load_rank_file(folder, name)
     location = str(folder.path / name)
     module = content.get("module")
     if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
@@ -253,12 +264,12 @@ def read_model(folder: Folder, name: str) -> ModelFile:
         require_names(content["buffer_names"], "buffer_names", location),
         None
         if groups is None
-        else [_read_shapes(group, location) for group in require_list(groups, "param_shapes", location)],
+        else [_parse_shapes(group, location) for group in require_list(groups, "param_shapes", location)],
         None
         if content.get("frozen_param_shapes") is None
-        else _read_shapes(content["frozen_param_shapes"], location),
+        else _parse_shapes(content["frozen_param_shapes"], location),
         {
-            str(key): require_flat(value, f"{location}: {key!r}", whole=True)
+            str(key): require_contiguous(value, f"{location}: {key!r}", any_shape=True)
             for key, value in require_mapping(fragments or {}, "frozen_param_fragments", location).items()
         },
         {
@@ -269,17 +280,17 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     )
 
 
-def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
+def read_model_files(folder: CheckpointFolder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
     """The model states of all ranks, `model` first; of the others, only the fragments are kept.
 
     Raises:
         CheckpointError: they are not of one run and step.
     """
-    models, first = [model], model.get_shared_records()
-    for other in map_ahead(folder.path, partial(read_model, folder), names):
-        for record, value in other.get_shared_records().items():
-            check_same(other.where, record, value, first[record])
-        models.append(replace(other, module={}, content={}, groups=None))
+    models, first = [model], model.get_rank_independent_records()
+    for other in map_with_prefetch(folder.path, partial(read_model_file, folder), names):
+        for record, value in other.get_rank_independent_records().items():
+            check_equal_records(other.location, record, value, first[record])
+        models.append(replace(other, module={}, content={}, group_shapes=None))
     return models
 
 
@@ -287,35 +298,35 @@ def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[
 class OptimFile:
     """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
 
-    where: str
+    location: str
     state: dict[str, Any]
     version: Any
     config: dict[str, Any]
 
-    def get_gaps(self, group: int, count: int) -> list[int]:
-        """The elements after each of the `count` parameters of a group, for alignment."""
+    def get_alignment_gaps(self, group: int, num_parameters: int) -> list[int]:
+        """The elements after each of the `num_parameters` parameters of a group, for alignment."""
         gaps = self.state.get("param_alignment_paddings")
         if gaps is None:
-            return [0] * count
+            return [0] * num_parameters
         group_gaps = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
         if (
             not isinstance(group_gaps, list)
-            or len(group_gaps) != count
+            or len(group_gaps) != num_parameters
             or any(type(n) is not int or n < 0 for n in group_gaps)
         ):
             raise CheckpointError(
-                f"{self.where}: damaged, its param_alignment_paddings do not match the groups"
+                f"{self.location}: damaged, its param_alignment_paddings do not match the groups"
             )
         return group_gaps
 
-    def get_padding(self, group: int) -> int:
+    def get_slice_padding(self, group: int) -> int:
         """The elements at the end of this rank's slice of a group that belong to no parameter."""
         paddings = self.state.get("group_paddings")
         if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise CheckpointError(f"{self.where}: damaged, no group_paddings")
+            raise CheckpointError(f"{self.location}: damaged, no group_paddings")
         return int(paddings[group])
 
-    def get_shared_records(self) -> dict[str, Any]:
+    def get_rank_independent_records(self) -> dict[str, Any]:
         """What the optimizer states of all ranks of a run have alike."""
         record_names = (
             "zero_stage",
@@ -328,7 +339,7 @@ class OptimFile:
         return {**about, "ds_version": self.version, "ds_config": to_json_value(self.config)}
 
 
-def partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
+def get_partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
@@ -337,9 +348,9 @@ def partition_counts(state: Mapping[str, Any], location: str) -> list[int]:
     return counts
 
 
-def read_optim(folder: Folder, name: str) -> OptimFile:
+def read_optim_file(folder: CheckpointFolder, name: str) -> OptimFile:
     """Read one file of optimizer states."""
-    content = load(folder, name)
+    content = load_rank_file(folder, name)
     location = str(folder.path / name)
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
@@ -351,119 +362,128 @@ def read_optim(folder: Folder, name: str) -> OptimFile:
 
 
 @dataclass(frozen=True)
-class Weights:
+class NamedWeights:
     """Masters, frozen parameters and buffers by name; alias -> owner."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
 
 
-def with_model_states(
-    masters: dict[str, Tensor], files: Sequence[ModelFile], module: Mapping[str, Any], stage: int, world: int
-) -> Weights:
+def combine_with_model_states(
+    masters: dict[str, Tensor],
+    model_files: Sequence[ModelFile],
+    module: Mapping[str, Any],
+    stage: int,
+    world: int,
+) -> NamedWeights:
     """The masters, and what the model states alone hold: frozen parameters, ties and buffers.
 
     Args:
-        files: of all ranks that have one.
+        model_files: of all ranks that have one.
         module: the pickled weights, by their names in the whole model.
 
     Raises:
         CheckpointError: a frozen parameter or a buffer is missing, or a tie contradicts the weights.
     """
-    model = files[0]
-    tensors = {**masters, **_build_frozen_parameters(files, stage, world)}
+    model = model_files[0]
+    tensors = {**masters, **_build_frozen_parameters(model_files, stage, world)}
     aliases: dict[str, str] = {}
     # `exclude_frozen_parameters` leaves out a frozen parameter, but not the other names of a tied one.
     excluded = {
-        alias for alias, owner in model.shared.items() if owner not in tensors and owner not in module
+        alias for alias, owner in model.tied_names.items() if owner not in tensors and owner not in module
     }
-    for alias, owner in model.shared.items():
+    for alias, owner in model.tied_names.items():
         # Parameters without elements share an address without being tied.
         if owner not in tensors or not tensors[owner].numel:
             continue
         if alias in tensors:
-            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r} and also stored")
+            raise CheckpointError(f"{model.location}: {alias!r} is tied to {owner!r} and also stored")
         stored = model.module.get(alias)
         if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
-            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r}, which has another shape")
+            raise CheckpointError(
+                f"{model.location}: {alias!r} is tied to {owner!r}, which has another shape"
+            )
         aliases[alias] = owner
     for name, value in module.items():
         if name in tensors or name in aliases or not isinstance(value, StoredTensor):
             continue
         if stage == 3 and name not in model.buffers and not prod(value.shape):
-            if name in excluded and model.frozen is None:
+            if name in excluded and model.frozen_shapes is None:
                 continue
-            raise CheckpointError(f"{model.where}: names {name!r}, whose values were not saved")
-        tensors[name] = as_tensor(value, name)
+            raise CheckpointError(f"{model.location}: names {name!r}, whose values were not saved")
+        tensors[name] = to_lazy_tensor(value, name)
     missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
     if missing is not None:
-        raise CheckpointError(f"{model.where}: the buffer {missing!r} is named but missing")
-    return Weights(tensors, aliases)
+        raise CheckpointError(f"{model.location}: the buffer {missing!r} is named but missing")
+    return NamedWeights(tensors, aliases)
 
 
 def _build_frozen_parameters(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
     """Parameters outside the optimizer: whole below stage 3, else one fragment per rank."""
     model = files[0]
     tensors: dict[str, Tensor] = {}
-    frozen = model.frozen or {}
+    frozen = model.frozen_shapes or {}
     for file in files:
-        check_same(file.where, "frozen parameters", set(file.fragments), set(frozen))
+        check_equal_records(file.location, "frozen parameters", set(file.frozen_fragments), set(frozen))
     for name, shape in frozen.items():
-        location = f"{model.where}: {name!r}"
+        location = f"{model.location}: {name!r}"
         if stage == 3:
-            pieces = [to_piece(require_flat(file.fragments[name], file.where)) for file in files]
-            tensors |= WholeParameters({name: shape}, world, location).split_flat(
-                join_pieces(pieces, location)
+            pieces = [
+                to_flat_piece(require_contiguous(file.frozen_fragments[name], file.location))
+                for file in files
+            ]
+            tensors |= Stage3GroupLayout({name: shape}, world, location).split_into_parameters(
+                require_equal_dtypes(pieces, location)
             )
-        elif (stored := model.fragments[name]).shape == shape:
-            tensors[name] = as_tensor(stored, name)
+        elif (stored := model.frozen_fragments[name]).shape == shape:
+            tensors[name] = to_lazy_tensor(stored, name)
         else:
             raise CheckpointError(f"{location}: is {list(stored.shape)}, recorded as {list(shape)}")
     return tensors
 
 
-def build_checkpoint(
+def build_deepspeed_checkpoint(
     format: str,
-    root: Place,
-    folder: Place,
+    root: AnyPath,
+    folder: AnyPath,
     model: ModelFile,
-    weights: Weights,
+    weights: NamedWeights,
     optimizer: Callable[[], OptimizerState | None],
     metadata: Mapping[str, Any],
 ) -> Checkpoint:
     """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
-    plain = strip_prefixes(weights.tensors, location=str(folder))
-    short = dict(zip(weights.tensors, plain, strict=True))
-    aliases = strip_prefixes(weights.aliases, location=str(folder))
+    plain = strip_common_prefixes(weights.tensors, location=str(folder))
+    plain_names = dict(zip(weights.tensors, plain, strict=True))
+    aliases = strip_common_prefixes(weights.aliases, location=str(folder))
 
     def open_renamed_optimizer(_: Aliases) -> OptimizerState | None:
         state = optimizer()
-        return None if state is None else state.rename_parameters(short.get)
+        return None if state is None else state.rename_parameters(plain_names.get)
 
-    known_metadata = {"step": model.get_counter("global_steps"), "tag": folder.name, **metadata}
+    all_metadata = {"step": model.get_counter("global_steps"), "tag": folder.name, **metadata}
     return Checkpoint(
         format=format,
         root=root,
         tensors=plain,
-        aliases={alias: short[owner] for alias, owner in aliases.items()},
+        aliases={alias: plain_names[owner] for alias, owner in aliases.items()},
         optimizer=open_renamed_optimizer,
         metadata={
             **read_trainer_metadata(root),
-            **{key: value for key, value in known_metadata.items() if isinstance(value, (int, str))},
+            **{key: value for key, value in all_metadata.items() if isinstance(value, (int, str))},
         },
         companions=find_companions(folder),
         counters=model.get_counters,
     )
 
 
-def preserve_order(value: Any) -> Any:
+def to_ordered_lists(value: Any) -> Any:
     """Tables as lists, since their order is the layout."""
     if isinstance(value, dict):
         return list(value.items())
-    return [preserve_order(item) for item in value] if isinstance(value, list) else value
+    return [to_ordered_lists(item) for item in value] if isinstance(value, list) else value
 
 
-def check_same(location: str, description: str, ours: Any, first: Any) -> None:
+def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
     """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
     if ours != first:
         raise CheckpointError(
@@ -471,21 +491,21 @@ def check_same(location: str, description: str, ours: Any, first: Any) -> None:
         )
 
 
-def require_flat(value: Any, location: str, *, whole: bool = False) -> StoredTensor:
-    """`value` if it is a contiguous 1-d tensor (of any shape if `whole`); else CheckpointError."""
+def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:
+    """`value` if it is a contiguous 1-d tensor (of any shape if `any_shape`); else CheckpointError."""
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{location}: not a tensor")
     if not value.is_contiguous:
         raise CheckpointError(f"{location}: the tensor is not contiguous")
-    if not whole and len(value.shape) != 1:
+    if not any_shape and len(value.shape) != 1:
         raise CheckpointError(f"{location}: a flat tensor of {len(value.shape)} dimensions")
     return value
 
 
-def read_fragment(value: Any, location: str) -> Fragment:
+def parse_fragment_address(value: Any, location: str) -> Fragment:
     """Parse a pickled `fragment_address`."""
-    state = value.state if isinstance(value, Instance) else None
-    if isinstance(value, Instance) and len(value.args) == 2 and state is None:
+    state = value.state if isinstance(value, PickledInstance) else None
+    if isinstance(value, PickledInstance) and len(value.args) == 2 and state is None:
         state = {"numel": value.args[0], "start": value.args[1]}
     if not isinstance(state, dict):
         raise CheckpointError(f"{location}: damaged param_slice_mappings")
@@ -495,8 +515,8 @@ def read_fragment(value: Any, location: str) -> Fragment:
     return Fragment(start, numel)
 
 
-def _read_shapes(value: Any, location: str) -> Shapes:
-    shapes: Shapes = {}
+def _parse_shapes(value: Any, location: str) -> ParameterShapes:
+    shapes: ParameterShapes = {}
     for name, shape in require_mapping(value or {}, "a table of shapes", location).items():
-        shapes[str(name)] = require_shape(shape, f"the shape of {format_value(name)}", location)
+        shapes[str(name)] = require_shape(shape, f"the shape of {format_untrusted_value(name)}", location)
     return shapes

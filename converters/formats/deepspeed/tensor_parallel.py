@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
 from portable.converters.containers.pickle_reader import to_json_value
-from portable.converters.containers.untrusted_values import get_list, get_mapping
-from portable.converters.errors import CheckpointError, prefix_errors
-from portable.converters.formats.deepspeed.checks import check_copies
-from portable.converters.formats.deepspeed.rank_files import Weights, check_same
+from portable.converters.containers.untrusted_values import get_list_or_empty, get_mapping_or_empty
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.formats.deepspeed.checks import check_equal_copies
+from portable.converters.formats.deepspeed.rank_files import NamedWeights, check_equal_records
 from portable.converters.limits import MAX_SETTINGS
 from portable.converters.tensors.tensor import Tensor, compute_row_major_strides, is_shape
-from portable.converters.tensors.tensor_ops import concat_tensors, place_region
+from portable.converters.tensors.tensor_ops import build_region_box, concat_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,8 +49,8 @@ class AutoTpLayout:
     """
 
     def __init__(self, info: Any, degree: int, location: str) -> None:
-        self.where = location
-        self.degree = degree
+        self.location = location
+        self.num_ranks = degree
         self.info = to_json_value(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise CheckpointError(
@@ -58,99 +58,119 @@ class AutoTpLayout:
                 f"({INFO}) are not supported"
             )
         partition_map = self.info.get(_MAP)
-        self.maps = partition_map.get("params") if isinstance(partition_map, dict) else None
+        self.affine_maps = partition_map.get("params") if isinstance(partition_map, dict) else None
         if partition_map is not None and (
-            not isinstance(self.maps, dict) or partition_map.get("version") != _VERSION
+            not isinstance(self.affine_maps, dict) or partition_map.get("version") != _VERSION
         ):
             raise CheckpointError(
                 f"{location}: tensor parallel affine maps of another version are not supported"
             )
 
-    def merge_parts(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def merge_rank_parts(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """A parameter, or a state of its shape, from the parts of all ranks.
 
         Raises:
             CheckpointError: the parts are not what the checkpoint says, or ranks hold different copies.
         """
-        location = f"{self.where}: {name!r}"
+        location = f"{self.location}: {name!r}"
         if any(part.dtype != parts[0].dtype for part in parts):
             raise CheckpointError(f"{location}: the tensor parallel ranks hold different element types")
         key = f"^{re.escape(name)}$"
-        if key in get_mapping(self.info.get(_UNSUPPORTED)):
+        if key in get_mapping_or_empty(self.info.get(_UNSUPPORTED)):
             raise CheckpointError(f"{location}: is cut in a way that DeepSpeed itself cannot put together")
-        if self.maps is not None:
-            if key not in self.maps:
+        if self.affine_maps is not None:
+            if key not in self.affine_maps:
                 raise CheckpointError(
                     f"{location}: the checkpoint does not say how it is cut (no affine map)"
                 )
-            return self._merge_by_map(name, self.maps[key], parts, location)
-        otherwise = [get_mapping(entry).get("patterns") for entry in get_list(self.info.get(_SUB_PARAMS))]
-        if any(not isinstance(patterns, list) or key in patterns for patterns in otherwise):
+            return self._merge_by_affine_map(name, self.affine_maps[key], parts, location)
+        sub_parameter_patterns = [
+            get_mapping_or_empty(entry).get("patterns")
+            for entry in get_list_or_empty(self.info.get(_SUB_PARAMS))
+        ]
+        if any(not isinstance(patterns, list) or key in patterns for patterns in sub_parameter_patterns):
             raise CheckpointError(f"{location}: tensor parallel parts of sub-parameters are not supported")
         if key in self.info[_REPLICATED]:
-            check_copies(parts, location)
+            check_equal_copies(parts, location)
             return parts[0]
-        dim = int(key in get_list(self.info.get(_ROWS)))
+        dim = int(key in get_list_or_empty(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
             raise CheckpointError(f"{location}: the tensor parallel ranks hold parts that do not fit")
         return concat_tensors(name, parts, dim)
 
-    def _merge_by_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
-        damaged = CheckpointError(f"{location}: its tensor parallel affine map is damaged, or not supported")
-        ranks = {str(rank): value for rank, value in get_mapping(get_mapping(entry).get("ranks")).items()}
-        shape = _read_sizes(get_mapping(entry).get("logical_shape"), damaged)
-        if ranks.keys() != {str(rank) for rank in range(self.degree)}:
-            raise damaged
+    def _merge_by_affine_map(self, name: str, entry: Any, parts: Sequence[Tensor], location: str) -> Tensor:
+        damaged_error = CheckpointError(
+            f"{location}: its tensor parallel affine map is damaged, or not supported"
+        )
+        ranks = {
+            str(rank): value
+            for rank, value in get_mapping_or_empty(get_mapping_or_empty(entry).get("ranks")).items()
+        }
+        shape = _require_sizes(get_mapping_or_empty(entry).get("logical_shape"), damaged_error)
+        if ranks.keys() != {str(rank) for rank in range(self.num_ranks)}:
+            raise damaged_error
         # Blocks that several ranks hold, by place. As text: numbers can be chosen to collide.
         copies: dict[str, list[Tensor]] = {}
         boxes: dict[str, Box] = {}
         for rank, part in enumerate(parts):
-            about = get_mapping(ranks[str(rank)])
-            if _read_sizes(about.get("shard_shape"), damaged) != part.shape or len(part.shape) != len(shape):
+            rank_map = get_mapping_or_empty(ranks[str(rank)])
+            if _require_sizes(rank_map.get("shard_shape"), damaged_error) != part.shape or len(
+                part.shape
+            ) != len(shape):
                 raise CheckpointError(
                     f"{location}: tensor parallel rank {rank} holds {list(part.shape)}, its map says "
                     "otherwise"
                 )
-            for piece in map(get_mapping, get_list(about.get("pieces"))):
-                sizes = _read_sizes(piece.get("shape"), damaged)
+            for piece in map(get_mapping_or_empty, get_list_or_empty(rank_map.get("pieces"))):
+                sizes = _require_sizes(piece.get("shape"), damaged_error)
                 # A scale of the optimizer's state would be another one.
                 if len(sizes) != len(shape) or piece.get("scale", 1.0) != 1.0:
-                    raise damaged
+                    raise damaged_error
                 if prod(sizes):
-                    corner = _find_corner(piece.get("source"), shape, damaged)
-                    low = _find_corner(piece.get("dest"), part.shape, damaged)
-                    if any(n + size > limit for n, size, limit in zip(low, sizes, part.shape, strict=True)):
-                        raise damaged
-                    box = boxes.setdefault(repr((corner, sizes)), place_region(part, corner, low, sizes))
-                    origin = place_region(part, (0,) * len(sizes), low, sizes)
+                    block_offsets = _compute_block_offsets(piece.get("source"), shape, damaged_error)
+                    part_offsets = _compute_block_offsets(piece.get("dest"), part.shape, damaged_error)
+                    if any(
+                        n + size > limit
+                        for n, size, limit in zip(part_offsets, sizes, part.shape, strict=True)
+                    ):
+                        raise damaged_error
+                    box = boxes.setdefault(
+                        repr((block_offsets, sizes)),
+                        build_region_box(part, block_offsets, part_offsets, sizes),
+                    )
+                    origin = build_region_box(part, (0,) * len(sizes), part_offsets, sizes)
                     copy = Tensor(name, part.dtype, sizes, [origin])
                     copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
         for replicas in copies.values():
-            check_copies(replicas, location)
-        with prefix_errors(self.where):
+            check_equal_copies(replicas, location)
+        with prefix_checkpoint_errors(self.location):
             return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
 
 
-def merge_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Weights:
+def merge_rank_weights(runs: Sequence[SavedRun], layout: AutoTpLayout) -> NamedWeights:
     """The whole model from the weights of all tensor parallel ranks; buffers must be the same on all."""
     ranks = [run.build_weights() for run in runs]
     first = ranks[0]
     for run, rank_weights in zip(runs, ranks, strict=True):
-        check_same(run.model.where, "parameters", rank_weights.tensors.keys(), first.tensors.keys())
-        check_same(run.model.where, "tied parameters", rank_weights.aliases, first.aliases)
+        check_equal_records(
+            run.first_model_file.location, "parameters", rank_weights.tensors.keys(), first.tensors.keys()
+        )
+        check_equal_records(
+            run.first_model_file.location, "tied parameters", rank_weights.aliases, first.aliases
+        )
     tensors: dict[str, Tensor] = {}
     for name, tensor in first.tensors.items():
         parts = [rank_weights.tensors[name] for rank_weights in ranks]
-        if name in runs[0].model.buffers:
-            check_copies(parts, f"{layout.where}: {name!r}")
+        if name in runs[0].first_model_file.buffers:
+            check_equal_copies(parts, f"{layout.location}: {name!r}")
             tensors[name] = tensor
         else:
-            tensors[name] = layout.merge_parts(name, parts)
-    return Weights(tensors, first.aliases)
+            tensors[name] = layout.merge_rank_parts(name, parts)
+    return NamedWeights(tensors, first.aliases)
 
 
-def merge_optimizer(runs: Sequence[SavedRun], layout: AutoTpLayout) -> OptimizerState | None:
+def merge_rank_optimizers(runs: Sequence[SavedRun], layout: AutoTpLayout) -> OptimizerState | None:
     """The optimizer of the whole model; a state with the shape of the parameter is cut as that is."""
     ranks = [run.build_optimizer() for run in runs]
     first = ranks[0]
@@ -159,9 +179,15 @@ def merge_optimizer(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Optimizer
     state: dict[str, dict[str, Tensor | Scalar]] = {}
     for run, rank_optimizer in zip(runs, ranks, strict=True):
         if rank_optimizer is None:
-            raise CheckpointError(f"{run.model.where}: this tensor parallel rank has no optimizer")
-        check_same(run.model.where, "param_groups", rank_optimizer.param_groups, first.param_groups)
-        check_same(run.model.where, "optimizer state", rank_optimizer.state.keys(), first.state.keys())
+            raise CheckpointError(
+                f"{run.first_model_file.location}: this tensor parallel rank has no optimizer"
+            )
+        check_equal_records(
+            run.first_model_file.location, "param_groups", rank_optimizer.param_groups, first.param_groups
+        )
+        check_equal_records(
+            run.first_model_file.location, "optimizer state", rank_optimizer.state.keys(), first.state.keys()
+        )
     for name, values in first.state.items():
         for state_name, value in values.items():
             parts = [
@@ -169,36 +195,45 @@ def merge_optimizer(runs: Sequence[SavedRun], layout: AutoTpLayout) -> Optimizer
                 for rank_optimizer in ranks
                 if rank_optimizer is not None
             ]
-            cut = [part for part in parts if isinstance(part, Tensor) and part.shape]
-            if len(cut) == len(parts):
-                merged: Tensor | Scalar = layout.merge_parts(name, cut)
-            elif cut:
+            tensor_parts = [part for part in parts if isinstance(part, Tensor) and part.shape]
+            if len(tensor_parts) == len(parts):
+                merged: Tensor | Scalar = layout.merge_rank_parts(name, tensor_parts)
+            elif tensor_parts:
                 raise CheckpointError(
-                    f"{layout.where}: {state_name} of {name!r} is a number on some ranks only"
+                    f"{layout.location}: {state_name} of {name!r} is a number on some ranks only"
                 )
             else:
                 numbers = [part.read().item() if isinstance(part, Tensor) else part for part in parts]
-                check_same(layout.where, f"optimizer state {state_name!r}", set(numbers), {numbers[0]})
+                check_equal_records(
+                    layout.location, f"optimizer state {state_name!r}", set(numbers), {numbers[0]}
+                )
                 merged = value
             state.setdefault(name, {})[state_name] = merged
     return OptimizerState(state, first.param_groups)
 
 
-def _read_sizes(value: Any, damaged: CheckpointError) -> tuple[int, ...]:
+def _require_sizes(value: Any, error: CheckpointError) -> tuple[int, ...]:
     if not is_shape(value):
-        raise damaged
+        raise error
     return tuple(value)
 
 
-def _find_corner(place: Any, shape: tuple[int, ...], damaged: CheckpointError) -> tuple[int, ...]:
-    """Where a block begins in a row-major tensor; `place` is its offset and strides in elements."""
-    if not isinstance(place, list) or len(place) != 2 or type(place[0]) is not int or place[0] < 0:
-        raise damaged
+def _compute_block_offsets(
+    offset_and_strides: Any, shape: tuple[int, ...], error: CheckpointError
+) -> tuple[int, ...]:
+    """Where a block begins in a row-major tensor; `offset_and_strides` is its offset and strides in elements."""
+    if (
+        not isinstance(offset_and_strides, list)
+        or len(offset_and_strides) != 2
+        or type(offset_and_strides[0]) is not int
+        or offset_and_strides[0] < 0
+    ):
+        raise error
     strides = compute_row_major_strides(shape, 1)
-    if _read_sizes(place[1], damaged) != strides:
-        raise damaged
-    left, corner = place[0], []
+    if _require_sizes(offset_and_strides[1], error) != strides:
+        raise error
+    remaining_offset, block_offsets = offset_and_strides[0], []
     for stride in strides:
-        low, left = divmod(left, stride)
-        corner.append(low)
-    return tuple(corner)
+        low, remaining_offset = divmod(remaining_offset, stride)
+        block_offsets.append(low)
+    return tuple(block_offsets)

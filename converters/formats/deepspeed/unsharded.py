@@ -15,179 +15,190 @@ from typing import TYPE_CHECKING, Any
 
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError, OptimizerStateError
-from portable.converters.formats.deepspeed.checks import rounds_to
+from portable.converters.formats.deepspeed.checks import sample_rounds_to_weight
 from portable.converters.formats.deepspeed.flat_layout import (
-    EqualSlices,
-    ParameterShare,
-    join_pieces,
-    to_piece,
+    GroupOnRanks,
+    Stage12GroupLayout,
+    require_equal_dtypes,
+    to_flat_piece,
 )
-from portable.converters.formats.deepspeed.optimizer import build_optimizer
+from portable.converters.formats.deepspeed.optimizer import build_zero_optimizer
 from portable.converters.formats.deepspeed.rank_files import (
     ModelFile,
+    NamedWeights,
     OptimFile,
-    Weights,
-    build_checkpoint,
-    require_flat,
+    build_deepspeed_checkpoint,
+    require_contiguous,
 )
-from portable.converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
-from portable.converters.formats.torch_save.reader import find_aliases
-from portable.converters.names.canonical import strip_prefixes
-from portable.converters.names.index_keys import fit_in_order
+from portable.converters.formats.torch_save.optimizer import (
+    build_named_optimizer,
+    is_optimizer_state_dict,
+    to_lazy_tensor,
+)
+from portable.converters.formats.torch_save.reader import find_tied_aliases
+from portable.converters.names.canonical import strip_common_prefixes
+from portable.converters.names.index_keys import match_groups_to_parameters
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Checkpoint, OptimizerState
-    from portable.converters.storage.folder import Folder
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.folder import CheckpointFolder
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)
-class _Masters:
+class _Fp32Masters:
     """The fp32 masters by name, and their names in the optimizer's groups."""
 
     tensors: dict[str, Tensor]
     groups: list[list[str]]
-    flat: list[EqualSlices] | None = None
+    flat: list[Stage12GroupLayout] | None = None
 
 
-def open_unsharded(folder: Folder, model: ModelFile, root: Place) -> Checkpoint:
+def open_unsharded_checkpoint(folder: CheckpointFolder, model: ModelFile, root: AnyPath) -> Checkpoint:
     """The checkpoint in a single file of model states.
 
     Raises:
         CheckpointError: part of a ZeRO run, or its masters do not fit the weights.
     """
-    if model.groups is not None:
+    if model.group_shapes is not None:
         raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
     stored = {key: value for key, value in model.module.items() if isinstance(value, StoredTensor)}
-    stored = strip_prefixes(stored, location=model.where)
+    stored = strip_common_prefixes(stored, location=model.location)
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
-        raise CheckpointError(f"{model.where}: the buffer {missing[0]!r} is named but missing")
-    whole = {key: as_tensor(value, key) for key, value in stored.items()}
-    aliases = find_aliases(stored, whole)
-    buffers = set(strip_prefixes(dict.fromkeys(model.buffers), location=model.where))
-    order = [key for key in stored if key not in aliases and key not in buffers]
+        raise CheckpointError(f"{model.location}: the buffer {missing[0]!r} is named but missing")
+    weights_by_name = {key: to_lazy_tensor(value, key) for key, value in stored.items()}
+    aliases = find_tied_aliases(stored, weights_by_name)
+    buffers = set(strip_common_prefixes(dict.fromkeys(model.buffers), location=model.location))
+    parameter_names = [key for key in stored if key not in aliases and key not in buffers]
     saved = model.content.get("optimizer")
-    masters = _read_masters(saved, stored, order, model)
-    tensors = whole | masters.tensors
+    masters = _read_masters(saved, stored, parameter_names, model)
+    tensors = weights_by_name | masters.tensors
 
     def open_optimizer() -> OptimizerState | None:
         if not isinstance(saved, dict):
             return None
         if masters.flat is not None:
-            return _build_flat_optimizer(saved, masters.flat, masters.groups, model.where)
-        state = saved if is_optimizer(saved) else saved.get("optimizer_state_dict")
+            return _build_flat_optimizer(saved, masters.flat, masters.groups, model.location)
+        state = saved if is_optimizer_state_dict(saved) else saved.get("optimizer_state_dict")
         if masters.groups and isinstance(state, dict):
-            state = _with_names(state, masters.groups, model.where)
-        return read_optimizer(state, tensors, order, location=model.where)
+            state = _add_parameter_names(state, masters.groups, model.location)
+        return build_named_optimizer(state, tensors, parameter_names, location=model.location)
 
-    about = {
+    metadata = {
         "world_size": model.get_counter("dp_world_size"),
         "ds_version": model.content.get("ds_version"),
         "zero_stage": 0,
     }
-    weights = Weights(tensors, aliases)
-    return build_checkpoint("deepspeed", root, folder.path, model, weights, open_optimizer, about)
+    weights = NamedWeights(tensors, aliases)
+    return build_deepspeed_checkpoint(
+        "deepspeed", root, folder.path, model, weights, open_optimizer, metadata
+    )
 
 
 def _read_masters(
-    saved: Any, stored: dict[str, StoredTensor], order: list[str], model: ModelFile
-) -> _Masters:
+    saved: Any, stored: dict[str, StoredTensor], parameter_names: list[str], model: ModelFile
+) -> _Fp32Masters:
     if not isinstance(saved, dict):
-        return _Masters({}, [])
-    shaped, run = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
+        return _Fp32Masters({}, [])
+    shaped, flat = saved.get("fp32_groups"), saved.get("fp32_groups_flat")
     if isinstance(shaped, list) and all(isinstance(group, list) for group in shaped):
-        return _name_shaped_masters(shaped, stored, order, model.where)
-    if isinstance(run, list):
-        return _split_flat_masters(run, stored, order, model.where)
-    if not is_optimizer(saved):
-        raise OptimizerStateError(f"{model.where}: its optimizer is not supported")
-    return _Masters({}, [])
+        return _name_shaped_masters(shaped, stored, parameter_names, model.location)
+    if isinstance(flat, list):
+        return _split_flat_masters(flat, stored, parameter_names, model.location)
+    if not is_optimizer_state_dict(saved):
+        raise OptimizerStateError(f"{model.location}: its optimizer is not supported")
+    return _Fp32Masters({}, [])
 
 
 def _name_shaped_masters(
-    groups: list[list[Any]], stored: dict[str, StoredTensor], order: list[str], location: str
-) -> _Masters:
-    wanted = [
-        [require_flat(master, f"{location}: fp32_groups", whole=True) for master in group] for group in groups
+    groups: list[list[Any]], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
+) -> _Fp32Masters:
+    masters_by_group = [
+        [require_contiguous(master, f"{location}: fp32_groups", any_shape=True) for master in group]
+        for group in groups
     ]
-    places = fit_in_order(
-        [(name, stored[name].shape) for name in order],
-        [[master.shape for master in group] for group in wanted],
+    positions = match_groups_to_parameters(
+        [(name, stored[name].shape) for name in parameter_names],
+        [[master.shape for master in group] for group in masters_by_group],
     )
-    if isinstance(places, int):
-        why = "several ways" if places else "no way"
+    if isinstance(positions, int):
+        count = "several ways" if positions else "no way"
         raise CheckpointError(
-            f"{location}: its fp32 masters have no names, and fit the weights in their order in {why}; "
+            f"{location}: its fp32 masters have no names, and fit the weights in their order in {count}; "
             "Muon's have another, which is not supported without ZeRO"
         )
-    named = [[""] * len(group) for group in wanted]
+    names_by_group = [[""] * len(group) for group in masters_by_group]
     tensors = {}
-    for name, (group, index) in places.items():
-        master = wanted[group][index]
-        if rounds_to(to_piece(master), 0, stored[name], prod(master.shape)) is False:
+    for name, (group, index) in positions.items():
+        master = masters_by_group[group][index]
+        if sample_rounds_to_weight(to_flat_piece(master), 0, stored[name], prod(master.shape)) is False:
             raise CheckpointError(f"{location}: the weight {name!r} differs from its rounded fp32 master")
-        named[group][index] = name
-        tensors[name] = as_tensor(master, name)
-    return _Masters(tensors, named)
+        names_by_group[group][index] = name
+        tensors[name] = to_lazy_tensor(master, name)
+    return _Fp32Masters(tensors, names_by_group)
 
 
 def _split_flat_masters(
-    groups: list[Any], stored: dict[str, StoredTensor], order: list[str], location: str
-) -> _Masters:
+    groups: list[Any], stored: dict[str, StoredTensor], parameter_names: list[str], location: str
+) -> _Fp32Masters:
     """Split each group's flat buffer: each next weight goes to the only group with its values."""
-    runs = [to_piece(require_flat(group, f"{location}: fp32_groups_flat")) for group in groups]
-    positions = [0] * len(runs)
-    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in runs]
-    for name in order:
+    flat_masters = [
+        to_flat_piece(require_contiguous(group, f"{location}: fp32_groups_flat")) for group in groups
+    ]
+    positions = [0] * len(flat_masters)
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in flat_masters]
+    for name in parameter_names:
         count = prod(stored[name].shape)
         fitting = [
             group
-            for group, run in enumerate(runs)
+            for group, flat_master in enumerate(flat_masters)
             if count
-            and positions[group] + count <= run.numel
-            and rounds_to(run, positions[group], stored[name], count)
+            and positions[group] + count <= flat_master.numel
+            and sample_rounds_to_weight(flat_master, positions[group], stored[name], count)
         ]
         if len(fitting) > 1:
             raise CheckpointError(f"{location}: the weight {name!r} fits several of its fp32_groups_flat")
         for group in fitting:
             shapes[group][name] = stored[name].shape
             positions[group] += count
-    frozen = [name for name in order if not any(name in group for group in shapes)]
-    taken = {stored[name].shape for group in shapes for name in group}
-    if positions != [run.numel for run in runs] or any(stored[name].shape in taken for name in frozen):
+    frozen = [name for name in parameter_names if not any(name in group for group in shapes)]
+    trained_shapes = {stored[name].shape for group in shapes for name in group}
+    if positions != [flat_master.numel for flat_master in flat_masters] or any(
+        stored[name].shape in trained_shapes for name in frozen
+    ):
         raise CheckpointError(f"{location}: its fp32_groups_flat do not fit the weights unambiguously")
     layouts = [
-        EqualSlices(group, [0] * len(group), 1, run.numel, location)
-        for group, run in zip(shapes, runs, strict=True)
+        Stage12GroupLayout(group, [0] * len(group), 1, flat_master.numel, location)
+        for group, flat_master in zip(shapes, flat_masters, strict=True)
     ]
     tensors: dict[str, Tensor] = {}
-    for layout, run in zip(layouts, runs, strict=True):
-        tensors |= layout.split_flat(join_pieces([run], location))
-    return _Masters(tensors, [list(group) for group in shapes], layouts)
+    for layout, flat_master in zip(layouts, flat_masters, strict=True):
+        tensors |= layout.split_into_parameters(require_equal_dtypes([flat_master], location))
+    return _Fp32Masters(tensors, [list(group) for group in shapes], layouts)
 
 
-def _with_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
+def _add_parameter_names(state: dict[str, Any], groups: list[list[str]], location: str) -> dict[str, Any]:
     """The optimizer's state dict, with the names of the parameters in its groups."""
     listed = state.get("param_groups")
     if not isinstance(listed, list) or [len(group.get("params", ())) for group in listed] != list(
         map(len, groups)
     ):
         raise CheckpointError(f"{location}: the optimizer's groups do not match its fp32 masters")
-    named = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
-    return {**state, "param_groups": named}
+    named_groups = [{**group, "param_names": names} for group, names in zip(listed, groups, strict=True)]
+    return {**state, "param_groups": named_groups}
 
 
 def _build_flat_optimizer(
-    saved: dict[str, Any], layouts: list[EqualSlices], groups: list[list[str]], location: str
+    saved: dict[str, Any], layouts: list[Stage12GroupLayout], groups: list[list[str]], location: str
 ) -> OptimizerState:
     # Laid out as by a ZeRO run of one rank: one flat parameter per group.
-    alone = OptimFile(location, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
+    optim_file = OptimFile(location, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
     shares = [
-        ParameterShare(number, (0,), {name: name for name in group}) for number, group in enumerate(groups)
+        GroupOnRanks(number, (0,), {name: name for name in group}) for number, group in enumerate(groups)
     ]
-    built = build_optimizer(1, [alone], layouts, shares)
+    built = build_zero_optimizer(1, [optim_file], layouts, shares)
     if built is None:
         raise CheckpointError(f"{location}: the optimizer has no state")
     return built

@@ -10,50 +10,50 @@ from functools import cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.containers.pickle_reader import format_value, to_json_value
-from portable.converters.containers.shard_index import check_ranks
+from portable.converters.containers.pickle_reader import format_untrusted_value, to_json_value
+from portable.converters.containers.shard_index import check_rank_files_complete
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.deepspeed.checks import check_against_module
+from portable.converters.formats.deepspeed.checks import compare_with_module_weights
 from portable.converters.formats.deepspeed.deferred_files import (
     MASTERS,
     SliceLengths,
-    defer_model,
-    defer_optim,
+    build_deferred_model_file,
+    build_deferred_optim_file,
 )
 from portable.converters.formats.deepspeed.flat_layout import (
-    EqualSlices,
     Flat,
     FlatPiece,
-    Layout,
-    ParameterShare,
+    GroupLayout,
+    GroupOnRanks,
+    Stage3GroupLayout,
+    Stage12GroupLayout,
     SwapFiles,
-    WholeParameters,
-    check_distinct,
-    join_pieces,
-    to_piece,
+    check_disjoint_bytes,
+    require_equal_dtypes,
+    to_flat_piece,
 )
-from portable.converters.formats.deepspeed.optimizer import build_optimizer, read_optimizer_steps
+from portable.converters.formats.deepspeed.optimizer import build_zero_optimizer, read_step_count
 from portable.converters.formats.deepspeed.rank_files import (
     TIED,
     ModelFile,
+    NamedWeights,
     OptimFile,
-    Weights,
-    check_same,
-    partition_counts,
-    read_fragment,
-    read_models,
-    read_optim,
-    require_flat,
-    with_model_states,
+    check_equal_records,
+    combine_with_model_states,
+    get_partition_counts,
+    parse_fragment_address,
+    read_model_files,
+    read_optim_file,
+    require_contiguous,
 )
-from portable.converters.storage.folder_operations import map_ahead
+from portable.converters.storage.folder_operations import map_with_prefetch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.checkpoint import OptimizerState
-    from portable.converters.formats.deepspeed.expert_files import Experts
-    from portable.converters.storage.folder import Folder
+    from portable.converters.formats.deepspeed.expert_files import ExpertFiles
+    from portable.converters.storage.folder import CheckpointFolder
     from portable.converters.tensors.tensor import Tensor
 
 _FP32_GROUPS = "fp32_flat_groups"
@@ -63,9 +63,9 @@ class SavedRun:
     """The files of all data parallel ranks.
 
     Args:
-        optim, names: data parallel rank -> file of optimizer states, of model states.
+        optim_names, model_names: data parallel rank -> file of optimizer states, of model states.
         model: the first file of model states, or with `rank` that of this rank, read already.
-        experts: the files of single experts, if there are any.
+        expert_files: the files of single experts, if there are any.
         rank: data parallel rank of the reader, which opens the files of the others only to read their values;
             None to open all files.
 
@@ -75,320 +75,368 @@ class SavedRun:
 
     def __init__(
         self,
-        folder: Folder,
-        optim: Mapping[int, str],
-        names: Mapping[int, str],
+        folder: CheckpointFolder,
+        optim_names: Mapping[int, str],
+        model_names: Mapping[int, str],
         model: ModelFile,
         *,
         per_rank_model: bool,
-        experts: Experts | None = None,
+        expert_files: ExpertFiles | None = None,
         rank: int | None = None,
     ) -> None:
         self.rank = rank
         self.folder = folder
-        self.where = location = str(folder.path)
-        self.experts = experts
-        self.model = model
-        self.optim = self._read_optim(optim)
-        first = self.optim[0]
+        self.location = location = str(folder.path)
+        self.expert_files = expert_files
+        self.first_model_file = model
+        self.optim_files = self._read_optim_files(optim_names)
+        first = self.optim_files[0]
         self.bf16_optimizer = "zero_stage" not in first.state and MASTERS in first.state
         stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{first.where}: unknown ZeRO stage {format_value(stage)}")
+            raise CheckpointError(f"{first.location}: unknown ZeRO stage {format_untrusted_value(stage)}")
         self.stage: int = stage
-        if experts is not None and stage == 3:
+        if expert_files is not None and stage == 3:
             raise CheckpointError(f"{location}: expert parallel checkpoints of ZeRO-3 are not supported")
-        self.counts = partition_counts(first.state, first.where)
-        self.world = max(self.counts)
-        check_ranks(folder.path, optim, self.world, "optimizer")
-        self._check_options(first)
+        self.partition_counts = get_partition_counts(first.state, first.location)
+        self.world_size = max(self.partition_counts)
+        check_rank_files_complete(folder.path, optim_names, self.world_size, "optimizer")
+        self._read_zero_options(first)
         if per_rank_model != (self.stage == 3):
             raise CheckpointError(
                 f"{location}: its model states are not of ZeRO stage {self.stage}; the files are from two "
                 "runs"
             )
-        check_ranks(folder.path, names, self.world if self.stage == 3 else 1, "model")
-        self._check_one_run()
+        check_rank_files_complete(
+            folder.path, model_names, self.world_size if self.stage == 3 else 1, "model"
+        )
+        self._check_files_of_one_run()
         if self.rank is None or self.stage != 3:
-            self.models = read_models(folder, model, [name for rank, name in names.items() if rank])
+            self.model_files = read_model_files(
+                folder, model, [name for rank, name in model_names.items() if rank]
+            )
         else:
-            self.models = [
-                model if rank == self.rank else defer_model(folder, name, model)
-                for rank, name in names.items()
+            self.model_files = [
+                model if rank == self.rank else build_deferred_model_file(folder, name, model)
+                for rank, name in model_names.items()
             ]
-        if self.model.groups is None:
-            why = "; pipelines in bf16 without ZeRO are not supported" if self.model.pipeline else ""
-            raise CheckpointError(f"{self.model.where}: has no param_shapes{why}")
-        self.shapes = self.model.groups
-        self.shares = [share for group in range(len(self.shapes)) for share in self._find_shares(group)]
-        self.flats = self._join_masters()
+        if self.first_model_file.group_shapes is None:
+            why = (
+                "; pipelines in bf16 without ZeRO are not supported"
+                if self.first_model_file.is_pipeline
+                else ""
+            )
+            raise CheckpointError(f"{self.first_model_file.location}: has no param_shapes{why}")
+        self.group_shapes = self.first_model_file.group_shapes
+        self.shares = [
+            share for group in range(len(self.group_shapes)) for share in self._compute_shares(group)
+        ]
+        self.flat_masters = self._collect_masters()
         # Stages 1 and 2 only.
-        self.slices = [] if self.stage == 3 else [self._build_slices(*pair) for pair in self._with_flats()]
-        self.layouts: Sequence[Layout] = self.slices
+        self.slice_layouts = (
+            []
+            if self.stage == 3
+            else [self._build_checked_slice_layout(*pair) for pair in self._pair_shares_with_flats()]
+        )
+        self.layouts: Sequence[GroupLayout] = self.slice_layouts
         if self.stage == 3:
-            self.layouts = [WholeParameters(shapes, self.world, location) for shapes in self.shapes]
+            self.layouts = [
+                Stage3GroupLayout(shapes, self.world_size, location) for shapes in self.group_shapes
+            ]
 
-    def _read_optim(self, names: Mapping[int, str]) -> list[OptimFile]:
+    def _read_optim_files(self, names: Mapping[int, str]) -> list[OptimFile]:
         """Read the files of optimizer states, with `rank` only that of this rank."""
         if self.rank is not None:
-            own = read_optim(self.folder, names[self.rank])
-            stage = own.state.get("zero_stage")
-            if stage == 3 or (stage in (1, 2) and self.model.groups):
-                slices = None if stage == 3 else self._list_slices(own)
+            own_file = read_optim_file(self.folder, names[self.rank])
+            stage = own_file.state.get("zero_stage")
+            if stage == 3 or (stage in (1, 2) and self.first_model_file.group_shapes):
+                slices = None if stage == 3 else self._build_slice_layouts(own_file)
                 return [
-                    own if rank == self.rank else self._defer_optim(own, name, rank, slices)
+                    own_file
+                    if rank == self.rank
+                    else self._build_deferred_optim_file(own_file, name, rank, slices)
                     for rank, name in names.items()
                 ]
             self.rank = None
-        return list(map_ahead(self.folder.path, partial(read_optim, self.folder), names.values()))
+        return list(
+            map_with_prefetch(self.folder.path, partial(read_optim_file, self.folder), names.values())
+        )
 
-    def _defer_optim(
-        self, own: OptimFile, name: str, rank: int, slices: list[EqualSlices] | None
+    def _build_deferred_optim_file(
+        self, template: OptimFile, name: str, rank: int, slices: list[Stage12GroupLayout] | None
     ) -> OptimFile:
-        """Describe the file of another rank by this rank's file `own`."""
+        """Describe the file of another rank by this rank's file `template`."""
         assert self.rank is not None
         lengths = None
         if slices is not None:
             lengths = [
-                SliceLengths(layout.count_unpadded(self.rank), layout.count_unpadded(rank), layout.slice)
+                SliceLengths(
+                    layout.count_unpadded_elements(self.rank),
+                    layout.count_unpadded_elements(rank),
+                    layout.slice_numel,
+                )
                 for layout in slices
             ]
-        return defer_optim(self.folder, name, own, lengths)
+        return build_deferred_optim_file(self.folder, name, template, lengths)
 
-    def _list_slices(self, own: OptimFile) -> list[EqualSlices]:
+    def _build_slice_layouts(self, optim_file: OptimFile) -> list[Stage12GroupLayout]:
         """Return the layout of each group of parameters in the slices of all ranks."""
         slices = []
-        masters = own.state.get(MASTERS)
-        for group, shapes in enumerate(self.model.groups or ()):
+        masters = optim_file.state.get(MASTERS)
+        for group, shapes in enumerate(self.first_model_file.group_shapes or ()):
             if not isinstance(masters, list) or group >= len(masters):
-                raise CheckpointError(f"{own.where}: damaged, it lacks a parameter group")
-            size = prod(require_flat(masters[group], f"{own.where}: {MASTERS}").shape) + own.get_padding(
-                group
+                raise CheckpointError(f"{optim_file.location}: damaged, it lacks a parameter group")
+            size = prod(
+                require_contiguous(masters[group], f"{optim_file.location}: {MASTERS}").shape
+            ) + optim_file.get_slice_padding(group)
+            world = max(get_partition_counts(optim_file.state, optim_file.location))
+            slices.append(
+                Stage12GroupLayout(
+                    shapes, optim_file.get_alignment_gaps(group, len(shapes)), world, size, self.location
+                )
             )
-            world = max(partition_counts(own.state, own.where))
-            slices.append(EqualSlices(shapes, own.get_gaps(group, len(shapes)), world, size, self.where))
         return slices
 
-    def _find_shares(self, group: int) -> list[ParameterShare]:
+    def _compute_shares(self, group: int) -> list[GroupOnRanks]:
         """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""
-        location, shapes = self.optim[0].where, self.shapes[group]
-        if len(self.counts) not in (1, len(self.shapes)):
+        location, shapes = self.optim_files[0].location, self.group_shapes[group]
+        if len(self.partition_counts) not in (1, len(self.group_shapes)):
             raise CheckpointError(f"{location}: damaged, its partition_count does not match the groups")
-        count = self.counts[group if len(self.counts) > 1 else 0]
-        local = self.experts is not None and self.experts.are_expert_parameters(shapes)
-        if not local and count != self.world:
+        count = self.partition_counts[group if len(self.partition_counts) > 1 else 0]
+        has_experts = self.expert_files is not None and self.expert_files.has_only_expert_parameters(shapes)
+        if not has_experts and count != self.world_size:
             raise CheckpointError(
-                f"{location}: a group is partitioned over {count} of {self.world} ranks, and the files of "
-                "its expert parallel parameters are missing"
+                f"{location}: a group is partitioned over {count} of {self.world_size} ranks, and the files "
+                "of its expert parallel parameters are missing"
             )
-        if not local:
-            return [ParameterShare(group, tuple(range(self.world)), {name: name for name in shapes})]
-        assert self.experts is not None
-        if self.world % count:
-            raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world} ranks")
-        sets = self.world // count
+        if not has_experts:
+            return [GroupOnRanks(group, tuple(range(self.world_size)), {name: name for name in shapes})]
+        assert self.expert_files is not None
+        if self.world_size % count:
+            raise CheckpointError(f"{location}: damaged, a group on {count} of {self.world_size} ranks")
+        num_sets = self.world_size // count
         # DeepSpeed's topologies: neighboring ranks have different experts, or the same.
-        together = self.optim[0].config.get("use_data_before_expert_parallelism") is True
+        is_contiguous = self.optim_files[0].config.get("use_data_before_expert_parallelism") is True
         return [
-            ParameterShare(
+            GroupOnRanks(
                 group,
                 tuple(
-                    range(index * count, (index + 1) * count) if together else range(index, self.world, sets)
+                    range(index * count, (index + 1) * count)
+                    if is_contiguous
+                    else range(index, self.world_size, num_sets)
                 ),
-                self.experts.map_to_complete_names(shapes, index),
+                self.expert_files.map_to_complete_names(shapes, index),
             )
-            for index in range(sets)
+            for index in range(num_sets)
         ]
 
-    def _check_options(self, first: OptimFile) -> None:
+    def _read_zero_options(self, first: OptimFile) -> None:
         """Refuse options that change the data layout."""
         options = first.config.get("zero_optimization")
-        self.options: dict[str, Any] = options if isinstance(options, dict) else {}
-        shards = self.options.get("mics_shard_size", -1)
+        self.zero_options: dict[str, Any] = options if isinstance(options, dict) else {}
+        shards = self.zero_options.get("mics_shard_size", -1)
         # MiCS: each group of so many ranks holds the whole, and all write the same files.
-        self.mics = type(shards) is int and shards > 0
-        if self.mics and (self.stage, self.world) != (3, shards):
+        self.uses_mics = type(shards) is int and shards > 0
+        if self.uses_mics and (self.stage, self.world_size) != (3, shards):
             raise CheckpointError(
-                f"{first.where}: MiCS checkpoints of {shards} shards with {self.world} ranks in a group, in "
-                f"stage {self.stage}, are not supported"
+                f"{first.location}: MiCS checkpoints of {shards} shards with {self.world_size} ranks in a "
+                f"group, in stage {self.stage}, are not supported"
             )
-        if self.options.get("zero_quantized_nontrainable_weights") is True:
-            raise CheckpointError(f"{first.where}: quantized frozen weights are not supported")
+        if self.zero_options.get("zero_quantized_nontrainable_weights") is True:
+            raise CheckpointError(f"{first.location}: quantized frozen weights are not supported")
 
-    def _check_one_run(self) -> None:
+    def _check_files_of_one_run(self) -> None:
         """Compare the files of optimizer states with the first one, and with the model states."""
-        model, first = self.model, self.optim[0].get_shared_records()
-        for rank in self.optim:
-            for record, value in rank.get_shared_records().items():
-                check_same(rank.where, record, value, first[record])
-        for record, value in model.get_shared_records().items():
+        model, first = self.first_model_file, self.optim_files[0].get_rank_independent_records()
+        for rank in self.optim_files:
+            for record, value in rank.get_rank_independent_records().items():
+                check_equal_records(rank.location, record, value, first[record])
+        for record, value in model.get_rank_independent_records().items():
             if record in ("ds_version", "ds_config"):
-                check_same(model.where, record, value, first[record])
+                check_equal_records(model.location, record, value, first[record])
         count = model.get_counter("dp_world_size")
-        if count is not None and (count % self.world if self.mics else count != self.world):
+        if count is not None and (count % self.world_size if self.uses_mics else count != self.world_size):
             raise CheckpointError(
-                f"{model.where}: has a world size of {count}, the optimizer states {self.world}"
+                f"{model.location}: has a world size of {count}, the optimizer states {self.world_size}"
             )
 
-    def _join_masters(self) -> list[Flat]:
+    def _collect_masters(self) -> list[Flat]:
         """The fp32 masters, one flat buffer per share."""
         key = _FP32_GROUPS if self.stage == 3 else MASTERS
 
-        def locate(rank: OptimFile) -> list[FlatPiece]:
+        def get_rank_pieces(rank: OptimFile) -> list[FlatPiece]:
             groups = rank.state.get(key)
-            if not isinstance(groups, (list, tuple)) or len(groups) != len(self.shapes):
+            if not isinstance(groups, (list, tuple)) or len(groups) != len(self.group_shapes):
                 count = len(groups) if isinstance(groups, (list, tuple)) else 0
                 raise CheckpointError(
-                    f"{rank.where}: holds {count} parameter groups, the model states {len(self.shapes)}"
+                    f"{rank.location}: holds {count} parameter groups, the model states "
+                    f"{len(self.group_shapes)}"
                 )
-            stored = [require_flat(group, f"{rank.where}: {key}") for group in groups]
-            check_distinct(stored, rank.where)
-            return [to_piece(group) for group in stored]
+            stored = [require_contiguous(group, f"{rank.location}: {key}") for group in groups]
+            check_disjoint_bytes(stored, rank.location)
+            return [to_flat_piece(group) for group in stored]
 
-        by_rank = list(map_ahead(self.folder.path, locate, self.optim))
+        by_rank = list(map_with_prefetch(self.folder.path, get_rank_pieces, self.optim_files))
         if self.stage == 3:
-            self._fill_from_swap(by_rank)
+            self._replace_empty_with_swap_files(by_rank)
         return [
-            join_pieces([by_rank[rank][share.group] for rank in share.ranks], self.where)
+            require_equal_dtypes([by_rank[rank][share.group_index] for rank in share.ranks], self.location)
             for share in self.shares
         ]
 
-    def _fill_from_swap(self, by_rank: list[list[FlatPiece]]) -> None:
+    def _replace_empty_with_swap_files(self, by_rank: list[list[FlatPiece]]) -> None:
         """Replace buffers that were pickled empty by their swap files."""
-        layouts = [WholeParameters(shapes, self.world, self.where) for shapes in self.shapes]
+        layouts = [Stage3GroupLayout(shapes, self.world_size, self.location) for shapes in self.group_shapes]
         for rank, pieces in enumerate(by_rank):
             for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
-                if not piece.numel and layout.length:
-                    pieces[group] = self.swap.open_piece(rank, layout, piece.dtype)
+                if not piece.numel and layout.rank_numel:
+                    pieces[group] = self.swap_files.open_flat_piece(rank, layout, piece.dtype)
 
     @cached_property
-    def swap(self) -> SwapFiles:
-        buffers = {*self.model.buffers, *self.model.shared}
-        return SwapFiles(self.folder, [name for name in self.model.module if name not in buffers])
+    def swap_files(self) -> SwapFiles:
+        buffers = {*self.first_model_file.buffers, *self.first_model_file.tied_names}
+        return SwapFiles(self.folder, [name for name in self.first_model_file.module if name not in buffers])
 
-    def _with_flats(self) -> list[tuple[ParameterShare, Flat]]:
-        return list(zip(self.shares, self.flats, strict=True))
+    def _pair_shares_with_flats(self) -> list[tuple[GroupOnRanks, Flat]]:
+        return list(zip(self.shares, self.flat_masters, strict=True))
 
-    def _build_slices(self, share: ParameterShare, masters: Flat) -> EqualSlices:
+    def _build_checked_slice_layout(self, share: GroupOnRanks, masters: Flat) -> Stage12GroupLayout:
         """The layout of one group of stages 1 and 2, checked against every record of it."""
-        group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
+        group, ranks = share.group_index, [self.optim_files[rank] for rank in share.ranks]
         sizes = [piece.numel for piece in masters]
-        paddings = [rank.get_padding(group) for rank in ranks]
-        whole = [
+        paddings = [rank.get_slice_padding(group) for rank in ranks]
+        slice_sizes = [
             count if self.bf16_optimizer else count + padding
             for count, padding in zip(sizes, paddings, strict=True)
         ]
-        if len(set(whole)) != 1:
-            raise CheckpointError(f"{self.where}: damaged, the ranks' slices of group {group} differ in size")
-        gaps = self.optim[0].get_gaps(group, len(self.shapes[group]))
-        layout = EqualSlices(self.shapes[group], gaps, len(ranks), whole[0], self.where)
-        total = layout.slice * len(ranks) - layout.used
+        if len(set(slice_sizes)) != 1:
+            raise CheckpointError(
+                f"{self.location}: damaged, the ranks' slices of group {group} differ in size"
+            )
+        gaps = self.optim_files[0].get_alignment_gaps(group, len(self.group_shapes[group]))
+        layout = Stage12GroupLayout(self.group_shapes[group], gaps, len(ranks), slice_sizes[0], self.location)
+        total = layout.slice_numel * len(ranks) - layout.used_numel
         for index, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
-            expected = layout.count_padding(index)
+            expected = layout.count_padding_elements(index)
             if self.bf16_optimizer:  # it records all padding on the last rank
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
                 raise CheckpointError(
-                    f"{rank.where}: has a padding of {padding} in group {group}, not {expected}"
+                    f"{rank.location}: has a padding of {padding} in group {group}, not {expected}"
                 )
-        self._check_mappings(share, layout)
+        self._check_slice_mappings(share, layout)
         return layout
 
-    def _check_mappings(self, share: ParameterShare, layout: EqualSlices) -> None:
+    def _check_slice_mappings(self, share: GroupOnRanks, layout: Stage12GroupLayout) -> None:
         """`param_slice_mappings` of each rank must match the layout."""
-        group = share.group
-        if self.options.get("round_robin_gradients") is True and not any(layout.gaps):
+        group = share.group_index
+        if self.zero_options.get("round_robin_gradients") is True and not any(layout.gaps):
             return  # DeepSpeed records the order from before it shuffled; values are compared anyway
-        for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
+        for number, rank in enumerate(self.optim_files[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
             if mappings is None:  # before DeepSpeed 0.7
                 continue
             table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
             if not isinstance(table, dict):
-                raise CheckpointError(f"{rank.where}: damaged, its param_slice_mappings lack a group")
-            recorded = {name: read_fragment(value, rank.where) for name, value in table.items()}
-            expected = layout.find_fragments(number)
+                raise CheckpointError(f"{rank.location}: damaged, its param_slice_mappings lack a group")
+            recorded = {name: parse_fragment_address(value, rank.location) for name, value in table.items()}
+            expected = layout.compute_fragments(number)
             if recorded != expected:
                 name = next(
                     (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
                     "",
                 )
                 raise CheckpointError(
-                    f"{rank.where}: damaged, its param_slice_mappings disagree with param_shapes about "
-                    f"{name!r} on rank {number} of {layout.world}"
+                    f"{rank.location}: damaged, its param_slice_mappings disagree with param_shapes about "
+                    f"{name!r} on rank {number} of {layout.world_size}"
                 )
 
-    def build_weights(self) -> Weights:
+    def build_weights(self) -> NamedWeights:
         """Everything but the optimizer, checked against the second copies in the model states."""
         masters: dict[str, Tensor] = {}
-        for layout, (share, flat_) in zip(self.layouts, self._with_flats(), strict=True):
-            for name, tensor in layout.split_flat(flat_).items():
-                name = share.names[name]
+        for layout, (share, flat_) in zip(self.layouts, self._pair_shares_with_flats(), strict=True):
+            for name, tensor in layout.split_into_parameters(flat_).items():
+                name = share.complete_names[name]
                 if name in masters:
-                    raise CheckpointError(f"{self.model.where}: {name!r} is in two parameter groups")
+                    raise CheckpointError(
+                        f"{self.first_model_file.location}: {name!r} is in two parameter groups"
+                    )
                 masters[name] = tensor
-        compared = self.stage != 3 and self._check_module()
-        weights = with_model_states(masters, self.models, self._module, self.stage, self.world)
-        steps = read_optimizer_steps(self.folder.path, self.stage, self.optim, len(self.shapes))
-        self._check_steps(steps, compared or len(weights.tensors) == len(masters))
+        compared = self.stage != 3 and self._compare_with_module()
+        weights = combine_with_model_states(
+            masters, self.model_files, self._complete_module, self.stage, self.world_size
+        )
+        steps = read_step_count(self.folder.path, self.stage, self.optim_files, len(self.group_shapes))
+        self._check_step_counts(steps, compared or len(weights.tensors) == len(masters))
         return weights
 
     def build_optimizer(self) -> OptimizerState | None:
         """The optimizer's state and groups; None if the files hold none."""
-        return build_optimizer(self.stage, self.optim, self.layouts, self.shares, self.swap)
+        return build_zero_optimizer(self.stage, self.optim_files, self.layouts, self.shares, self.swap_files)
 
     @cached_property
-    def _module(self) -> dict[str, Any]:
+    def _complete_module(self) -> dict[str, Any]:
         """The state dict, with the experts of all files."""
-        return {**self.model.module, **({} if self.experts is None else self.experts.stored)}
+        return {
+            **self.first_model_file.module,
+            **({} if self.expert_files is None else self.expert_files.tensors),
+        }
 
-    def _check_module(self) -> bool:
+    def _compare_with_module(self) -> bool:
         """Compare the masters with the weights in the model states: shapes, and a sample of values."""
         compared = 0
-        for layout, (share, flat_) in zip(self.slices, self._with_flats(), strict=True):
-            compared += check_against_module(
+        for layout, (share, flat_) in zip(self.slice_layouts, self._pair_shares_with_flats(), strict=True):
+            compared += compare_with_module_weights(
                 layout,
                 share,
                 flat_,
-                self._module,
-                self.model.where,
+                self._complete_module,
+                self.first_model_file.location,
                 # A pipeline's files have other names for tied layers, which are compared with them later.
-                elsewhere=[name for name in share.names if self.model.pipeline and name.startswith(TIED)],
-                zenflow="zenflow" in self.options,
-                ranks=None if self.rank is None else [self.rank],
+                optional_names=[
+                    name
+                    for name in share.complete_names
+                    if self.first_model_file.is_pipeline and name.startswith(TIED)
+                ],
+                zenflow="zenflow" in self.zero_options,
+                sampled_ranks=None if self.rank is None else [self.rank],
             )
         return compared > 0
 
-    def _check_steps(self, steps: int | None, compared: bool) -> None:
+    def _check_step_counts(self, steps: int | None, compared: bool) -> None:
         """The optimizer's step must match the engine's, where no values were compared."""
-        total, skipped = self.model.get_counter("global_steps"), self.model.get_counter("skipped_steps") or 0
+        total, skipped = (
+            self.first_model_file.get_counter("global_steps"),
+            self.first_model_file.get_counter("skipped_steps") or 0,
+        )
         if steps is None or total is None or compared:
             return
         if steps != total - skipped:
             raise CheckpointError(
-                f"{self.model.where}: is at step {total - skipped}, the optimizer states are at step {steps}"
+                f"{self.first_model_file.location}: is at step {total - skipped}, the optimizer states are "
+                f"at step {steps}"
             )
 
 
-def check_same_run(runs: Sequence[SavedRun]) -> None:
+def check_ranks_of_one_run(runs: Sequence[SavedRun]) -> None:
     """CheckpointError unless the tensor or pipeline parallel ranks are of one run and step."""
-    first = _get_shared_records(runs[0])
+    first = _get_rank_independent_records(runs[0])
     for run in runs[1:]:
-        for record, value in _get_shared_records(run).items():
-            check_same(run.model.where, record, value, first[record])
+        for record, value in _get_rank_independent_records(run).items():
+            check_equal_records(run.first_model_file.location, record, value, first[record])
 
 
-def _get_shared_records(run: SavedRun) -> dict[str, Any]:
+def _get_rank_independent_records(run: SavedRun) -> dict[str, Any]:
     """What the tensor or pipeline parallel ranks of a run have alike."""
-    model = run.model
+    model = run.first_model_file
     return {
         **{
             counter: model.get_counter(counter)
             for counter in ("global_steps", "skipped_steps", "global_samples")
         },
-        "ds_version": run.optim[0].version,
+        "ds_version": run.optim_files[0].version,
         "ds_config": to_json_value(model.content.get("ds_config")),
         "ZeRO stage": run.stage,
-        "world size": run.world,
-        "parallel degrees": model.degrees,
+        "world size": run.world_size,
+        "parallel degrees": model.parallel_degrees,
     }

@@ -4,7 +4,7 @@ With `use_orig_params` an index is a parameter, and the ranks' runs end to end a
 is a flat parameter: those of one wrapped module, end to end, padded and cut into equal runs. The files do not
 record which modules were wrapped. They follow from the lengths where only one choice of modules has them.
 
-Source: torch/distributed/fsdp/_flat_param.py (`_get_shard`, `flatten_tensors`).
+Source: torch/distributed/fsdp/_flat_param.py (`_get_shard_at`, `flatten_tensors`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from portable.converters.checkpoint import OptimizerState
-from portable.converters.containers.pickle_reader import is_index, to_json_value
+from portable.converters.containers.pickle_reader import is_safe_index, to_json_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError, OptimizerStateError
-from portable.converters.formats.torch_save.optimizer import as_tensor, is_optimizer
+from portable.converters.formats.torch_save.optimizer import is_optimizer_state_dict, to_lazy_tensor
 from portable.converters.limits import MAX_FLAT_WORK
-from portable.converters.names.index_keys import check_listed, fit_in_order
-from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.byte_sources import Joined, Slice
+from portable.converters.names.index_keys import flatten_group_keys, match_groups_to_parameters
+from portable.converters.names.tied_weights import are_tensors_equal
+from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Tensor
 
@@ -28,53 +28,59 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.checkpoint import ParamGroups, Scalar
-    from portable.converters.storage.byte_sources import Source
+    from portable.converters.storage.byte_sources import ByteSource
 
 
 class RankCopies:
     """A tensor that is not sharded, as each rank has it; None for a rank without it."""
 
     def __init__(self, location: str) -> None:
-        self.where = location
-        self.held: dict[int, StoredTensor] = {}
+        self.location = location
+        self.copies: dict[int, StoredTensor] = {}
 
     @property
-    def dims(self) -> int:
-        return max(len(stored.shape) for stored in self.held.values())
+    def ndim(self) -> int:
+        return max(len(stored.shape) for stored in self.copies.values())
 
-    def add(self, value: Any, rank: int) -> None:
+    def add_rank(self, value: Any, rank: int) -> None:
         if not isinstance(value, StoredTensor):
-            raise CheckpointError(f"{self.where}: sharded on some ranks only")
-        self.held[rank] = value
+            raise CheckpointError(f"{self.location}: sharded on some ranks only")
+        self.copies[rank] = value
 
     def to_tensor(self) -> Tensor:
         """The tensor, equal on all ranks."""
-        tensors = [as_tensor(stored, self.where) for stored in self.held.values()]
+        tensors = [to_lazy_tensor(stored, self.location) for stored in self.copies.values()]
         first = tensors[0]
-        for rank, other in zip(self.held, tensors, strict=True):
-            if other is not first and not has_same_values(first, other):
-                raise CheckpointError(f"{self.where}: not sharded, and rank {rank} has another value of it")
+        for rank, other in zip(self.copies, tensors, strict=True):
+            if other is not first and not are_tensors_equal(first, other):
+                raise CheckpointError(
+                    f"{self.location}: not sharded, and rank {rank} has another value of it"
+                )
         return first
 
 
-def is_flat(saved: Any) -> bool:
+def is_flat_optimizer(saved: Any) -> bool:
     """Whether an optimizer's state, merged from all ranks, holds runs of elements and no sharded tensor."""
-    if not is_optimizer(saved):
+    if not is_optimizer_state_dict(saved):
         return False
     states = [state for state in saved["state"].values() if isinstance(state, dict)]
     values = [value for state in states for value in state.values()]
-    runs = sum(isinstance(value, RankCopies) and value.dims > 0 for value in values)
+    runs = sum(isinstance(value, RankCopies) and value.ndim > 0 for value in values)
     return runs > 0 and all(isinstance(value, (int, float, RankCopies)) for value in values)
 
 
-def read_flat(
-    saved: dict[str, Any], order: Sequence[str], tensors: Mapping[str, Tensor], world: int, location: str
+def build_flat_optimizer(
+    saved: dict[str, Any],
+    parameter_names: Sequence[str],
+    tensors: Mapping[str, Tensor],
+    world_size: int,
+    location: str,
 ) -> OptimizerState:
     """The state by parameter name.
 
     Args:
         saved: the merged content of the ranks' files, with `RankCopies` for tensors.
-        order: the sharded parameters in module order, without aliases.
+        parameter_names: the sharded parameters in module order, without aliases.
 
     Raises:
         CheckpointError: damaged, or several choices of wrapped modules have these lengths.
@@ -82,41 +88,48 @@ def read_flat(
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise CheckpointError(f"{location}: damaged, its groups list no parameters")
-    keys = check_listed(
-        [group["params"] for group in groups if all(map(is_index, group["params"]))], state, location
+    keys = flatten_group_keys(
+        [group["params"] for group in groups if all(map(is_safe_index, group["params"]))], state, location
     )
-    runs = {key: _read_run_lengths(values, world, f"{location}: {key}") for key, values in state.items()}
-    sizes = [(name, (prod(tensors[name].shape),)) for name in order]
-    totals = [[(sum(runs[key]),) if key in runs else None for key in group["params"]] for group in groups]
-    places = fit_in_order(sizes, totals)
-    units: dict[Any, list[str]]
+    rank_lengths = {
+        key: _compute_run_lengths(values, world_size, f"{location}: {key}") for key, values in state.items()
+    }
+    sizes = [(name, (prod(tensors[name].shape),)) for name in parameter_names]
+    totals = [
+        [(sum(rank_lengths[key]),) if key in rank_lengths else None for key in group["params"]]
+        for group in groups
+    ]
+    places = match_groups_to_parameters(sizes, totals)
+    names_by_key: dict[Any, list[str]]
     if isinstance(places, dict):
-        units = {groups[group]["params"][offset]: [name] for name, (group, offset) in places.items()}
+        names_by_key = {groups[group]["params"][offset]: [name] for name, (group, offset) in places.items()}
     else:
-        parameter_units = _find_units(sizes, [runs.get(key) for key in sorted(keys)], world)
+        parameter_units = _find_wrapped_modules(
+            sizes, [rank_lengths.get(key) for key in sorted(keys)], world_size
+        )
         if not isinstance(parameter_units, list):
             why = "several choices of" if parameter_units else "no choice of"
             raise OptimizerStateError(
                 f"{location} has FSDP1's flat parameters, which fit {why} wrapped modules"
             )
-        units = dict(zip(sorted(keys), parameter_units, strict=True))
+        names_by_key = dict(zip(sorted(keys), parameter_units, strict=True))
     state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
     for key in keys:
         for state_name, value in state.get(key, {}).items():
-            if not isinstance(value, RankCopies) or not value.dims:
+            if not isinstance(value, RankCopies) or not value.ndim:
                 state_value = value.to_tensor() if isinstance(value, RankCopies) else value
-                for name in units[key]:
+                for name in names_by_key[key]:
                     state_by_name.setdefault(name, {})[str(state_name)] = state_value
                 continue
-            whole = Joined(
-                [_to_bytes_source(value.held[rank]) for rank in range(world) if rank in value.held]
+            joined = ConcatenatedSources(
+                [_to_bytes_source(value.copies[rank]) for rank in range(world_size) if rank in value.copies]
             )
-            dtype = next(iter(value.held.values())).dtype
+            dtype = next(iter(value.copies.values())).dtype
             offset = 0
-            for name in units[key]:
+            for name in names_by_key[key]:
                 shape = tensors[name].shape
-                tensor = Tensor.from_source(f"{name}.{state_name}", dtype, shape, whole, offset)
-                if offset + tensor.nbytes > whole.nbytes:
+                tensor = Tensor.from_source(f"{name}.{state_name}", dtype, shape, joined, offset)
+                if offset + tensor.nbytes > joined.nbytes:
                     raise CheckpointError(
                         f"{location}: {state_name} of {name!r} is shorter than the parameter"
                     )
@@ -125,97 +138,101 @@ def read_flat(
     param_groups: ParamGroups = [
         {
             **{str(key): to_json_value(value) for key, value in group.items() if key != "params"},
-            "params": [name for key in group["params"] for name in units[key]],
+            "params": [name for key in group["params"] for name in names_by_key[key]],
         }
         for group in groups
     ]
     return OptimizerState(state_by_name, param_groups)
 
 
-def _read_run_lengths(values: Any, world: int, location: str) -> list[int]:
+def _compute_run_lengths(values: Any, world_size: int, location: str) -> list[int]:
     """The number of elements on each rank, the same in all of a parameter's state."""
     lengths: list[int] | None = None
     for state_name, value in values.items() if isinstance(values, dict) else ():
-        if isinstance(value, RankCopies) and value.dims:
-            counts = [prod(value.held[rank].shape) if rank in value.held else 0 for rank in range(world)]
-            kinds = {stored.dtype for stored in value.held.values()}
+        if isinstance(value, RankCopies) and value.ndim:
+            counts = [
+                prod(value.copies[rank].shape) if rank in value.copies else 0 for rank in range(world_size)
+            ]
+            kinds = {stored.dtype for stored in value.copies.values()}
             if len(kinds) != 1 or (lengths is not None and counts != lengths):
                 raise CheckpointError(
                     f"{location}: the ranks disagree about the type or length of {state_name}"
                 )
             lengths = counts
-    return lengths or [0] * world
+    return lengths or [0] * world_size
 
 
-def _find_units(
-    sizes: Sequence[tuple[str, tuple[int]]], runs: Sequence[list[int] | None], world: int
+def _find_wrapped_modules(
+    names_and_sizes: Sequence[tuple[str, tuple[int]]],
+    rank_lengths: Sequence[list[int] | None],
+    world_size: int,
 ) -> list[list[str]] | int:
     """The parameters of each flat parameter: the root's own, then those of each wrapped module.
 
     Returns:
         Names by flat parameter; or the number of choices if it is not 1, as 0 or 2 (several, or too many).
     """
-    if not runs or any(run is not None and len(set(run)) != 1 for run in runs):
+    if not rank_lengths or any(run is not None and len(set(run)) != 1 for run in rank_lengths):
         return 0
-    lengths = [None if run is None else run[0] for run in runs]
-    before = [0]
-    for _, (size,) in sizes:
-        before.append(before[-1] + size)
-    total = before[-1]
+    lengths = [None if run is None else run[0] for run in rank_lengths]
+    offsets = [0]
+    for _, (size,) in names_and_sizes:
+        offsets.append(offsets[-1] + size)
+    total = offsets[-1]
     # (parameters seen, units seen, elements of the root) -> ways, and the ends of the last unit of one way.
     ways: dict[tuple[int, int, int], int] = {(0, 1, 0): 1}
-    back: dict[tuple[int, int, int], tuple[tuple[int, int, int], bool]] = {}
+    predecessors: dict[tuple[int, int, int], tuple[tuple[int, int, int], bool]] = {}
     work = 0
-    limit = total if lengths[0] is None else lengths[0] * world
-    for seen in range(len(sizes)):
-        ends = _find_subtree_ends(sizes, seen)
-        for state in [state for state in ways if state[0] == seen]:
+    limit = total if lengths[0] is None else lengths[0] * world_size
+    for num_seen in range(len(names_and_sizes)):
+        ends = _list_module_ends(names_and_sizes, num_seen)
+        for state in [state for state in ways if state[0] == num_seen]:
             count = ways[state]
             _, unit, root = state
-            own = root + sizes[seen][1][0]
-            steps = [((seen + 1, unit, own), False)] if own <= limit else []
+            root_numel = root + names_and_sizes[num_seen][1][0]
+            steps = [((num_seen + 1, unit, root_numel), False)] if root_numel <= limit else []
             if unit < len(lengths):
                 steps += [
                     ((end, unit + 1, root), True)
                     for end in ends
-                    if lengths[unit] in (None, -(-(before[end] - before[seen]) // world))
+                    if lengths[unit] in (None, -(-(offsets[end] - offsets[num_seen]) // world_size))
                 ]
-            for after, whole in steps:
-                ways[after] = ways.get(after, 0) + count
-                back[after] = state, whole
+            for next_state, is_module in steps:
+                ways[next_state] = ways.get(next_state, 0) + count
+                predecessors[next_state] = state, is_module
             work += 1 + len(steps)
             if work > MAX_FLAT_WORK:
                 return 2
-    last = [state for state in ways if state[:2] == (len(sizes), len(lengths))]
-    last = [state for state in last if lengths[0] in (None, -(-state[2] // world))]
+    last = [state for state in ways if state[:2] == (len(names_and_sizes), len(lengths))]
+    last = [state for state in last if lengths[0] in (None, -(-state[2] // world_size))]
     count = sum(ways[state] for state in last)
     if count != 1:
         return min(count, 2)
     units: list[list[str]] = [[] for _ in lengths]
     state = last[0]
     while state[0]:
-        before_, whole = back[state]
-        names = [name for name, _ in sizes[before_[0] : state[0]]]
-        units[before_[1] if whole else 0][:0] = names
-        state = before_
+        previous_state, is_module = predecessors[state]
+        names = [name for name, _ in names_and_sizes[previous_state[0] : state[0]]]
+        units[previous_state[1] if is_module else 0][:0] = names
+        state = previous_state
     return units
 
 
-def _find_subtree_ends(sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
+def _list_module_ends(names_and_sizes: Sequence[tuple[str, tuple[int]]], first: int) -> list[int]:
     """Where each module ends that begins with parameter `first`, the root left out."""
-    parts = sizes[first][0].split(".")
+    parts = names_and_sizes[first][0].split(".")
     ends = set()
     for depth in range(1, len(parts)):
         prefix = ".".join(parts[:depth]) + "."
-        if first and sizes[first - 1][0].startswith(prefix):
+        if first and names_and_sizes[first - 1][0].startswith(prefix):
             continue
         end = first
-        while end < len(sizes) and sizes[end][0].startswith(prefix):
+        while end < len(names_and_sizes) and names_and_sizes[end][0].startswith(prefix):
             end += 1
         ends.add(end)
     return sorted(ends)
 
 
-def _to_bytes_source(stored: StoredTensor) -> Source:
+def _to_bytes_source(stored: StoredTensor) -> ByteSource:
     view = stored.to_view()
-    return Slice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))
+    return SourceSlice(view.source, view.offset, prod(stored.shape) * get_itemsize(stored.dtype))

@@ -13,15 +13,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.containers.pickle_reader import (
-    Global,
-    Instance,
+    PickledGlobal,
+    PickledInstance,
     build_getattr_standin,
-    list_inert_members,
+    build_inert_members,
 )
 from portable.converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
-from portable.converters.containers.untrusted_values import get_attributes
+from portable.converters.containers.untrusted_values import get_attributes_or_empty
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.torch_save.optimizer import Leaf, as_tensor
+from portable.converters.formats.torch_save.optimizer import TensorLeaf, to_lazy_tensor
 from portable.converters.limits import MAX_COUNT
 from portable.converters.tensors.dtypes import FROM_TORCH
 from portable.converters.tensors.tensor import is_shape
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.containers.pickle_reader import Standin
-    from portable.converters.storage.byte_sources import SourceFile
+    from portable.converters.storage.byte_sources import CheckpointFile
 
 Dims = tuple[int, ...]
 
@@ -38,20 +38,20 @@ _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARDED_TENSOR = "ShardedTensor"
 
 
-class Sharded:
-    """One rank's record of a sharded tensor: `kind` is the name of its class, `state` what it pickles."""
+class ShardedRecord:
+    """One rank's record of a sharded tensor: `class_name` is the name of its class, `state` what it pickles."""
 
-    __slots__ = ("dtype", "kind", "shape", "state")
+    __slots__ = ("class_name", "dtype", "shape", "state")
 
     def __init__(self, kind: str, dtype: str, shape: Dims, state: Any) -> None:
-        self.kind = kind
+        self.class_name = kind
         self.dtype = dtype
         self.shape = shape
         self.state = state
 
 
-class Placed(NamedTuple):
-    """A part of a sharded tensor whose position is known; also the `state` of a `Sharded` without a pickle.
+class PlacedPart(NamedTuple):
+    """A part of a sharded tensor whose position is known; also the `state` of a `ShardedRecord` without a pickle.
 
     Attributes:
         offsets: Start index of the part along each dimension.
@@ -59,21 +59,21 @@ class Placed(NamedTuple):
     """
 
     offsets: Dims
-    part: Leaf
+    part: TensorLeaf
 
 
 def _rebuild_from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(function, Global) or function.key != _WRAPPER:
+    if not isinstance(function, PickledGlobal) or function.key != _WRAPPER:
         plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
         assert plain is not None
         return plain(function, kind, args, state)
-    if not isinstance(kind, Global) or type(args) is not tuple or len(args) < 3:
+    if not isinstance(kind, PickledGlobal) or type(args) is not tuple or len(args) < 3:
         raise TypeError("not a sharded tensor")
     dtype, shape = args[1], args[2]
-    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if name is None or not is_shape(shape):
         raise TypeError("not a sharded tensor")
-    return Sharded(kind.key.rpartition(".")[2], name, tuple(shape), state)
+    return ShardedRecord(kind.key.rpartition(".")[2], name, tuple(shape), state)
 
 
 _MODULE = "torch.distributed._shard.sharded_tensor"
@@ -85,51 +85,54 @@ _MEMBERS = {
 STANDINS: Mapping[str, Standin | None] = {
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     _WRAPPER: None,
-    "builtins.getattr": build_getattr_standin(list_inert_members(_MEMBERS)),
+    "builtins.getattr": build_getattr_standin(build_inert_members(_MEMBERS)),
 }
 PREFIXES = ("torch.distributed.",)
 
 
-def load(file: SourceFile) -> Any:
-    """The content of one file, with `StoredTensor` and `Sharded` for tensors; refused if it was renamed."""
+def load_rank_file(file: CheckpointFile) -> Any:
+    """The content of one file, with `StoredTensor` and `ShardedRecord` for tensors; refused if it was renamed."""
     archive = TorchZip(file)
-    archive.refuse_renamed()
-    return archive.load(STANDINS, PREFIXES)
+    archive.check_not_renamed()
+    return archive.load_object(STANDINS, PREFIXES)
 
 
-def locate_parts(value: Sharded, rank: int, location: str) -> list[Placed]:
+def locate_rank_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
     """Locate each part of the tensor in the file of a rank; a replica has the position of its original.
 
     Raises:
         CheckpointError: the part's shape is not what its placements make it, or they are not supported.
     """
-    if isinstance(value.state, Placed):
+    if isinstance(value.state, PlacedPart):
         return [value.state]
-    if value.kind == _SHARDED_TENSOR:
-        return _read_recorded_parts(value, rank, location)
-    if value.kind != "DTensor":
-        raise CheckpointError(f"{location}: holds a {value.kind[:60]}, which is not supported")
+    if value.class_name == _SHARDED_TENSOR:
+        return _parse_recorded_parts(value, rank, location)
+    if value.class_name != "DTensor":
+        raise CheckpointError(f"{location}: holds a {value.class_name[:60]}, which is not supported")
     state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
     spec = state.get("_spec") if isinstance(state, dict) else None
     local = state.get("_local_tensor") if isinstance(state, dict) else None
-    placements, mesh = get_attributes(spec).get("placements"), get_attributes(spec).get("mesh")
+    placements, mesh = (
+        get_attributes_or_empty(spec).get("placements"),
+        get_attributes_or_empty(spec).get("mesh"),
+    )
     if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
         raise CheckpointError(f"{location}: damaged, a DTensor without its part or placements")
-    writer = get_attributes(mesh).get("_rank")
+    writer = get_attributes_or_empty(mesh).get("_rank")
     if type(writer) is int and writer != rank:
         raise CheckpointError(f"{location}: was written by rank {writer}, not {rank}")
-    position = _find_mesh_position(mesh, rank, location)
+    position = _parse_mesh_position(mesh, rank, location)
     if len(placements) != len(position.sizes):
         raise CheckpointError(
             f"{location}: damaged, {len(placements)} placements on a mesh of {len(position.sizes)}"
         )
-    extent = _locate_local_part(value.shape, position, placements, location)
+    extent = _compute_local_extent(value.shape, position, placements, location)
     if local.shape != extent.sizes or local.dtype != value.dtype:
         raise CheckpointError(
             f"{location}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say "
             f"{value.dtype} {list(extent.sizes)}"
         )
-    return [Placed(extent.offsets, local)]
+    return [PlacedPart(extent.offsets, local)]
 
 
 class _MeshPosition(NamedTuple):
@@ -151,15 +154,15 @@ class Extent(NamedTuple):
     sizes: Dims
 
 
-def _find_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
+def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     """Find a rank in a pickled device mesh."""
-    fields = get_attributes(mesh)
-    stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
-    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
+    fields = get_attributes_or_empty(mesh)
+    mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
+    if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
             f"{location}: damaged, or of a newer torch: a DTensor without its mesh of ranks"
         )
-    ranks = as_tensor(stored, f"{location}: mesh").read()
+    ranks = to_lazy_tensor(mesh_tensor, f"{location}: mesh").read()
     position = (ranks == rank).nonzero()
     if (
         ranks.dtype.kind not in "iu"
@@ -169,20 +172,20 @@ def _find_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
         raise CheckpointError(f"{location}: the mesh of a tensor does not hold rank {rank} once")
     if "mesh" in fields:
         return _MeshPosition(ranks.shape, tuple(int(axis[0]) for axis in position))
-    cuts = _split_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
+    cuts = _parse_mesh_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
     if cuts is None:
         raise CheckpointError(f"{location}: damaged, or of a newer torch: the layout of a tensor's mesh")
-    place = []
+    coordinates = []
     for dimension in cuts:
         coordinate = 0
         for size, stride in dimension:
             coordinate = coordinate * size + int(position[0][0]) // stride % size
-        place.append(coordinate)
-    return _MeshPosition(tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(place))
+        coordinates.append(coordinate)
+    return _MeshPosition(tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(coordinates))
 
 
-def _split_mesh_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | None:
-    """How each dimension of a mesh cuts the list of `ranks` ranks: (size, stride), the outermost first.
+def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
+    """How each dimension of a mesh cuts the list of `num_ranks` ranks: (size, stride), the outermost first.
 
     A mesh is the part of that list that its rank is in, so ranks that it leaves out are in other parts. torch
     2.10 has all sizes and strides in one record, newer ones have a record for each dimension. A flattened
@@ -191,9 +194,9 @@ def _split_mesh_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] |
     Returns:
         None where it does not cut the list evenly.
     """
-    fields = get_attributes(layout)
+    fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")
-    records = [get_attributes(axis) for axis in axes] if type(axes) is tuple else [fields]
+    records = [get_attributes_or_empty(axis) for axis in axes] if type(axes) is tuple else [fields]
     shapes, strides = ([record.get(name) for record in records] for name in ("shape", "stride"))
     if type(axes) is not tuple:
         shapes, strides = _to_list(shapes[0]), _to_list(strides[0])
@@ -203,12 +206,12 @@ def _split_mesh_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] |
         [(size, stride) for size, stride in zip(_to_list(shape), _to_list(stride), strict=True) if size != 1]
         for shape, stride in zip(shapes, strides, strict=True)
     ]
-    every = [cut for dimension in cuts for cut in dimension]
-    if not all(type(number) is int and 0 < number <= ranks for cut in every for number in cut):
+    all_cuts = [cut for dimension in cuts for cut in dimension]
+    if not all(type(number) is int and 0 < number <= num_ranks for cut in all_cuts for number in cut):
         return None
     inner = 1
-    for size, stride in sorted(every, key=lambda cut: cut[1]):
-        if stride % inner or ranks % (size * stride):
+    for size, stride in sorted(all_cuts, key=lambda cut: cut[1]):
+        if stride % inner or num_ranks % (size * stride):
             return None
         inner = size * stride
     return cuts
@@ -219,7 +222,7 @@ def _to_list(value: Any) -> list[Any]:
     return list(value) if type(value) in (tuple, list) else [value]
 
 
-def _locate_local_part(
+def _compute_local_extent(
     shape: Dims, position: _MeshPosition, placements: Sequence[Any], location: str
 ) -> Extent:
     """Compute the extent of a rank's part from its placements.
@@ -231,10 +234,10 @@ def _locate_local_part(
     plain: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
-        kind = placement.key.rpartition(".")[2] if isinstance(placement, Instance) else ""
+        kind = placement.key.rpartition(".")[2] if isinstance(placement, PickledInstance) else ""
         if kind == "Replicate":
             continue
-        dim = get_attributes(placement).get("dim")
+        dim = get_attributes_or_empty(placement).get("dim")
         if (
             kind not in ("Shard", "_StridedShard")
             or type(dim) is not int
@@ -248,26 +251,26 @@ def _locate_local_part(
         later = [
             i for i in range(axis + 1, len(placements)) if _is_shard_of_dim(placements[i], dim, len(shape))
         ]
-        if get_attributes(placement).get("split_factor") != prod(sizes[i] for i in later):
+        if get_attributes_or_empty(placement).get("split_factor") != prod(sizes[i] for i in later):
             raise CheckpointError(f"{location}: a strided placement on this mesh is not supported")
         strided.append((axis, dim))
     if len({dim for _, dim in strided}) != len(strided):
         raise CheckpointError(f"{location}: several strided placements on one dimension are not supported")
-    offsets, left = [0] * len(shape), list(shape)
+    offsets, remaining = [0] * len(shape), list(shape)
     for axis, dim in [*plain, *strided]:
-        step = -(-left[dim] // sizes[axis])
-        low = min(left[dim], step * position.coordinates[axis])
+        step = -(-remaining[dim] // sizes[axis])
+        low = min(remaining[dim], step * position.coordinates[axis])
         offsets[dim] += low
-        left[dim] = min(step, left[dim] - low)
-    return Extent(tuple(offsets), tuple(left))
+        remaining[dim] = min(step, remaining[dim] - low)
+    return Extent(tuple(offsets), tuple(remaining))
 
 
 def _is_shard_of_dim(placement: Any, dim: int, dims: int) -> bool:
-    placement_dim = get_attributes(placement).get("dim")
+    placement_dim = get_attributes_or_empty(placement).get("dim")
     return type(placement_dim) is int and -dims <= placement_dim < dims and placement_dim % dims == dim
 
 
-def locate_part(
+def compute_rank_extent(
     shape: Dims,
     mesh_sizes: Dims,
     mesh_ranks: Dims,
@@ -295,32 +298,34 @@ def locate_part(
     if rank not in mesh_ranks or len(placements) != len(mesh_sizes):
         raise CheckpointError(f"{location}: damaged, its mesh does not fit its placements or its rank {rank}")
     position = mesh_ranks.index(rank)
-    place = []
+    coordinates = []
     for size in reversed(mesh_sizes):
-        place.append(position % size)
+        coordinates.append(position % size)
         position //= size
     records = []
     for placement in placements:
         kind = placement.get("type")
-        record = Instance("_StridedShard" if kind == "StridedShard" else f"{kind}"[:60], ())
+        record = PickledInstance("_StridedShard" if kind == "StridedShard" else f"{kind}"[:60], ())
         record.state = dict(placement)
         records.append(record)
-    return _locate_local_part(shape, _MeshPosition(mesh_sizes, tuple(reversed(place))), records, location)
+    return _compute_local_extent(
+        shape, _MeshPosition(mesh_sizes, tuple(reversed(coordinates))), records, location
+    )
 
 
-def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[Placed]:
+def _parse_recorded_parts(value: ShardedRecord, rank: int, location: str) -> list[PlacedPart]:
     """The parts of a ShardedTensor, which records where they lie."""
     state = value.state
     if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
         raise CheckpointError(f"{location}: damaged, a ShardedTensor without its shards")
-    group = get_attributes(state[2])
+    group = get_attributes_or_empty(state[2])
     if group.get("global_rank") != rank:
         raise CheckpointError(f"{location}: was written by rank {group.get('global_rank')}, not {rank}")
-    parts: list[Placed] = []
+    parts: list[PlacedPart] = []
     for part in state[0]:
         stored, metadata = (
-            get_attributes(part).get("tensor"),
-            get_attributes(get_attributes(part).get("metadata")),
+            get_attributes_or_empty(part).get("tensor"),
+            get_attributes_or_empty(get_attributes_or_empty(part).get("metadata")),
         )
         offsets, sizes = metadata.get("shard_offsets"), metadata.get("shard_sizes")
         if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
@@ -330,5 +335,5 @@ def _read_recorded_parts(value: Sharded, rank: int, location: str) -> list[Place
                 f"{location}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
                 f"{list(sizes)}"
             )
-        parts.append(Placed(tuple(offsets), stored))
+        parts.append(PlacedPart(tuple(offsets), stored))
     return parts

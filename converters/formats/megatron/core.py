@@ -17,68 +17,79 @@ from typing import TYPE_CHECKING
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions
 from portable.converters.containers.torchzip import TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats import CheckpointPath, Format
 from portable.converters.formats.dcp.checksums import list_metadata_files
-from portable.converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
+from portable.converters.formats.dcp.reader import MEGATRON_COMMON_FILE, is_megatron_folder, open_tensors
 from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
-from portable.converters.storage.folder import Folder
+from portable.converters.storage.folder import CheckpointFolder
 from portable.converters.storage.path_or_url import make_absolute
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Aliases, OptimizerState
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*")
 
 
-def _find_folder(path: Place) -> Place | None:
-    folder = path.parent if path.is_file() and path.name == MEGATRONS else path
-    return folder if list_metadata_files(folder) and is_megatrons(folder) else None
+def _find_torch_dist_folder(path: AnyPath) -> AnyPath | None:
+    folder = path.parent if path.is_file() and path.name == MEGATRON_COMMON_FILE else path
+    return folder if list_metadata_files(folder) and is_megatron_folder(folder) else None
 
 
-def _open(source: CheckpointPath, path: Place) -> Checkpoint:
-    from portable.converters.formats.megatron.names import get_args, read_shape, to_local_key, to_transformers
+def _open_torch_dist_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    from portable.converters.formats.megatron.names import (
+        convert_to_transformers,
+        get_megatron_args,
+        read_model_shape,
+        to_local_module_key,
+    )
     from portable.converters.formats.megatron.reader import PREFIXES, STANDINS
     from portable.converters.tensors.tensor_ops import select_index
 
     location = str(path)
-    common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path / MEGATRONS}: not the common state of a Megatron-Core checkpoint")
+    common_state = TorchZip(CheckpointFolder(path).get_file(MEGATRON_COMMON_FILE)).load_object(
+        STANDINS, PREFIXES
+    )
+    if not isinstance(common_state, dict):
+        raise CheckpointError(
+            f"{path / MEGATRON_COMMON_FILE}: not the common state of a Megatron-Core checkpoint"
+        )
     companions = find_companions(path)
-    shape = read_shape(get_args(common), source.config or companions.get("config.json"), location)
-    stored = read_tensors(path, source.build_once)
+    shape = read_model_shape(
+        get_megatron_args(common_state), source.config_file or companions.get("config.json"), location
+    )
+    stored = open_tensors(path, source.build_once)
     merged: dict[str, Tensor] = {}
-    with prefix_errors(path):
+    with prefix_checkpoint_errors(path):
         for key, tensor in stored.items():
-            name = to_local_key(key.removeprefix("model.").removeprefix("module."))
+            name = to_local_module_key(key.removeprefix("model.").removeprefix("module."))
             match = _LAYERS.fullmatch(name)
             if _OTHER.fullmatch(key) or _OTHER.fullmatch(name):
                 continue
             if match is None:
                 merged[name] = tensor
                 continue
-            if not tensor.shape or tensor.shape[0] != shape.layers:
+            if not tensor.shape or tensor.shape[0] != shape.num_layers:
                 raise CheckpointError(
-                    f"{location}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
+                    f"{location}: {key} is {list(tensor.shape)}, its args say {shape.num_layers} layers"
                 )
-            for layer in range(shape.layers):
+            for layer in range(shape.num_layers):
                 merged[f"decoder.layers.{layer}.{match[1]}"] = select_index(tensor, 0, layer)
-        tensors = to_transformers(merged, shape, location)
+        tensors = convert_to_transformers(merged, shape, location)
     has_optimizer = any(key.startswith("optimizer.") for key in stored)
 
-    def refuse(aliases: Aliases) -> OptimizerState | None:
+    def refuse_optimizer(aliases: Aliases) -> OptimizerState | None:
         raise OptimizerStateError(f"{location}: Megatron-Core's optimizer state is not converted")
 
-    step = common.get("iteration")
+    step = common_state.get("iteration")
     return Checkpoint(
         format="megatron-core",
         root=source.path,
         tensors=tensors,
-        optimizer=refuse if has_optimizer else None,
+        optimizer=refuse_optimizer if has_optimizer else None,
         metadata={"step": step} if type(step) is int else {},
         companions=companions,
     )
@@ -86,15 +97,15 @@ def _open(source: CheckpointPath, path: Place) -> Checkpoint:
 
 FORMAT = Format(
     "megatron-core",
-    lambda source: _find_folder(source.path),
-    _open,
+    lambda source: _find_torch_dist_folder(source.path),
+    _open_torch_dist_checkpoint,
 )
 
 
 # -- the other format: a file of each rank ------------------------------------------------------------------
 
 
-def _find_ranks_folder(path: Place) -> Place | None:
+def _find_ranks_folder(path: AnyPath) -> AnyPath | None:
     if path.is_file():
         return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
     if RANK.fullmatch(path.name) and (path / FILE).is_file():
@@ -102,14 +113,14 @@ def _find_ranks_folder(path: Place) -> Place | None:
     return path if list_rank_folders(path) else None
 
 
-def _open_ranks(source: CheckpointPath, path: Place) -> Checkpoint:
-    from portable.converters.formats.megatron.reader import MegatronRanks
+def _open_rank_folders(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    from portable.converters.formats.megatron.reader import MegatronRankFiles
 
-    return MegatronRanks(Folder(path)).build_checkpoint(source)
+    return MegatronRankFiles(CheckpointFolder(path)).build_checkpoint(source)
 
 
 RANKS = Format(
     "megatron",
     lambda source: _find_ranks_folder(source.path),
-    _open_ranks,
+    _open_rank_folders,
 )

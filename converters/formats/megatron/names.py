@@ -15,15 +15,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.containers.pickle_reader import Instance, format_value
+from portable.converters.containers.pickle_reader import PickledInstance, format_untrusted_value
 from portable.converters.errors import CheckpointError
-from portable.converters.formats.megatron.settings import check_args
+from portable.converters.formats.megatron.settings import check_megatron_args
 from portable.converters.limits import MAX_LAYERS
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 from portable.converters.tensors.tensor import Tensor
 from portable.converters.tensors.tensor_ops import (
+    build_region_box,
     concat_tensors,
-    place_region,
     slice_tensor,
     transpose_matrix,
 )
@@ -31,7 +31,7 @@ from portable.converters.tensors.tensor_ops import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
 _QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
@@ -78,74 +78,74 @@ class MegatronShape:
     """What `args` says of the model.
 
     Attributes:
-        heads, groups: of the attention; `head` rows each.
-        layers: of the whole model.
-        gated: whether the MLP's first matrix holds gate and up rows.
-        gpt2: whether it is GPT-2-shaped, else Llama-shaped.
-        vocabulary: the number of tokens without padding, None where unknown.
+        num_heads, num_query_groups: of the attention; `head_dim` rows each.
+        num_layers: of the whole model.
+        is_gated: whether the MLP's first matrix holds gate and up rows.
+        is_gpt2: whether it is GPT-2-shaped, else Llama-shaped.
+        vocab_size: the number of tokens without padding, None where unknown.
     """
 
-    heads: int
-    groups: int
-    head: int
-    layers: int
-    gated: bool
-    gpt2: bool
-    vocabulary: int | None
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    num_layers: int
+    is_gated: bool
+    is_gpt2: bool
+    vocab_size: int | None
 
 
-def get_args(content: dict[str, Any]) -> Any:
+def get_megatron_args(content: dict[str, Any]) -> Any:
     """The pickled settings of a checkpoint; a table, if it has any."""
     args = content.get("args")
-    return args.state if isinstance(args, Instance) else args
+    return args.state if isinstance(args, PickledInstance) else args
 
 
-def read_shape(fields: Any, config: Place | None, location: str) -> MegatronShape:
-    """The shape that `get_args` describe.
+def read_model_shape(args: Any, config: AnyPath | None, location: str) -> MegatronShape:
+    """The shape that `get_megatron_args` describe.
 
     Raises:
         CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped, or a setting that may
             change what it computes; the setting is named.
     """
-    if not isinstance(fields, dict):
+    if not isinstance(args, dict):
         raise CheckpointError(f"{location}: holds no args, which say what model it is")
 
     def read_number(name: str, default: Any = None) -> int:
-        value = fields.get(name)
+        value = args.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 < value <= MAX_LAYERS:
             raise CheckpointError(f"{location}: its args have no {name}")
         return value
 
-    check_args(fields, config, location)
-    gated = fields.get("swiglu") is True
-    position, norm = fields.get("position_embedding_type"), fields.get("normalization", "LayerNorm")
+    check_megatron_args(args, config, location)
+    gated = args.get("swiglu") is True
+    position, norm = args.get("position_embedding_type"), args.get("normalization", "LayerNorm")
     llama = gated and position == "rope" and norm == "RMSNorm"
     if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
         raise CheckpointError(
-            f"{location}: a Megatron model with swiglu={gated}, {format_value(position)} positions and "
-            f"{format_value(norm)} is neither Llama- nor GPT-2-shaped"
+            f"{location}: a Megatron model with swiglu={gated}, {format_untrusted_value(position)} positions "
+            f"and {format_untrusted_value(norm)} is neither Llama- nor GPT-2-shaped"
         )
     heads = read_number("num_attention_heads")
-    groups = read_number("num_query_groups", heads) if fields.get("group_query_attention") is True else heads
+    groups = read_number("num_query_groups", heads) if args.get("group_query_attention") is True else heads
     head = read_number("kv_channels", read_number("hidden_size") // heads)
     if heads % groups:
         raise CheckpointError(f"{location}: damaged, {heads} heads in {groups} query groups")
-    vocab_size = fields.get("vocab_size")
-    words = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
-    if type(vocab_size) is int and words is not None and words < vocab_size:
+    vocab_size = args.get("vocab_size")
+    num_tokens = _read_vocabulary_size(config) or (vocab_size if type(vocab_size) is int else None)
+    if type(vocab_size) is int and num_tokens is not None and num_tokens < vocab_size:
         raise CheckpointError(
-            f"{location}: has vocab_size={vocab_size} in its args, vocab_size={words} in {config}"
+            f"{location}: has vocab_size={vocab_size} in its args, vocab_size={num_tokens} in {config}"
         )
-    return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, words)
+    return MegatronShape(heads, groups, head, read_number("num_layers"), gated, not llama, num_tokens)
 
 
-def _read_vocabulary_size(config: Place | None) -> int | None:
-    count = read_small_table(config).get("vocab_size")
+def _read_vocabulary_size(config: AnyPath | None) -> int | None:
+    count = read_json_object_or_empty(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
 
-def to_local_key(key: str) -> str:
+def to_local_module_key(key: str) -> str:
     """A key of Transformer Engine's modules as that of the local ones."""
     for fused, separate in _FUSED.items():
         if key.endswith(fused):
@@ -153,7 +153,9 @@ def to_local_key(key: str) -> str:
     return key
 
 
-def to_transformers(tensors: Mapping[str, Tensor], shape: MegatronShape, location: str) -> dict[str, Tensor]:
+def convert_to_transformers(
+    tensors: Mapping[str, Tensor], shape: MegatronShape, location: str
+) -> dict[str, Tensor]:
     """Merged tensors by Megatron-Core's names (`decoder.layers.<i>...`) -> transformers' names and rows.
 
     Raises:
@@ -161,38 +163,44 @@ def to_transformers(tensors: Mapping[str, Tensor], shape: MegatronShape, locatio
     """
     weights: dict[str, Tensor] = {}
     layers: set[int] = set()
-    around = _GPT2_AROUND if shape.gpt2 else _LLAMA_AROUND
-    inside = _GPT2.keys() if shape.gpt2 else {*_LLAMA, _QKV, _FC1}
+    around = _GPT2_AROUND if shape.is_gpt2 else _LLAMA_AROUND
+    inside = _GPT2.keys() if shape.is_gpt2 else {*_LLAMA, _QKV, _FC1}
     for key, tensor in tensors.items():
         if key in around:
-            weights[around[key]] = _remove_padding(tensor, shape, location) if key in _VOCABULARY else tensor
+            weights[around[key]] = (
+                _remove_vocabulary_padding(tensor, shape, location) if key in _VOCABULARY else tensor
+            )
             continue
         match = _LAYER.fullmatch(key)
         if match is None or match[2] not in inside:
             raise CheckpointError(
-                f"{location}: {format_value(key)} has no place in a GPT-2- or Llama-shaped model"
+                f"{location}: {format_untrusted_value(key)} has no place in a GPT-2- or Llama-shaped model"
             )
-        if int(match[1]) >= shape.layers:
-            raise CheckpointError(f"{location}: holds layer {match[1]}, its args say {shape.layers} layers")
+        if int(match[1]) >= shape.num_layers:
+            raise CheckpointError(
+                f"{location}: holds layer {match[1]}, its args say {shape.num_layers} layers"
+            )
         conversion = (
-            _convert_gpt2(match[2], match[3], tensor, shape, location)
-            if shape.gpt2
-            else _convert_llama(match[2], tensor, shape, location)
+            _convert_gpt2_tensor(match[2], match[3], tensor, shape, location)
+            if shape.is_gpt2
+            else _convert_llama_tensor(match[2], tensor, shape, location)
         )
-        prefix = f"transformer.h.{match[1]}." if shape.gpt2 else f"model.layers.{match[1]}."
+        prefix = f"transformer.h.{match[1]}." if shape.is_gpt2 else f"model.layers.{match[1]}."
         for name, value in conversion.items():
             weights[f"{prefix}{name}.{match[3]}"] = value
         layers.add(int(match[1]))
-    lost = next((i for i in range(shape.layers) if i not in layers), None)
-    if lost is not None:
-        raise CheckpointError(f"{location}: the tensors of layer {lost} are missing")
+    missing_layer = next((i for i in range(shape.num_layers) if i not in layers), None)
+    if missing_layer is not None:
+        raise CheckpointError(f"{location}: the tensors of layer {missing_layer} are missing")
     return weights
 
 
-def _convert_llama(module: str, tensor: Tensor, shape: MegatronShape, location: str) -> dict[str, Tensor]:
+def _convert_llama_tensor(
+    module: str, tensor: Tensor, shape: MegatronShape, location: str
+) -> dict[str, Tensor]:
     if module == _QKV:
         names = [f"self_attn.{projection}_proj" for projection in "qkv"]
-        return dict(zip(names, _split_qkv(tensor, shape, location), strict=True))
+        return dict(zip(names, _split_fused_qkv(tensor, shape, location), strict=True))
     if module == _FC1:
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
@@ -204,43 +212,43 @@ def _convert_llama(module: str, tensor: Tensor, shape: MegatronShape, location: 
     return {_LLAMA[module]: tensor}
 
 
-def _convert_gpt2(
+def _convert_gpt2_tensor(
     module: str, kind: str, tensor: Tensor, shape: MegatronShape, location: str
 ) -> dict[str, Tensor]:
     if module == _QKV:
-        tensor = concat_tensors(tensor.name, _split_qkv(tensor, shape, location), 0)
+        tensor = concat_tensors(tensor.name, _split_fused_qkv(tensor, shape, location), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
     return {_GPT2[module]: transpose_matrix(tensor) if matrix else tensor}
 
 
-def _split_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
+def _split_fused_qkv(tensor: Tensor, shape: MegatronShape, location: str) -> list[Tensor]:
     """Query, key and value of rows that lie group by group: its queries, its key, its value."""
-    queries = shape.heads // shape.groups
-    each = (queries + 2) * shape.head
-    if not tensor.shape or tensor.shape[0] != shape.groups * each:
+    queries = shape.num_heads // shape.num_query_groups
+    group_rows = (queries + 2) * shape.head_dim
+    if not tensor.shape or tensor.shape[0] != shape.num_query_groups * group_rows:
         raise CheckpointError(
-            f"{location}: {tensor.name} is {list(tensor.shape)}, not of {shape.heads} heads of {shape.head} "
-            f"rows in {shape.groups} groups"
+            f"{location}: {tensor.name} is {list(tensor.shape)}, not of {shape.num_heads} heads of "
+            f"{shape.head_dim} rows in {shape.num_query_groups} groups"
         )
     rest = tensor.shape[1:]
     parts = []
     for first, count in ((0, queries), (queries, 1), (queries + 1, 1)):
-        rows = count * shape.head
+        rows = count * shape.head_dim
         boxes = [
-            place_region(
+            build_region_box(
                 tensor,
                 [i * rows, *[0] * len(rest)],
-                [i * each + first * shape.head, *[0] * len(rest)],
+                [i * group_rows + first * shape.head_dim, *[0] * len(rest)],
                 [rows, *rest],
             )
-            for i in range(shape.groups)
+            for i in range(shape.num_query_groups)
         ]
-        parts.append(Tensor(tensor.name, tensor.dtype, (shape.groups * rows, *rest), boxes))
+        parts.append(Tensor(tensor.name, tensor.dtype, (shape.num_query_groups * rows, *rest), boxes))
     return parts
 
 
-def _remove_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
-    count = shape.vocabulary
+def _remove_vocabulary_padding(tensor: Tensor, shape: MegatronShape, location: str) -> Tensor:
+    count = shape.vocab_size
     if count is None or not tensor.shape or count == tensor.shape[0]:
         return tensor
     if count > tensor.shape[0]:

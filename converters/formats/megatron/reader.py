@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import Checkpoint
 from portable.converters.config_and_tokenizer_files import find_companions
-from portable.converters.containers.pickle_reader import format_value, is_index
+from portable.converters.containers.pickle_reader import format_untrusted_value, is_safe_index
 from portable.converters.containers.torchzip import StoredTensor, TorchZip
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats.megatron import FILE, RANK, list_rank_folders
 from portable.converters.formats.megatron.names import (
     MegatronShape,
-    get_args,
-    read_shape,
-    to_local_key,
-    to_transformers,
+    convert_to_transformers,
+    get_megatron_args,
+    read_model_shape,
+    to_local_module_key,
 )
-from portable.converters.formats.torch_save.optimizer import as_tensor
-from portable.converters.names.tied_weights import has_same_values
-from portable.converters.storage.folder_operations import map_ahead
+from portable.converters.formats.torch_save.optimizer import to_lazy_tensor
+from portable.converters.names.tied_weights import are_tensors_equal
+from portable.converters.storage.folder_operations import map_with_prefetch
 from portable.converters.tensors.tensor_ops import concat_tensors, slice_tensor
 
 if TYPE_CHECKING:
     from portable.converters.checkpoint import Aliases, OptimizerState
     from portable.converters.formats import CheckpointPath
-    from portable.converters.storage.folder import Folder
+    from portable.converters.storage.folder import CheckpointFolder
     from portable.converters.tensors.tensor import Tensor
 
 STANDINS = {
@@ -43,7 +43,7 @@ STANDINS = {
 }
 PREFIXES = ("megatron.",)
 # Where tensor parallelism cuts each module: its weight's dimension, and whether its bias is cut.
-_CUT = {
+_SHARDED_DIMS = {
     "embedding.word_embeddings": (0, False),
     "output_layer": (0, False),
     "self_attention.linear_qkv": (0, True),
@@ -64,120 +64,135 @@ class RankPosition(NamedTuple):
 _FIRST_RANK = RankPosition(0, 0)
 
 
-class MegatronRanks:
+class MegatronRankFiles:
     """The files of all ranks in a folder."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
-        self.where = str(folder.path)
-        folders: dict[RankPosition, str] = {}
+        self.location = str(folder.path)
+        folder_names: dict[RankPosition, str] = {}
         for name in list_rank_folders(folder.path):
             match = RANK.fullmatch(name)
             assert match is not None
             if match["ep"]:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
-            place = RankPosition(int(match["pp"] or 0), int(match["tp"]))
-            if place in folders:
-                raise CheckpointError(f"{self.where}: {folders[place]} and {name} are of one rank")
-            folders[place] = name
-        self.names = folders
-        first = self._load(_FIRST_RANK)
-        args = get_args(first)
-        self.tp = self._read_degree(args, "tensor_model_parallel_size")
-        self.pp = self._read_degree(args, "pipeline_model_parallel_size")
-        for place in (RankPosition(pp, tp) for pp in range(self.pp) for tp in range(self.tp)):
-            if place not in folders:
+            position = RankPosition(int(match["pp"] or 0), int(match["tp"]))
+            if position in folder_names:
+                raise CheckpointError(f"{self.location}: {folder_names[position]} and {name} are of one rank")
+            folder_names[position] = name
+        self.folder_names = folder_names
+        first = self._load_rank_file(_FIRST_RANK)
+        args = get_megatron_args(first)
+        self.tp_size = self._get_parallel_size(args, "tensor_model_parallel_size")
+        self.pp_size = self._get_parallel_size(args, "pipeline_model_parallel_size")
+        for position in (RankPosition(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)):
+            if position not in folder_names:
                 raise CheckpointError(
-                    f"{self.where}: the file of tensor rank {place.tp}, pipeline rank {place.pp} is missing"
+                    f"{self.location}: the file of tensor rank {position.tp}, pipeline rank {position.pp} is "
+                    "missing"
                 )
-        if len(folders) != self.pp * self.tp:
+        if len(folder_names) != self.pp_size * self.tp_size:
             raise CheckpointError(
-                f"{self.where}: holds {len(folders)} ranks, its args say {self.tp} x {self.pp}"
+                f"{self.location}: holds {len(folder_names)} ranks, its args say {self.tp_size} x "
+                f"{self.pp_size}"
             )
-        others = sorted(folders.keys() - {_FIRST_RANK})
-        self.contents = {
+        others = sorted(folder_names.keys() - {_FIRST_RANK})
+        self.content_by_rank = {
             _FIRST_RANK: first,
-            **dict(zip(others, map_ahead(folder.path, self._load, others), strict=True)),
+            **dict(zip(others, map_with_prefetch(folder.path, self._load_rank_file, others), strict=True)),
         }
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2:
-            raise CheckpointError(f"{self.where}: written by a Megatron-LM before checkpoint version 2")
-        for place, content in self.contents.items():
-            self._check_rank(place, get_args(content))
+            raise CheckpointError(f"{self.location}: written by a Megatron-LM before checkpoint version 2")
+        for position, content in self.content_by_rank.items():
+            self._check_recorded_rank(position, get_megatron_args(content))
             for key in ("iteration", "checkpoint_version"):
                 if content.get(key) != first.get(key):
                     raise CheckpointError(
-                        f"{self.folder.path / self.names[place]}: its {key} differs from the first rank's; "
-                        "files of two runs or steps"
+                        f"{self.folder.path / self.folder_names[position]}: its {key} differs from the first "
+                        "rank's; files of two runs or steps"
                     )
 
-    def _check_rank(self, place: RankPosition, args: Any) -> None:
+    def _check_recorded_rank(self, position: RankPosition, args: Any) -> None:
         """The process that wrote a file has its rank in its args."""
         rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
-        if type(rank) is not int or type(world) is not int or self.tp * self.pp == 1:
+        if type(rank) is not int or type(world) is not int or self.tp_size * self.pp_size == 1:
             return
-        pp, tp = place
+        pp, tp = position
         # The first data parallel rank writes; data parallelism is within a stage or, as an option, outside.
-        inside, outside = world // self.pp, self.tp * self._read_degree(args, "context_parallel_size")
-        if rank not in (tp + pp * inside, tp + pp * outside):
+        ranks_per_stage, stage_stride = (
+            world // self.pp_size,
+            self.tp_size * self._get_parallel_size(args, "context_parallel_size"),
+        )
+        if rank not in (tp + pp * ranks_per_stage, tp + pp * stage_stride):
             raise CheckpointError(
-                f"{self.folder.path / self.names[place]}: was written by rank {rank}, whose folder is another"
+                f"{self.folder.path / self.folder_names[position]}: was written by rank {rank}, whose folder "
+                "is another"
             )
 
-    def _read_degree(self, args: Any, name: str) -> int:
+    def _get_parallel_size(self, args: Any, name: str) -> int:
         value = args.get(name, 1) if isinstance(args, dict) else None
         if type(value) is not int or not 0 < value < 1 << 16:
-            raise CheckpointError(f"{self.where}: its args have no {name}")
+            raise CheckpointError(f"{self.location}: its args have no {name}")
         return value
 
-    def _load(self, place: RankPosition) -> dict[str, Any]:
-        name = self.names.get(place)
+    def _load_rank_file(self, position: RankPosition) -> dict[str, Any]:
+        name = self.folder_names.get(position)
         if name is None:
-            raise CheckpointError(f"{self.where}: the file of the first rank is missing")
-        content = TorchZip(self.folder.file(f"{name}/{FILE}")).load(STANDINS, PREFIXES)
+            raise CheckpointError(f"{self.location}: the file of the first rank is missing")
+        content = TorchZip(self.folder.get_file(f"{name}/{FILE}")).load_object(STANDINS, PREFIXES)
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
         return content
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
         companions = find_companions(self.folder.path)
-        first = self.contents[_FIRST_RANK]
-        shape = read_shape(get_args(first), source.config or companions.get("config.json"), self.where)
-        with prefix_errors(self.folder.path):
-            merged = self._merge_ranks(shape)
-            tensors = to_transformers(merged, shape, self.where)
+        first = self.content_by_rank[_FIRST_RANK]
+        shape = read_model_shape(
+            get_megatron_args(first), source.config_file or companions.get("config.json"), self.location
+        )
+        with prefix_checkpoint_errors(self.folder.path):
+            merged = self._merge_stages_and_shards(shape)
+            tensors = convert_to_transformers(merged, shape, self.location)
         step = first.get("iteration")
-        optimizer = any("optimizer" in content for content in self.contents.values())
+        optimizer = any("optimizer" in content for content in self.content_by_rank.values())
         return Checkpoint(
             format="megatron",
             root=source.path,
             tensors=tensors,
-            optimizer=self._refuse if optimizer else None,
-            metadata={"world_size": self.tp * self.pp, **({"step": step} if type(step) is int else {})},
+            optimizer=self._refuse_optimizer if optimizer else None,
+            metadata={
+                "world_size": self.tp_size * self.pp_size,
+                **({"step": step} if type(step) is int else {}),
+            },
             companions=companions,
         )
 
-    def _refuse(self, aliases: Aliases) -> OptimizerState | None:
+    def _refuse_optimizer(self, aliases: Aliases) -> OptimizerState | None:
         raise OptimizerStateError(
-            f"{self.where}: Megatron-LM's optimizer state holds no names of parameters, and is not converted"
+            f"{self.location}: Megatron-LM's optimizer state holds no names of parameters, and is not "
+            "converted"
         )
 
-    def _read_chunks(self, place: RankPosition) -> list[dict[str, StoredTensor]]:
+    def _get_model_chunks(self, position: RankPosition) -> list[dict[str, StoredTensor]]:
         """The model of one rank, or its chunks under an interleaved schedule, by Megatron-Core's names."""
-        content = self.contents[place]
-        location = str(self.folder.path / self.names[place])
+        content = self.content_by_rank[position]
+        location = str(self.folder.path / self.folder_names[position])
         models = [content.get("model")] if "model" in content else []
         while not models or f"model{len(models)}" in content:
             if f"model{len(models)}" not in content:
                 raise CheckpointError(f"{location}: holds no model")
             models.append(content[f"model{len(models)}"])
-        return [_to_core_names(chunk, location) for chunk in models]
+        return [_flatten_to_core_names(chunk, location) for chunk in models]
 
-    def _merge_ranks(self, shape: MegatronShape) -> dict[str, Tensor]:
-        stages = [[self._read_chunks(RankPosition(pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
+    def _merge_stages_and_shards(self, shape: MegatronShape) -> dict[str, Tensor]:
+        stages = [
+            [self._get_model_chunks(RankPosition(pp, tp)) for tp in range(self.tp_size)]
+            for pp in range(self.pp_size)
+        ]
         chunks = len(stages[0][0])
         if any(len(rank) != chunks for stage in stages for rank in stage):
-            raise CheckpointError(f"{self.where}: the ranks hold different numbers of model chunks")
+            raise CheckpointError(f"{self.location}: the ranks hold different numbers of model chunks")
         merged: dict[str, Tensor] = {}
         layer = 0
         for chunk in range(chunks):
@@ -187,41 +202,45 @@ class MegatronRanks:
                 for key in ranks[0]:
                     if any(key not in rank or len(rank) != len(ranks[0]) for rank in ranks):
                         raise CheckpointError(
-                            f"{self.where}: the tensor ranks of a stage hold different tensors"
+                            f"{self.location}: the tensor ranks of a stage hold different tensors"
                         )
                     match = _IN_LAYER.fullmatch(key)
                     name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
-                    tensor = self._join_shards(key, [rank[key] for rank in ranks], shape)
+                    tensor = self._join_tensor_parallel_shards(key, [rank[key] for rank in ranks], shape)
                     if name in merged:
                         # The last stage's copy of tied embeddings.
                         if match is None and name.startswith("embedding.word_embeddings"):
                             continue
-                        raise CheckpointError(f"{self.where}: {name} is in two stages")
+                        raise CheckpointError(f"{self.location}: {name} is in two stages")
                     merged[name] = tensor
                 layer += max(numbers, default=-1) + 1
         return merged
 
-    def _join_shards(self, key: str, ranks: list[StoredTensor], shape: MegatronShape) -> Tensor:
+    def _join_tensor_parallel_shards(
+        self, key: str, ranks: list[StoredTensor], shape: MegatronShape
+    ) -> Tensor:
         """One tensor from its shards on the tensor ranks."""
         match = _IN_LAYER.fullmatch(key)
         module, _, kind = (match[2] if match else key).rpartition(".")
-        dim, bias = _CUT.get(module, (None, False))
-        tensors = [as_tensor(stored, key) for stored in ranks]
+        dim, bias = _SHARDED_DIMS.get(module, (None, False))
+        tensors = [to_lazy_tensor(stored, key) for stored in ranks]
         if (
             len({tensor.dtype for tensor in tensors}) > 1
             or len({len(tensor.shape) for tensor in tensors}) > 1
         ):
-            raise CheckpointError(f"{self.where}: the tensor ranks disagree about {key}")
+            raise CheckpointError(f"{self.location}: the tensor ranks disagree about {key}")
         if len(tensors) == 1:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
-            if not all(has_same_values(first, other) for other in tensors[1:]):
-                raise CheckpointError(f"{self.where}: {key} differs between the tensor ranks, which share it")
+            if not all(are_tensors_equal(first, other) for other in tensors[1:]):
+                raise CheckpointError(
+                    f"{self.location}: {key} differs between the tensor ranks, which share it"
+                )
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
-            raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")
-        if module == "mlp.linear_fc1" and shape.gated:  # each rank has its gate rows, then its up rows
+            raise CheckpointError(f"{self.location}: the tensor ranks hold different shapes of {key}")
+        if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has its gate rows, then its up rows
             half = tensors[0].shape[0] // 2
             gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
             ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]
@@ -230,7 +249,7 @@ class MegatronRanks:
 
 
 # Megatron-LM before Megatron-Core.
-_OLD = (
+_OLD_NAMES = (
     (re.compile(r"language_model\.(?:encoder|transformer)\.layers\.(\d+)\."), r"decoder.layers.\1."),
     (
         re.compile(r"language_model\.(?:encoder|transformer)\.final_(?:norm|layernorm)\."),
@@ -247,25 +266,25 @@ _OLD = (
 )
 
 
-def _to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
+def _flatten_to_core_names(model: Any, location: str) -> dict[str, StoredTensor]:
     """The tensors of a pickled model by Megatron-Core's names, without Transformer Engine's own state."""
     tensors: dict[str, StoredTensor] = {}
     pending: list[tuple[str, Any]] = [("", model)]
     while pending:
         prefix, value = pending.pop()
         if isinstance(value, dict):
-            if len(prefix) > 4096 or not all(type(key) is str or is_index(key) for key in value):
+            if len(prefix) > 4096 or not all(type(key) is str or is_safe_index(key) for key in value):
                 raise CheckpointError(f"{location}: damaged, the model's keys are not names")
             pending += [
                 (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
             ]
         elif isinstance(value, StoredTensor) and not prefix.endswith("_extra_state"):
             name = prefix.removeprefix("module.").removeprefix("module.")
-            for old, new in _OLD:
+            for old, new in _OLD_NAMES:
                 name = old.sub(new, name)
-            name = to_local_key(name)
+            name = to_local_module_key(name)
             if name in tensors:
-                raise CheckpointError(f"{location}: two tensors are called {format_value(name)}")
+                raise CheckpointError(f"{location}: two tensors are called {format_untrusted_value(name)}")
             tensors[name] = value
     if not tensors:
         raise CheckpointError(f"{location}: holds no model tensors")

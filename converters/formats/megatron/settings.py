@@ -14,15 +14,15 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.containers.pickle_reader import Global, format_value
+from portable.converters.containers.pickle_reader import PickledGlobal, format_untrusted_value
 from portable.converters.errors import CheckpointError
 from portable.converters.options import is_unset
-from portable.converters.storage.safe_open import read_small_table
+from portable.converters.storage.safe_open import read_json_object_or_empty
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 # Values that change nothing, where they are not simply absent, false or 0.
 _ALLOWED: Mapping[str, tuple[Any, ...]] = {
@@ -100,7 +100,7 @@ _LLAMA3 = {
 }
 
 
-def check_args(fields: Mapping[str, Any], config: Place | None, location: str) -> None:
+def check_megatron_args(args: Mapping[str, Any], config: AnyPath | None, location: str) -> None:
     """Refuse settings that the model of transformers would not have.
 
     Args:
@@ -109,24 +109,30 @@ def check_args(fields: Mapping[str, Any], config: Place | None, location: str) -
     Raises:
         CheckpointError: a setting may change what the model computes, or config.json says otherwise.
     """
-    for name, value in fields.items():
-        value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
-        off = is_unset(value) or value == 0
+    for name, value in args.items():
+        value = value.key.rpartition(".")[2] if isinstance(value, PickledGlobal) else value
+        is_off = is_unset(value) or value == 0
         is_supported = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
-        if not off and not is_supported:
+        if not is_off and not is_supported:
             raise CheckpointError(
-                f"{location}: a Megatron model with {name}={format_value(value)} is not supported"
+                f"{location}: a Megatron model with {name}={format_untrusted_value(value)} is not supported"
             )
-    model_config = read_small_table(config)
-    for name, ours, key, theirs in _pair_settings(fields, model_config):
-        same = math.isclose(ours, theirs, rel_tol=1e-6) if _are_numbers(ours, theirs) else ours == theirs
-        if not same:
-            beside = (
-                f"{config} has {key}={format_value(theirs)}" if model_config else "no config.json says so"
+    model_config = read_json_object_or_empty(config)
+    for name, args_value, key, config_value in _pair_with_config(args, model_config):
+        is_equal = (
+            math.isclose(args_value, config_value, rel_tol=1e-6)
+            if _are_numbers(args_value, config_value)
+            else args_value == config_value
+        )
+        if not is_equal:
+            config_text = (
+                f"{config} has {key}={format_untrusted_value(config_value)}"
+                if model_config
+                else "no config.json says so"
             )
             raise CheckpointError(
-                f"{location}: its args have {name}={format_value(ours)}, {beside}; give this model's "
-                "config.json with --config-from"
+                f"{location}: its args have {name}={format_untrusted_value(args_value)}, {config_text}; give "
+                "this model's config.json with --config-from"
             )
 
 
@@ -143,36 +149,36 @@ class _SettingPair(NamedTuple):
     config_value: Any
 
 
-def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
+def _pair_with_config(args: Mapping[str, Any], config: Mapping[str, Any]) -> list[_SettingPair]:
     """Pair each setting that both files record, with comparable values."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     ropes = ropes if isinstance(ropes, dict) else {}
     kind = ropes.get("rope_type", ropes.get("type", "default"))
     if all(ropes.get(key) == value for key, value in _LLAMA3.items()):
         kind = f"llama3 of factor {ropes.get('factor')}"
-    scaled = f"llama3 of factor {fields.get('rope_scaling_factor') or 8.0}"
+    scaled = f"llama3 of factor {args.get('rope_scaling_factor') or 8.0}"
     window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
-    attended = fields.get("window_size")
+    attended = args.get("window_size")
     first = attended[0] if isinstance(attended, (tuple, list)) and attended else attended
     pairs = [
         _SettingPair(
-            "use_rope_scaling", scaled if fields.get("use_rope_scaling") else "default", "rope_scaling", kind
+            "use_rope_scaling", scaled if args.get("use_rope_scaling") else "default", "rope_scaling", kind
         ),
         _SettingPair("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
     ]
     if not config:
         return pairs
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    eps = fields.get("norm_epsilon", fields.get("layernorm_epsilon"))
-    groups = fields.get("num_query_groups") if fields.get("group_query_attention") is True else heads
+    heads, hidden = args.get("num_attention_heads"), args.get("hidden_size")
+    eps = args.get("norm_epsilon", args.get("layernorm_epsilon"))
+    groups = args.get("num_query_groups") if args.get("group_query_attention") is True else heads
     table: list[tuple[str, Any, tuple[str, ...]]] = [
         ("hidden_size", hidden, ("hidden_size", "n_embd")),
-        ("num_layers", fields.get("num_layers"), ("num_hidden_layers", "n_layer")),
+        ("num_layers", args.get("num_layers"), ("num_hidden_layers", "n_layer")),
         ("num_attention_heads", heads, ("num_attention_heads", "n_head")),
         ("num_query_groups", groups, ("num_key_value_heads",)),
-        ("kv_channels", fields.get("kv_channels"), ("head_dim",)),
-        ("ffn_hidden_size", fields.get("ffn_hidden_size"), ("intermediate_size", "n_inner")),
-        ("rotary_base", fields.get("rotary_base"), ("rope_theta",)),
+        ("kv_channels", args.get("kv_channels"), ("head_dim",)),
+        ("ffn_hidden_size", args.get("ffn_hidden_size"), ("intermediate_size", "n_inner")),
+        ("rotary_base", args.get("rotary_base"), ("rope_theta",)),
         ("norm_epsilon", eps, ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")),
     ]
     values = {**ropes, **config}
@@ -180,10 +186,10 @@ def _pair_settings(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list
         key = next((key for key in keys if values.get(key) is not None), None)
         if ours is not None and key is not None:
             pairs.append(_SettingPair(name, ours, key, values[key]))
-    tied, untied = config.get("tie_word_embeddings"), fields.get("untie_embeddings_and_output_weights")
+    tied, untied = config.get("tie_word_embeddings"), args.get("untie_embeddings_and_output_weights")
     if isinstance(tied, bool) and isinstance(untied, bool):
         name = "untie_embeddings_and_output_weights"
         pairs.append(_SettingPair(name, untied, "tie_word_embeddings", not tied))
-    if fields.get("swiglu") is True and "hidden_act" in config:
+    if args.get("swiglu") is True and "hidden_act" in config:
         pairs.append(_SettingPair("swiglu", "silu", "hidden_act", config["hidden_act"]))
     return pairs

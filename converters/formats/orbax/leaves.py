@@ -8,73 +8,73 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portable.converters.containers.ocdbt import MANIFEST, read_ocdbt
-from portable.converters.containers.pickle_reader import format_value
-from portable.converters.containers.zarr import V2, V3
+from portable.converters.containers.ocdbt import MANIFEST, read_ocdbt_values
+from portable.converters.containers.pickle_reader import format_untrusted_value
+from portable.converters.containers.zarr import V2_HEADER_NAME, V3_HEADER_NAME
 from portable.converters.errors import CheckpointError
 from portable.converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
-from portable.converters.storage.byte_sources import read_table
-from portable.converters.storage.safe_open import mentions
+from portable.converters.storage.byte_sources import read_json_object
+from portable.converters.storage.safe_open import header_contains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.converters.storage.byte_sources import Source
-    from portable.converters.storage.folder import Folder
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.byte_sources import ByteSource
+    from portable.converters.storage.folder import CheckpointFolder
+    from portable.converters.storage.path_or_url import AnyPath
 
 Path = tuple[str, ...]
 METADATA = "_METADATA"
 # Programs with arrays of their own, which export for transformers themselves: their file, what is in it.
-_OTHERS = (
+_OTHER_PROGRAMS = (
     ("metadata.json", b'"is_temporary"', "Levanter", "python -m levanter.main.export_lm_to_hf"),
     ("tensorstore_index.json", b'"tensorstore"', "EasyDeL", "model.to_torch().save_pretrained(...)"),
 )
 
 
 @dataclass(frozen=True)
-class Leaves:
+class TreeMetadata:
     """The arrays of a tree.
 
     Attributes:
-        stored: path in the tree -> name of the array in the folder or the database.
-        header: the name of an array's header, which tells the version of zarr.
-        complete: whether chunks of zeros are stored, too: then none may be missing.
+        array_names: path in the tree -> name of the array in the folder or the database.
+        header_name: the name of an array's header, which tells the version of zarr.
+        stores_all_chunks: whether chunks of zeros are stored, too: then none may be missing.
         database: the OCDBT database; None where arrays are folders.
-        scalars: which are Python's numbers.
+        scalar_paths: which are Python's numbers.
     """
 
-    stored: Mapping[Path, str]
-    header: str
-    complete: bool
-    database: Mapping[str, Source] | None
-    scalars: frozenset[Path] = frozenset()
+    array_names: Mapping[Path, str]
+    header_name: str
+    stores_all_chunks: bool
+    database: Mapping[str, ByteSource] | None
+    scalar_paths: frozenset[Path] = frozenset()
 
 
-def is_tree(folder: Place) -> bool:
+def is_orbax_tree(folder: AnyPath) -> bool:
     """Whether a folder holds a tree of arrays; the first kilobytes of the list tell it from other files."""
-    return mentions(folder / METADATA, b'"tree_metadata"')
+    return header_contains(folder / METADATA, b'"tree_metadata"')
 
 
-def explain_foreign_tree(folder: Place) -> str | None:
+def explain_foreign_tree(folder: AnyPath) -> str | None:
     """Why a tree of another program's own arrays is not read, and what to do instead."""
-    for name, content, program, export in _OTHERS:
-        if mentions(folder / name, content):
+    for name, content, program, export in _OTHER_PROGRAMS:
+        if header_contains(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
     return None
 
 
-def read_leaves(folder: Folder) -> Leaves:
+def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
     """The arrays of a tree.
 
     Raises:
         CheckpointError: its list is damaged, or does not fit the database.
     """
-    file = folder.file(METADATA)
+    file = folder.get_file(METADATA)
     location = f"{file.path}"
     if file.nbytes > MAX_TREE_LIST:
         raise CheckpointError(f"{location}: is too large ({file.nbytes:,} bytes)")
-    content = read_table(file)
+    content = read_json_object(file)
     ocdbt, zarr3, complete = (
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
@@ -89,25 +89,31 @@ def read_leaves(folder: Folder) -> Leaves:
         try:
             path = tuple(str(key["key"]) for key in entry["key_metadata"])
             value = entry["value_metadata"]
-            kind, left_out = value["value_type"], value["skip_deserialize"]
+            kind, is_skipped = value["value_type"], value["skip_deserialize"]
         except (LookupError, TypeError):
             raise CheckpointError(f"{location}: damaged, describes a leaf without its path or type") from None
-        if left_out is True or kind in ("string", "None"):
+        if is_skipped is True or kind in ("string", "None"):
             continue
         name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
-            raise CheckpointError(f"{location}: damaged, two leaves are called {format_value(name)}, or none")
+            raise CheckpointError(
+                f"{location}: damaged, two leaves are called {format_untrusted_value(name)}, or none"
+            )
         names.add(name)
         if kind == "scalar":
             scalars.add(path)
     in_database = (folder.path / MANIFEST).exists() if ocdbt is None else ocdbt
-    header, database = V3 if zarr3 else V2, read_ocdbt(folder) if in_database else None
+    header, database = (
+        V3_HEADER_NAME if zarr3 else V2_HEADER_NAME,
+        read_ocdbt_values(folder) if in_database else None,
+    )
     if database is not None:
         keys = {key.removesuffix(f"/{header}") for key in database if key.endswith(f"/{header}")}
         extra = min(keys - names, default=None)
         if extra is not None:
             raise CheckpointError(
-                f"{folder.path}: damaged, holds {format_value(extra)}, which {METADATA} does not list"
+                f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
+                "list"
             )
     # Older versions left out chunks of zeros.
-    return Leaves(stored, header, complete is True, database, frozenset(scalars))
+    return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

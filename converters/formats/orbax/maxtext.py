@@ -17,13 +17,13 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.errors import CheckpointError
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_COUNT
-from portable.converters.names.canonical import strip_prefixes
-from portable.converters.names.model_config import read_llama_sizes
-from portable.converters.tensors.edited_rows import Affine, apply_edits
+from portable.converters.names.canonical import strip_common_prefixes
+from portable.converters.names.model_config import parse_llama_sizes
+from portable.converters.tensors.edited_rows import AffineEdit, apply_edits
 from portable.converters.tensors.tensor_ops import permute_dims, reshape_tensor, select_index, slice_tensor
 
 if TYPE_CHECKING:
@@ -76,55 +76,55 @@ _SHAPES = {
 
 
 @dataclass(frozen=True)
-class _Family:
+class _MaxTextFamily:
     """What MaxText does differently for a `model_type` of transformers.
 
     Attributes:
         norms: MaxText's names within a layer -> transformers'.
-        scaled_query: whether the query kernel is divided by the square root of a head's size.
-        gemma: whether norms hold 1 more, and the embedding is multiplied.
-        pairs: whether two layers of transformers are one, called local and global.
-        tied: whether the logits of tied embeddings are those of transformers.
+        scales_query: whether the query kernel is divided by the square root of a head's size.
+        is_gemma: whether norms hold 1 more, and the embedding is multiplied.
+        has_paired_layers: whether two layers of transformers are one, called local and global.
+        may_tie: whether the logits of tied embeddings are those of transformers.
     """
 
     norms: Mapping[str, str]
-    scaled_query: bool = True
-    gemma: bool = False
-    pairs: bool = False
-    tied: bool = False
+    scales_query: bool = True
+    is_gemma: bool = False
+    has_paired_layers: bool = False
+    may_tie: bool = False
 
 
 _FAMILIES = {
-    "llama": _Family(_LLAMA_NORMS),
-    "mistral": _Family(_LLAMA_NORMS),
-    "qwen3": _Family({**_LLAMA_NORMS, **_QWEN_NORMS}, scaled_query=False, tied=True),
-    "gemma": _Family(_GEMMA_NORMS, gemma=True, tied=True),
-    "gemma2": _Family(_GEMMA2_NORMS, gemma=True, pairs=True, tied=True),
+    "llama": _MaxTextFamily(_LLAMA_NORMS),
+    "mistral": _MaxTextFamily(_LLAMA_NORMS),
+    "qwen3": _MaxTextFamily({**_LLAMA_NORMS, **_QWEN_NORMS}, scales_query=False, may_tie=True),
+    "gemma": _MaxTextFamily(_GEMMA_NORMS, is_gemma=True, may_tie=True),
+    "gemma2": _MaxTextFamily(_GEMMA2_NORMS, is_gemma=True, has_paired_layers=True, may_tie=True),
 }
 
 
 @dataclass(frozen=True)
-class Destination:
+class ParameterDestination:
     """Where a parameter goes.
 
     Attributes:
         names: transformers' names, one for each layer of a stack.
-        stack: the dimension that counts layers.
-        kernel: whether the first dimensions are the inputs.
-        paired: whether the elements of a head are rotated one with the next.
-        rows: of the result, where it is padded.
-        scale: what the weights of transformers are multiplied by ...
-        divided: ... or divided by ...
+        layer_dim: the dimension that counts layers.
+        has_inputs_first: whether the first dimensions are the inputs.
+        pairs_adjacent: whether the elements of a head are rotated one with the next.
+        num_rows: of the result, where it is padded.
+        factor: what the weights of transformers are multiplied by ...
+        divisor: ... or divided by ...
         term: ... and what is then added.
     """
 
     names: tuple[str, ...]
-    stack: int | None = None
-    kernel: bool = False
-    paired: bool = False
-    rows: int | None = None
-    scale: float = 1.0
-    divided: float = 1.0
+    layer_dim: int | None = None
+    has_inputs_first: bool = False
+    pairs_adjacent: bool = False
+    num_rows: int | None = None
+    factor: float = 1.0
+    divisor: float = 1.0
     term: float = 0.0
 
 
@@ -132,42 +132,44 @@ class Destination:
 class MaxTextLayout:
     """How the parameters of one checkpoint become those of transformers."""
 
-    places: dict[Path, Destination] = field(default_factory=dict)
+    destinations: dict[Path, ParameterDestination] = field(default_factory=dict)
 
     def convert_weight(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
         """One parameter of MaxText as transformers' parameters."""
-        target = self.places[path]
-        edit = Affine(target.scale, target.divided, target.term)
-        return dict(self._convert(target, tensor, edit))
+        target = self.destinations[path]
+        edit = AffineEdit(target.factor, target.divisor, target.term)
+        return dict(self._iter_converted(target, tensor, edit))
 
     def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
         """The first (`mu`) or second (`nu`) moment of its gradient, which a weight's factor divides."""
-        target = self.places[path]
+        target = self.destinations[path]
         factor, divisor = (
-            (target.divided, target.scale) if moment == "mu" else (target.divided**2, target.scale**2)
+            (target.divisor, target.factor) if moment == "mu" else (target.divisor**2, target.factor**2)
         )
-        return dict(self._convert(target, tensor, Affine(factor, divisor)))
+        return dict(self._iter_converted(target, tensor, AffineEdit(factor, divisor)))
 
-    def _convert(self, target: Destination, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
+    def _iter_converted(
+        self, target: ParameterDestination, tensor: Tensor, edit: AffineEdit
+    ) -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(target.names):
-            layer = tensor if target.stack is None else select_index(tensor, target.stack, number)
-            if target.kernel:
+            layer = tensor if target.layer_dim is None else select_index(tensor, target.layer_dim, number)
+            if target.has_inputs_first:
                 layer = _move_outputs_first(layer, target, name)
-            if target.rows is not None and target.rows < layer.shape[0]:
-                layer = slice_tensor(layer, 0, 0, target.rows)
+            if target.num_rows is not None and target.num_rows < layer.shape[0]:
+                layer = slice_tensor(layer, 0, 0, target.num_rows)
             if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
                 layer = apply_edits(layer, layer.dtype, 1, [edit])
             yield name, layer
 
 
-def _move_outputs_first(tensor: Tensor, target: Destination, name: str) -> Tensor:
+def _move_outputs_first(tensor: Tensor, target: ParameterDestination, name: str) -> Tensor:
     """A kernel as [out, in]: the heads and their elements are one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
         return permute_dims(tensor, (1, 0))
     if name.endswith("o_proj.weight"):
         return reshape_tensor(permute_dims(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
-    if target.paired:
+    if target.pairs_adjacent:
         pairs = reshape_tensor(tensor, (*shape[:2], shape[2] // 2, 2))
         return reshape_tensor(permute_dims(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
     return reshape_tensor(permute_dims(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
@@ -193,36 +195,37 @@ def build_maxtext_layout(
 
 def build_named_layout(shapes: Mapping[Path, Shape], location: str) -> MaxTextLayout:
     """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
-    plain = strip_prefixes({".".join(path): path for path in shapes}, location=location)
-    return MaxTextLayout({path: Destination((name,)) for name, path in plain.items()})
+    plain = strip_common_prefixes({".".join(path): path for path in shapes}, location=location)
+    return MaxTextLayout({path: ParameterDestination((name,)) for name, path in plain.items()})
 
 
 class _MaxTextModel:
     def __init__(self, config: Mapping[str, Any], location: str) -> None:
         self.config = config
-        self.where = location
+        self.location = location
         kind = config.get("model_type")
         family = _FAMILIES.get(kind) if isinstance(kind, str) else None
         if family is None:
             raise CheckpointError(
-                f"{location}: MaxText's model of type {format_value(kind)} is not read; export it with "
-                "MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
+                f"{location}: MaxText's model of type {format_untrusted_value(kind)} is not read; export it "
+                "with MaxText's to_huggingface, or convert it without config.json to keep MaxText's names"
             )
         self.family = family
-        self.sizes = read_llama_sizes(config, location)
-        self.layers, self.vocabulary = self.sizes["L"], self.sizes["V"]
-        self.paired = self._read_rope_type() == "llama3"
-        if self.paired and self.sizes["D"] % 2:
+        self.sizes = parse_llama_sizes(config, location)
+        self.num_layers, self.vocab_size = self.sizes["L"], self.sizes["V"]
+        self.pairs_adjacent = self._get_rope_type() == "llama3"
+        if self.pairs_adjacent and self.sizes["D"] % 2:
             raise CheckpointError(f"{location}: its config.json has an odd head_dim, {self.sizes['D']}")
 
-    def _read_rope_type(self) -> str:
+    def _get_rope_type(self) -> str:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
         if kind not in (None, "default", "llama3") or (
             kind == "llama3" and self.config["model_type"] != "llama"
         ):
             raise CheckpointError(
-                f"{self.where}: MaxText's models with {format_value(kind)} positions are not read"
+                f"{self.location}: MaxText's models with {format_untrusted_value(kind)} positions are not "
+                "read"
             )
         return str(kind)
 
@@ -234,99 +237,107 @@ class _MaxTextModel:
             )
             if target is None:
                 raise CheckpointError(
-                    f"{self.where}: {format_value('.'.join(path))} has no place in a model of type "
-                    f"{self.config['model_type']}; convert without config.json to keep MaxText's names"
+                    f"{self.location}: {format_untrusted_value('.'.join(path))} has no place in a model of "
+                    f"type {self.config['model_type']}; convert without config.json to keep MaxText's names"
                 )
-            layout.places[path] = target
-        self._check_complete(layout)
+            layout.destinations[path] = target
+        self._check_all_parameters(layout)
         return layout
 
-    def _find_destination(self, path: Path, shape: Shape) -> Destination | None:
-        gemma = self.family.gemma
+    def _find_destination(self, path: Path, shape: Shape) -> ParameterDestination | None:
+        gemma = self.family.is_gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
-            self._check_vocabulary(path, shape, 0)
-            return Destination(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
+            self._check_vocabulary_shape(path, shape, 0)
+            return ParameterDestination(
+                ("model.embed_tokens.weight",), num_rows=self.vocab_size, divisor=width
+            )
         if path == ("decoder", "decoder_norm", "scale"):
-            self._check(path, shape, "E")
-            return Destination(("model.norm.weight",), term=-1.0 if gemma else 0.0)
+            self._check_shape(path, shape, "E")
+            return ParameterDestination(("model.norm.weight",), term=-1.0 if gemma else 0.0)
         if path == ("decoder", "logits_dense", "kernel") and not gemma:
-            self._check_vocabulary(path, shape, 1)
-            return Destination(("lm_head.weight",), kernel=True, rows=self.vocabulary)
+            self._check_vocabulary_shape(path, shape, 1)
+            return ParameterDestination(("lm_head.weight",), has_inputs_first=True, num_rows=self.vocab_size)
         match = _LAYER.fullmatch(path[1]) if len(path) > 2 and path[0] == "decoder" else None
         return None if match is None else self._find_layer_destination(path, shape, match[1])
 
-    def _find_layer_destination(self, path: Path, shape: Shape, number: str | None) -> Destination | None:
-        inside = ".".join(path[2:])
+    def _find_layer_destination(
+        self, path: Path, shape: Shape, layer_number: str | None
+    ) -> ParameterDestination | None:
+        name_in_layer = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
-        variants = ("_local", "_global") if self.family.pairs else ("",)
-        by_name = {
+        variants = ("_local", "_global") if self.family.has_paired_layers else ("",)
+        destinations = {
             key.format(suffix): (name, place)
             for place, suffix in enumerate(variants)
             for key, name in names.items()
         }
-        if inside not in by_name:
+        if name_in_layer not in destinations:
             return None
-        destination, variant = by_name[inside]
+        destination, variant = destinations[name_in_layer]
         count = len(variants)
-        if number is None:
-            layers = range(variant, self.layers, count)
+        if layer_number is None:
+            layers = range(variant, self.num_layers, count)
         else:
-            layers = range(int(number) * count + variant, int(number) * count + variant + 1)
-            if layers[0] >= self.layers:
+            layers = range(int(layer_number) * count + variant, int(layer_number) * count + variant + 1)
+            if layers[0] >= self.num_layers:
                 raise CheckpointError(
-                    f"{self.where}: holds layer {layers[0]}, config.json says {self.layers} layers"
+                    f"{self.location}: holds layer {layers[0]}, config.json says {self.num_layers} layers"
                 )
         kernel = destination in _SHAPES and len(_SHAPES[destination]) > 1
-        self._check(path, shape, _SHAPES.get(destination, "E"), None if number is not None else len(layers))
+        self._check_shape(
+            path, shape, _SHAPES.get(destination, "E"), None if layer_number is not None else len(layers)
+        )
         query = destination == "self_attn.q_proj"
         rotary = query or destination == "self_attn.k_proj"
-        return Destination(
+        return ParameterDestination(
             tuple(f"model.layers.{layer}.{destination}.weight" for layer in layers),
-            stack=1 if number is None else None,
-            kernel=kernel,
-            paired=rotary and self.paired,
-            scale=self._compute_query_scale() if query and self.family.scaled_query else 1.0,
-            term=-1.0 if self.family.gemma and not kernel else 0.0,
+            layer_dim=1 if layer_number is None else None,
+            has_inputs_first=kernel,
+            pairs_adjacent=rotary and self.pairs_adjacent,
+            factor=self._compute_query_scale() if query and self.family.scales_query else 1.0,
+            term=-1.0 if self.family.is_gemma and not kernel else 0.0,
         )
 
     def _compute_query_scale(self) -> float:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
         if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
-            raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
+            raise CheckpointError(f"{self.location}: its config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 
-    def _check(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:
-        wanted = [self.sizes[size] for size in sizes]
+    def _check_shape(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:
+        expected_shape = [self.sizes[size] for size in sizes]
         if layers is not None:
-            wanted.insert(1, layers)
-        if list(shape) != wanted:
+            expected_shape.insert(1, layers)
+        if list(shape) != expected_shape:
             raise CheckpointError(
-                f"{self.where}: {'.'.join(path)} is {list(shape)}, by config.json it would be {wanted}; "
-                "give the config.json of this model"
+                f"{self.location}: {'.'.join(path)} is {list(shape)}, by config.json it would be "
+                f"{expected_shape}; give the config.json of this model"
             )
 
-    def _check_vocabulary(self, path: Path, shape: Shape, dim: int) -> None:
-        if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocabulary:
+    def _check_vocabulary_shape(self, path: Path, shape: Shape, dim: int) -> None:
+        if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocab_size:
             raise CheckpointError(
-                f"{self.where}: {'.'.join(path)} is {list(shape)}, which does not hold "
-                f"{self.vocabulary} tokens of {self.sizes['E']}; give the config.json of this model"
+                f"{self.location}: {'.'.join(path)} is {list(shape)}, which does not hold "
+                f"{self.vocab_size} tokens of {self.sizes['E']}; give the config.json of this model"
             )
 
-    def _check_complete(self, layout: MaxTextLayout) -> None:
-        names = [name for target in layout.places.values() for name in target.names]
-        wanted = ["model.norm.weight"]
+    def _check_all_parameters(self, layout: MaxTextLayout) -> None:
+        names = [name for target in layout.destinations.values() for name in target.names]
+        expected_names = ["model.norm.weight"]
         for module in (*_KERNELS.values(), *self.family.norms.values()):
-            wanted += [f"model.layers.{layer}.{module}.weight" for layer in range(self.layers)]
-        if not self.family.tied or self.config.get("tie_word_embeddings") is False:
-            wanted.append("lm_head.weight")
+            expected_names += [f"model.layers.{layer}.{module}.weight" for layer in range(self.num_layers)]
+        if not self.family.may_tie or self.config.get("tie_word_embeddings") is False:
+            expected_names.append("lm_head.weight")
         actual_names = set(names)
-        lost = next((name for name in wanted if name not in actual_names), None)
-        if lost == "lm_head.weight" and not self.family.tied:
+        missing_name = next((name for name in expected_names if name not in actual_names), None)
+        if missing_name == "lm_head.weight" and not self.family.may_tie:
             raise CheckpointError(
-                f"{self.where}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
+                f"{self.location}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
                 "embeddings, and its checkpoint does not say whether; "
                 "convert without config.json to keep MaxText's names"
             )
-        if lost is not None or len(names) != len(actual_names):
-            raise CheckpointError(f"{self.where}: damaged, {lost or 'a tensor'} is missing or there twice")
+        if missing_name is not None or len(names) != len(actual_names):
+            raise CheckpointError(
+                f"{self.location}: damaged, {missing_name or 'a tensor'} is missing or there twice"
+            )

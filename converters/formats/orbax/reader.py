@@ -17,26 +17,36 @@ from typing import TYPE_CHECKING
 from portable.converters.checkpoint import Checkpoint, OptimizerState
 from portable.converters.config_and_tokenizer_files import find_companions
 from portable.converters.containers.ocdbt import MANIFEST
-from portable.converters.containers.pickle_reader import format_value
-from portable.converters.containers.zarr import V3, ChunkBudget, read_zarr
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors, to_printable
+from portable.converters.containers.pickle_reader import format_untrusted_value
+from portable.converters.containers.zarr import V3_HEADER_NAME, ChunkBudget, build_zarr_tensor
+from portable.converters.errors import (
+    CheckpointError,
+    OptimizerStateError,
+    prefix_checkpoint_errors,
+    to_printable,
+)
 from portable.converters.formats import CheckpointPath, Format
-from portable.converters.formats.orbax.leaves import METADATA, explain_foreign_tree, is_tree, read_leaves
+from portable.converters.formats.orbax.leaves import (
+    METADATA,
+    explain_foreign_tree,
+    is_orbax_tree,
+    read_tree_metadata,
+)
 from portable.converters.formats.orbax.maxtext import MaxTextLayout, build_maxtext_layout, build_named_layout
 from portable.converters.lazy_numpy import np
 from portable.converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
-from portable.converters.names.canonical import is_number
-from portable.converters.storage.folder import Folder
-from portable.converters.storage.folder_operations import names_in
+from portable.converters.names.canonical import is_parameter_index
+from portable.converters.storage.folder import CheckpointFolder
+from portable.converters.storage.folder_operations import list_entry_names
 from portable.converters.storage.path_or_url import make_absolute
-from portable.converters.storage.safe_open import child, read_small_table
+from portable.converters.storage.safe_open import get_child_inside, read_json_object_or_empty
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.converters.checkpoint import Aliases, Scalar
     from portable.converters.storage import byte_sources as stored_bytes
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
 _log = logging.getLogger(__name__)
@@ -50,146 +60,154 @@ _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
 _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-_BOTH = frozenset(_MOMENTS.values())
+_ADAM_STATES = frozenset(_MOMENTS.values())
 
 
-def _find_folder(path: Place) -> Place | None:
+def _find_tree_folder(path: AnyPath) -> AnyPath | None:
     """The folder of the tree for a path: of it, of a file in it, or of the step that holds it as an item."""
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
-    if is_tree(folder):
+    if is_orbax_tree(folder):
         return folder
-    items = _list_items(folder)
+    items = _list_item_trees(folder)
     item = next((name for name in _ITEMS if name in items), items[0] if len(items) == 1 else None)
-    return None if item is None else child(folder, item)
+    return None if item is None else get_child_inside(folder, item)
 
 
-def _list_items(folder: Place) -> list[str]:
+def _list_item_trees(folder: AnyPath) -> list[str]:
     """The names of the trees in the folder of a step; only the usual ones where Orbax's mark is missing."""
-    listed = names_in(folder)
+    listed = list_entry_names(folder)
     names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
-    return [name for name in names if is_tree(folder / name)]
+    return [name for name in names if is_orbax_tree(folder / name)]
 
 
 def _explain_incomplete(source: CheckpointPath) -> str | None:
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
-    listed = names_in(path)
+    listed = list_entry_names(path)
     if (why := explain_foreign_tree(path)) is not None:
         return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
         return f"{path}: an Orbax checkpoint without {METADATA}, which lists its tensors: it is incomplete"
-    if len(items := _list_items(path)) > 1:
+    if len(items := _list_item_trees(path)) > 1:
         return f"{path}: holds several Orbax checkpoints, {', '.join(items[:8])}: name one of these folders"
     if METADATA in listed:
         return f"{path}: {METADATA} is not the list of an Orbax checkpoint: it is damaged"
     return None
 
 
-def _open(source: CheckpointPath, path: Place) -> Checkpoint:
-    return _OrbaxTree(Folder(path)).build_checkpoint(source)
+def _open_orbax_checkpoint(source: CheckpointPath, path: AnyPath) -> Checkpoint:
+    return _OrbaxTree(CheckpointFolder(path)).build_checkpoint(source)
 
 
 class _OrbaxTree:
     """The leaves of a tree: path of keys -> array."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
-        self.where = str(folder.path)
-        self.leaves = read_leaves(folder)
-        self.budget = ChunkBudget(MAX_CHUNKS_BEYOND)
-        self.absent = 0
-        self.arrays = {path: self._open_array(path, name) for path, name in self.leaves.stored.items()}
-        if self.absent:
+        self.location = str(folder.path)
+        self.metadata = read_tree_metadata(folder)
+        self.chunk_budget = ChunkBudget(MAX_CHUNKS_BEYOND)
+        self.num_absent_chunks = 0
+        self.arrays = {path: self._open_array(path, name) for path, name in self.metadata.array_names.items()}
+        if self.num_absent_chunks:
             _log.warning(
                 "warning: %s: zeros are read for chunks that are not stored (%s), since TensorStore leaves "
                 "out zeros; a lost file looks the same",
-                to_printable(self.where),
-                f"{self.absent:,}",
+                to_printable(self.location),
+                f"{self.num_absent_chunks:,}",
             )
-        self.scalars = {
+        self.scalar_paths = {
             path
             for path, array in self.arrays.items()
             if array.shape in ((), (1,))
             and "params" not in path
-            and (path in self.leaves.scalars or array.dtype in _COUNTS)
+            and (path in self.metadata.scalar_paths or array.dtype in _COUNTS)
         }
 
-    def _open_array(self, path: Path, stored: str) -> Tensor:
-        leaves, name = self.leaves, ".".join(path)
-        raw = self._open_value(f"{stored}/{leaves.header}")
+    def _open_array(self, path: Path, stored_name: str) -> Tensor:
+        leaves, name = self.metadata, ".".join(path)
+        raw = self._open_stored_bytes(f"{stored_name}/{leaves.header_name}")
         if raw.nbytes > MAX_ARRAY_HEADER:
-            raise CheckpointError(f"{self.where}: {name}: damaged, its header has {raw.nbytes:,} bytes")
+            raise CheckpointError(f"{self.location}: {name}: damaged, its header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
-        absent: list[str] = []
+        absent_chunks: list[str] = []
         limit = MAX_CHUNKS if leaves.database is None else len(leaves.database) + MAX_CHUNKS_BEYOND
 
-        def open_chunk(key: str) -> stored_bytes.Source | None:
-            key = f"{stored}/{key}"
-            if leaves.complete or self._has(key):
-                return self._open_value(key)
-            absent.append(key)
+        def open_chunk(key: str) -> stored_bytes.ByteSource | None:
+            key = f"{stored_name}/{key}"
+            if leaves.stores_all_chunks or self._has_stored_bytes(key):
+                return self._open_stored_bytes(key)
+            absent_chunks.append(key)
             return None
 
-        version = 3 if leaves.header == V3 else 2
-        array = read_zarr(name, bytes(content), version, open_chunk, self.where, limit, self.budget)
+        version = 3 if leaves.header_name == V3_HEADER_NAME else 2
+        array = build_zarr_tensor(
+            name, bytes(content), version, open_chunk, self.location, limit, self.chunk_budget
+        )
         # The database says which are zeros; a number that is zero is common.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
-            self.absent += len(absent)
+            self.num_absent_chunks += len(absent_chunks)
         return array
 
-    def _has(self, key: str) -> bool:
-        database = self.leaves.database
+    def _has_stored_bytes(self, key: str) -> bool:
+        database = self.metadata.database
         return (self.folder.path / key).exists() if database is None else key in database
 
-    def _open_value(self, key: str) -> stored_bytes.Source:
-        database = self.leaves.database
+    def _open_stored_bytes(self, key: str) -> stored_bytes.ByteSource:
+        database = self.metadata.database
         if database is None:
-            file = self.folder.file(key)
-            return file.span(0, file.nbytes)
+            file = self.folder.get_file(key)
+            return file.get_span(0, file.nbytes)
         if key not in database:
-            raise CheckpointError(f"{self.where}: damaged, {format_value(key)} is missing from the database")
+            raise CheckpointError(
+                f"{self.location}: damaged, {format_untrusted_value(key)} is missing from the database"
+            )
         return database[key]
 
-    def read_number(self, path: Path) -> Scalar:
+    def read_scalar(self, path: Path) -> Scalar:
         value: Scalar = np.asarray(self.arrays[path].read()).reshape(()).item()
         return value
 
     def build_checkpoint(self, source: CheckpointPath) -> Checkpoint:
         folder = self.folder.path
         companions = find_companions(folder)
-        config = read_small_table(source.config or companions.get("config.json"))
-        inside = {path for path in self.arrays if not _OPTIMIZERS.isdisjoint(path)}
-        beside = inside | self.scalars | {path for path in self.arrays if path[0] in _AUXILIARY}
-        model = {path: array for path, array in self.arrays.items() if path not in beside}
+        config = read_json_object_or_empty(source.config_file or companions.get("config.json"))
+        optimizer_paths = {path for path in self.arrays if not _OPTIMIZERS.isdisjoint(path)}
+        non_model_paths = (
+            optimizer_paths | self.scalar_paths | {path for path in self.arrays if path[0] in _AUXILIARY}
+        )
+        model = {path: array for path, array in self.arrays.items() if path not in non_model_paths}
         shapes = {path: array.shape for path, array in model.items()}
-        layout = build_maxtext_layout(shapes, config, self.where) or build_named_layout(shapes, self.where)
+        layout = build_maxtext_layout(shapes, config, self.location) or build_named_layout(
+            shapes, self.location
+        )
         tensors: dict[str, Tensor] = {}
-        with prefix_errors(folder):
+        with prefix_checkpoint_errors(folder):
             for path, array in model.items():
                 tensors |= layout.convert_weight(path, array)
-        step = self.read_number(("step",)) if ("step",) in self.scalars else None
-        name = folder.name if is_number(folder.name) else make_absolute(folder).parent.name
-        if type(step) is not int and is_number(name):
+        step = self.read_scalar(("step",)) if ("step",) in self.scalar_paths else None
+        name = folder.name if is_parameter_index(folder.name) else make_absolute(folder).parent.name
+        if type(step) is not int and is_parameter_index(name):
             step = int(name)
-        counters = sorted(self.scalars - inside)
+        counters = sorted(self.scalar_paths - optimizer_paths)
         # Other numbers in it are the optimizer's settings.
         moments = sorted(
             path
-            for path in inside - self.scalars
+            for path in optimizer_paths - self.scalar_paths
             if self.arrays[path].shape or not _MOMENTS.keys().isdisjoint(path)
         )
 
         # The tree outlives this call in both of these.
         def open_optimizer(aliases: Aliases) -> OptimizerState | None:
-            return self._build_optimizer(moments, model, layout)
+            return self._build_adam_state(moments, model, layout)
 
         def read_counters() -> Mapping[str, Scalar]:
-            with prefix_errors(folder):
-                return {".".join(path): self.read_number(path) for path in counters}
+            with prefix_checkpoint_errors(folder):
+                return {".".join(path): self.read_scalar(path) for path in counters}
 
         return Checkpoint(
             format="orbax",
@@ -201,54 +219,62 @@ class _OrbaxTree:
             counters=read_counters,
         )
 
-    def _build_optimizer(
+    def _build_adam_state(
         self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: MaxTextLayout
     ) -> OptimizerState | None:
         """The moments of Adam by parameter, and its count as `step`."""
         # A parameter without the first keys of its path, such as the name of the model.
-        short: dict[Path, list[Path]] = {}
+        paths_by_suffix: dict[Path, list[Path]] = {}
         for path in model:
             for first in range(3):
-                short.setdefault(path[first:], []).append(path)
+                paths_by_suffix.setdefault(path[first:], []).append(path)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         for path in moments:
-            top = next(i for i, key in enumerate(path) if key in _OPTIMIZERS)
-            moment_index = next((i for i, key in enumerate(path) if key in _MOMENTS and i > top), 0)
-            before, rest = path[:top], path[moment_index + 1 :]
-            likely = [owner for owner in ((*before, "params", *rest), (*before, *rest)) if owner in model]
-            owners = likely[:1] or short.get(rest, [])
+            optimizer_index = next(i for i, key in enumerate(path) if key in _OPTIMIZERS)
+            moment_index = next(
+                (i for i, key in enumerate(path) if key in _MOMENTS and i > optimizer_index), 0
+            )
+            prefix, suffix = path[:optimizer_index], path[moment_index + 1 :]
+            preferred_owners = [
+                owner for owner in ((*prefix, "params", *suffix), (*prefix, *suffix)) if owner in model
+            ]
+            owners = preferred_owners[:1] or paths_by_suffix.get(suffix, [])
             if not moment_index or len(owners) != 1:
                 raise OptimizerStateError(
-                    f"{self.where}: the optimizer's {format_value('.'.join(path))} is no moment of optax's "
-                    "Adam"
+                    f"{self.location}: the optimizer's {format_untrusted_value('.'.join(path))} is no moment "
+                    "of optax's Adam"
                 )
             owner = owners[0]
             moment, array = path[moment_index], self.arrays[path]
             if array.shape != model[owner].shape:
                 raise OptimizerStateError(
-                    f"{self.where}: {'.'.join(path)} is {list(array.shape)}, its parameter "
+                    f"{self.location}: {'.'.join(path)} is {list(array.shape)}, its parameter "
                     f"{list(model[owner].shape)}"
                 )
-            with prefix_errors(self.folder.path):
+            with prefix_checkpoint_errors(self.folder.path):
                 moments_by_name = layout.convert_moment(owner, array, moment)
                 count = (*path[:moment_index], "count")
-                step = self.read_number(count) if count in self.scalars else None
+                step = self.read_scalar(count) if count in self.scalar_paths else None
             for name, tensor in moments_by_name.items():
                 values = state.setdefault(name, {})
                 if _MOMENTS[moment] in values:
-                    raise OptimizerStateError(f"{self.where}: {name} has two first or second moments")
+                    raise OptimizerStateError(f"{self.location}: {name} has two first or second moments")
                 values[_MOMENTS[moment]] = tensor
                 if step is not None:
                     values["step"] = step
-        alone = next((name for name, values in state.items() if not values.keys() >= _BOTH), None)
-        if alone is not None:
-            raise OptimizerStateError(f"{self.where}: the optimizer has one moment of {alone}, Adam has two")
+        incomplete_name = next(
+            (name for name, values in state.items() if not values.keys() >= _ADAM_STATES), None
+        )
+        if incomplete_name is not None:
+            raise OptimizerStateError(
+                f"{self.location}: the optimizer has one moment of {incomplete_name}, Adam has two"
+            )
         return OptimizerState(state, [{"params": list(state)}])
 
 
 FORMAT = Format(
     "orbax",
-    lambda source: _find_folder(source.path),
-    _open,
+    lambda source: _find_tree_folder(source.path),
+    _open_orbax_checkpoint,
     _explain_incomplete,
 )

@@ -11,29 +11,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from portable.converters.containers.pickle_reader import is_index, to_json_value
+from portable.converters.containers.pickle_reader import is_safe_index, to_json_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.errors import CheckpointError, OptimizerStateError
 from portable.converters.limits import MAX_GROUP_TENSOR
 from portable.converters.names.canonical import find_plain_name
-from portable.converters.names.index_keys import check_listed, list_candidates, map_indices_to_names
+from portable.converters.names.index_keys import (
+    flatten_group_keys,
+    list_possible_parameters,
+    map_indices_to_names,
+)
 from portable.converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # State with the shape of its parameter, in all optimizers that use the name.
-_SHAPED = (
+_PARAMETER_SHAPED_STATES = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
 
 Shape = tuple[int, ...]
-Leaf = StoredTensor | Tensor
+TensorLeaf = StoredTensor | Tensor
 """A tensor as one file has it, or put together from the files of several ranks."""
 
 
-def as_tensor(stored: Leaf, name: str) -> Tensor:
+def to_lazy_tensor(stored: TensorLeaf, name: str) -> Tensor:
     """A pickled tensor; its bytes are located at their first read."""
     if isinstance(stored, Tensor):
         return stored
@@ -41,7 +45,7 @@ def as_tensor(stored: Leaf, name: str) -> Tensor:
     return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.to_view)])
 
 
-def is_optimizer(value: Any) -> bool:
+def is_optimizer_state_dict(value: Any) -> bool:
     """Whether a pickled value is an optimizer's state dict."""
     return (
         isinstance(value, dict)
@@ -50,37 +54,39 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def read_optimizer(
-    saved: Any, tensors: Mapping[str, Tensor], order: Sequence[str] | None, *, location: str
+def build_named_optimizer(
+    saved: Any, tensors: Mapping[str, Tensor], parameter_names: Sequence[str] | None, *, location: str
 ) -> OptimizerState:
     """The state by parameter name.
 
     Args:
         saved: `{"state": ..., "build_groups": [...]}`, as unpickled.
         tensors: the model's stored tensors by plain name, aliases included.
-        order: their names in module order, without aliases; None if unknown.
+        parameter_names: their names in module order, without aliases; None if unknown.
 
     Raises:
         CheckpointError: damaged, or its state cannot be matched to parameters unambiguously.
     """
-    groups, keys = read_groups(saved, location)
-    state = {key: _read_state(value, str(key), location) for key, value in saved["state"].items()}
-    names = _map_keys_to_names(groups, keys, state, tensors, order, location)
+    groups, keys = parse_param_groups(saved, location)
+    state = {key: _parse_parameter_state(value, str(key), location) for key, value in saved["state"].items()}
+    names = _map_keys_to_names(groups, keys, state, tensors, parameter_names, location)
     if len(set(names.values())) != len(names):
         raise CheckpointError(f"{location}: two optimizer states belong to one parameter")
     state_by_name: dict[str, Mapping[str, Tensor | Scalar]] = {}
     for key in (key for group in keys for key in group):  # in this order, not that of the first steps
         if key in state:
             name = names[key]
-            _check_shapes(name, state[key], tensors, location)
+            _check_state_shapes(name, state[key], tensors, location)
             state_by_name[name] = {
-                state_name: as_tensor(value, f"{name}.{state_name}") if isinstance(value, Leaf) else value
+                state_name: to_lazy_tensor(value, f"{name}.{state_name}")
+                if isinstance(value, TensorLeaf)
+                else value
                 for state_name, value in state[key].items()
             }
 
     def build_groups() -> ParamGroups:
         return [
-            {**get_group_settings(group), "params": [names[key] for key in params]}
+            {**read_hyperparameters(group), "params": [names[key] for key in params]}
             for group, params in zip(groups, keys, strict=True)
         ]
 
@@ -99,69 +105,71 @@ class ParsedGroups(NamedTuple):
     parameter_keys: list[list[Any]]
 
 
-def read_groups(saved: Any, location: str) -> ParsedGroups:
+def parse_param_groups(saved: Any, location: str) -> ParsedGroups:
     """Parse the groups of `optimizer.state_dict()`.
 
     Raises:
         CheckpointError: it is none, a key is neither name nor number or comes twice, or state has other keys.
     """
-    if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
+    if not is_optimizer_state_dict(saved) or not all(
+        isinstance(group, dict) for group in saved["param_groups"]
+    ):
         raise CheckpointError(f"{location}: not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys = [group.get("params") for group in groups]
     if not all(isinstance(group, (list, tuple)) for group in keys):
         raise CheckpointError(f"{location}: damaged, the params of an optimizer group are not a list")
-    listed = [list(group or ()) for group in keys]
-    if not all(type(key) is str or is_index(key) for group in listed for key in group):
+    parameter_keys = [list(group or ()) for group in keys]
+    if not all(type(key) is str or is_safe_index(key) for group in parameter_keys for key in group):
         raise CheckpointError(f"{location}: damaged, the params of its groups are not names or numbers")
-    check_listed(listed, saved["state"], location)
-    return ParsedGroups(groups, listed)
+    flatten_group_keys(parameter_keys, saved["state"], location)
+    return ParsedGroups(groups, parameter_keys)
 
 
 def _map_keys_to_names(
     groups: list[dict[Any, Any]],
     keys: list[list[Any]],
-    state: Mapping[Any, Mapping[str, Leaf | Scalar]],
+    state: Mapping[Any, Mapping[str, TensorLeaf | Scalar]],
     tensors: Mapping[str, Tensor],
-    order: Sequence[str] | None,
+    parameter_names: Sequence[str] | None,
     location: str,
 ) -> dict[Any, str]:
     """Key -> parameter name."""
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
-        return {key: _find_known_name(key, tensors, location) for key in flat}
+        return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{location}: damaged, its groups mix names and numbers")
-    listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
     if all(
         isinstance(names, list) and len(names) == len(group)
-        for names, group in zip(listed, keys, strict=True)
+        for names, group in zip(recorded_names, keys, strict=True)
     ):
         return {
-            key: _find_known_name(str(name), tensors, location)
-            for group, names in zip(keys, listed, strict=True)
+            key: _require_plain_name(str(name), tensors, location)
+            for group, names in zip(keys, recorded_names, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
-    if order is None:
+    if parameter_names is None:
         raise OptimizerStateError(
             f"{location}: its state is keyed by index, and the order of the parameters is not recorded "
             "(safetensors files sort them by name)"
         )
-    shapes = {key: _find_shape(values) for key, values in state.items()}
-    return map_indices_to_names(keys, shapes, list_candidates(order, tensors), location)
+    shapes = {key: _find_state_shape(values) for key, values in state.items()}
+    return map_indices_to_names(keys, shapes, list_possible_parameters(parameter_names, tensors), location)
 
 
-def _find_known_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
+def _require_plain_name(parameter: str, tensors: Mapping[str, Tensor], location: str) -> str:
     name = find_plain_name(parameter, tensors)
     if name not in tensors:
         raise CheckpointError(f"{location}: holds state for {name!r}, which is not in the model")
     return name
 
 
-def _read_state(values: Any, key: str, location: str) -> dict[str, Leaf | Scalar]:
+def _parse_parameter_state(values: Any, key: str, location: str) -> dict[str, TensorLeaf | Scalar]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{location}: damaged, the state of {key!r} is not a table")
-    state: dict[str, Leaf | Scalar] = {}
+    state: dict[str, TensorLeaf | Scalar] = {}
     for state_name, value in values.items():
         if isinstance(value, (StoredTensor, Tensor, int, float)):
             state[str(state_name)] = value
@@ -172,8 +180,12 @@ def _read_state(values: Any, key: str, location: str) -> dict[str, Leaf | Scalar
     return state
 
 
-def _find_shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
-    shapes = [value.shape for state_name in _SHAPED if isinstance(value := values.get(state_name), Leaf)]
+def _find_state_shape(values: Mapping[str, TensorLeaf | Scalar]) -> Shape | None:
+    shapes = [
+        value.shape
+        for state_name in _PARAMETER_SHAPED_STATES
+        if isinstance(value := values.get(state_name), TensorLeaf)
+    ]
     return shapes[0] if shapes else None
 
 
@@ -182,31 +194,31 @@ def find_moment_shape(values: Mapping[Any, Any]) -> Shape | None:
     shapes = (
         value.shape
         for state_name, value in values.items()
-        if state_name != "step" and isinstance(value, Leaf)
+        if state_name != "step" and isinstance(value, TensorLeaf)
     )
     return next(filter(None, shapes), None)
 
 
-def _check_shapes(
-    name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], location: str
+def _check_state_shapes(
+    name: str, values: Mapping[str, TensorLeaf | Scalar], tensors: Mapping[str, Tensor], location: str
 ) -> None:
-    for state_name in _SHAPED:
+    for state_name in _PARAMETER_SHAPED_STATES:
         value = values.get(state_name)
-        if isinstance(value, Leaf) and value.shape != tensors[name].shape:
+        if isinstance(value, TensorLeaf) and value.shape != tensors[name].shape:
             raise CheckpointError(
                 f"{location}: {state_name} of {name!r} has the shape {list(value.shape)}, the parameter "
                 f"{list(tensors[name].shape)}"
             )
 
 
-def get_group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
+def read_hyperparameters(group: Mapping[Any, Any]) -> dict[str, Any]:
     """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
-        if isinstance(value, Leaf):
-            tensor = as_tensor(value, str(key))
+        if isinstance(value, TensorLeaf):
+            tensor = to_lazy_tensor(value, str(key))
             value = tensor.tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
         settings[str(key)] = to_json_value(value)
     return settings

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from portable.converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from portable.converters.containers.pickle_reader import to_json_value
 from portable.converters.containers.torchzip import StoredTensor
-from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_errors
+from portable.converters.errors import CheckpointError, OptimizerStateError, prefix_checkpoint_errors
 from portable.converters.formats.torch_save.optimizer import (
-    as_tensor,
     find_moment_shape,
-    get_group_settings,
-    read_groups,
+    parse_param_groups,
+    read_hyperparameters,
+    to_lazy_tensor,
 )
-from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join
+from portable.converters.formats.xla_fsdp.shards import XlaFsdpLayout, join_shards
 from portable.converters.limits import MAX_GROUP_TENSOR
 from portable.converters.names.index_keys import map_indices_to_names
 
@@ -35,13 +35,13 @@ _UNDECAYED = (
 _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
 
 
-def read_optimizer(
+def build_xla_optimizer(
     saved: Sequence[tuple[str, Any]],
     layouts: Mapping[str, XlaFsdpLayout],
     shapes: Mapping[str, Shape],
     plain_names: Mapping[str, str],
     *,
-    trainer: bool,
+    from_trainer: bool,
 ) -> OptimizerState:
     """The state by parameter name.
 
@@ -50,60 +50,65 @@ def read_optimizer(
         layouts: key of `model` -> its parameters, in the model's order.
         shapes: key of `model` -> the shape of one rank's shard.
         plain_names: name with wrappers -> plain name.
-        trainer: whether transformers' Trainer wrote it, whose two groups are known.
+        from_trainer: whether transformers' Trainer wrote it, whose two groups are known.
 
     Raises:
         CheckpointError: the ranks disagree, or state cannot be matched to parameters unambiguously.
     """
     location, _ = saved[0]
-    ranks = [(file, _read_states(value, file)) for file, value in saved]
+    ranks = [(file, _get_state_by_index(value, file)) for file, value in saved]
     states = ranks[0][1]
-    groups, indices = read_groups(saved[0][1], f"{location}: the optimizer")
-    hyper = [get_group_settings(group) for group in groups]
+    groups, indices = parse_param_groups(saved[0][1], f"{location}: the optimizer")
+    hyperparameters = [read_hyperparameters(group) for group in groups]
     for file, value in saved[1:]:
         settings = [
-            get_group_settings(group) for group in read_groups(value, f"{file}: the optimizer").groups
+            read_hyperparameters(group)
+            for group in parse_param_groups(value, f"{file}: the optimizer").groups
         ]
-        if list(value["state"]) != list(states) or settings != hyper:
+        if list(value["state"]) != list(states) or settings != hyperparameters:
             raise CheckpointError(
                 f"{file}: its optimizer differs from {location}; a file of another run or step"
             )
-    keys = _map_indices_to_keys(indices, groups, states, shapes, trainer, location)
+    keys = _map_indices_to_keys(indices, groups, states, shapes, from_trainer, location)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    one_run = False
+    has_replicated_tensor = False
     for index in (index for group in indices for index in group if index in states):
         state_by_name: dict[str, dict[str, Tensor | Scalar]] = {}
         for state_name, value in states[index].items():
             parts = [(file, values[index].get(state_name)) for file, values in ranks]
-            if not _shard_value(state_name, value, shapes[keys[index]], location):
-                if not one_run or not isinstance(value, StoredTensor):
-                    _check_same(parts, f"the optimizer's {state_name!r}")
-                one_run = one_run or isinstance(value, StoredTensor)
+            if not _is_sharded_state(state_name, value, shapes[keys[index]], location):
+                if not has_replicated_tensor or not isinstance(value, StoredTensor):
+                    _check_equal_on_ranks(parts, f"the optimizer's {state_name!r}")
+                has_replicated_tensor = has_replicated_tensor or isinstance(value, StoredTensor)
                 if value is not None:
                     replicated = (
-                        value if not isinstance(value, StoredTensor) else as_tensor(value, str(state_name))
+                        value
+                        if not isinstance(value, StoredTensor)
+                        else to_lazy_tensor(value, str(state_name))
                     )
-                    for parameter in layouts[keys[index]].parts:
+                    for parameter in layouts[keys[index]].parameters:
                         state_by_name.setdefault(parameter.name, {})[str(state_name)] = replicated
                 continue
-            for raw, tensor in join(layouts[keys[index]], parts, keys[index], f".{state_name}").items():
+            for raw, tensor in join_shards(
+                layouts[keys[index]], parts, keys[index], f".{state_name}"
+            ).items():
                 state_by_name.setdefault(raw, {})[str(state_name)] = tensor
         state.update({plain_names[raw]: values for raw, values in state_by_name.items()})
 
     def build_groups() -> ParamGroups:
         names_by_group = [
-            [parameter.name for index in group for parameter in layouts[keys[index]].parts]
+            [parameter.name for index in group for parameter in layouts[keys[index]].parameters]
             for group in indices
         ]
         return [
             {**values, "params": [plain_names[raw] for raw in names]}
-            for values, names in zip(hyper, names_by_group, strict=True)
+            for values, names in zip(hyperparameters, names_by_group, strict=True)
         ]
 
     return OptimizerState(state, build_groups)
 
 
-def _read_states(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
+def _get_state_by_index(saved: Any, location: str) -> dict[int, dict[Any, Any]]:
     """The state of one rank by index."""
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(
@@ -118,29 +123,35 @@ def _map_indices_to_keys(
     groups: Sequence[Mapping[Any, Any]],
     states: Mapping[int, Mapping[Any, Any]],
     shapes: Mapping[str, Shape],
-    trainer: bool,
+    from_trainer: bool,
     location: str,
 ) -> dict[int, str]:
     """Index -> key of `model`: by the names in the groups, else the only way in which all shapes fit."""
-    listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
-    if all(isinstance(names, (list, tuple)) for names in listed):
-        named = [str(name).replace("_fpw_module.", "") for names in listed for name in names or ()]
+    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    if all(isinstance(names, (list, tuple)) for names in recorded_names):
+        parameter_names = [
+            str(name).replace("_fpw_module.", "") for names in recorded_names for name in names or ()
+        ]
         flat = [index for group in indices for index in group]
-        if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
-            return dict(zip(flat, named, strict=True))
-    wanted = {index: find_moment_shape(values) for index, values in states.items()}
+        if (
+            len(parameter_names) == len(flat)
+            and len(set(parameter_names)) == len(parameter_names)
+            and set(parameter_names) <= set(shapes)
+        ):
+            return dict(zip(flat, parameter_names, strict=True))
+    moment_shapes = {index: find_moment_shape(values) for index, values in states.items()}
     candidates = list(shapes.items())
     if sum(map(len, indices)) < len(candidates):
         candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
     try:
-        return map_indices_to_names(indices, wanted, candidates, f"{location}: the optimizer")
+        return map_indices_to_names(indices, moment_shapes, candidates, f"{location}: the optimizer")
     except OptimizerStateError:
-        if not trainer or len(indices) != 2:
+        if not from_trainer or len(indices) != 2:
             raise
         fits = [
             fit
             for pattern in _UNDECAYED
-            if (fit := _match_trainer_groups(pattern, candidates, indices, wanted))
+            if (fit := _match_trainer_groups(pattern, candidates, indices, moment_shapes))
         ]
         if not fits or any(fit != fits[0] for fit in fits):
             raise
@@ -151,20 +162,20 @@ def _match_trainer_groups(
     pattern: re.Pattern[str],
     candidates: Sequence[tuple[str, Shape]],
     indices: Sequence[Sequence[int]],
-    wanted: Mapping[int, Shape | None],
+    moment_shapes: Mapping[int, Shape | None],
 ) -> dict[int, str] | None:
     """Index -> key for the Trainer's two groups, if each fits in one way."""
     keys: dict[int, str] = {}
-    for group, bare in zip(indices, (False, True), strict=True):
-        part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
+    for group, has_match in zip(indices, (False, True), strict=True):
+        part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == has_match]
         try:
-            keys |= map_indices_to_names([group], wanted, part, "")
+            keys |= map_indices_to_names([group], moment_shapes, part, "")
         except OptimizerStateError:
             return None
     return keys
 
 
-def _shard_value(description: Any, value: Any, shard: Shape, location: str) -> bool:
+def _is_sharded_state(description: Any, value: Any, shard: Shape, location: str) -> bool:
     """Whether one state is sharded like its parameter; a step count is the same on every rank."""
     if isinstance(value, StoredTensor) and value.shape and description != "step":
         if value.shape != shard:
@@ -178,7 +189,7 @@ def _shard_value(description: Any, value: Any, shard: Shape, location: str) -> b
     raise OptimizerStateError(f"{location}: the optimizer's {description!r} is neither tensor nor number")
 
 
-def _check_same(parts: Sequence[tuple[str, Any]], description: str) -> None:
+def _check_equal_on_ranks(parts: Sequence[tuple[str, Any]], description: str) -> None:
     """Refuse ranks whose copies of one replicated value differ: they are from different steps."""
     (location, first), *others = parts
     expected = _to_comparable(first, location)
@@ -193,8 +204,8 @@ def _to_comparable(value: Any, location: str) -> Any:
     """A small value in comparable form."""
     if not isinstance(value, StoredTensor):
         return to_json_value(value)
-    with prefix_errors(location):
-        tensor = as_tensor(value, "a step")
+    with prefix_checkpoint_errors(location):
+        tensor = to_lazy_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
         return tensor.tolist()

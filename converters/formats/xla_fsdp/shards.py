@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.containers.pickle_reader import format_value
+from portable.converters.containers.pickle_reader import format_untrusted_value
 from portable.converters.containers.torchzip import StoredTensor
 from portable.converters.containers.untrusted_values import require_mapping, require_shape
-from portable.converters.errors import CheckpointError, prefix_errors
-from portable.converters.names.canonical import strip_wrappers
-from portable.converters.storage.byte_sources import Joined, Slice
+from portable.converters.errors import CheckpointError, prefix_checkpoint_errors
+from portable.converters.names.canonical import remove_wrapper_parts
+from portable.converters.storage.byte_sources import ConcatenatedSources, SourceSlice
 from portable.converters.tensors.dtypes import get_itemsize
 from portable.converters.tensors.tensor import Box, Tensor
 
@@ -48,32 +48,34 @@ class XlaFsdpLayout:
 
     Attributes:
         shape: of the parameter before sharding; of a flat parameter, its length.
-        parts: Original parameters, in flat order.
+        parameters: Original parameters, in flat order.
     """
 
     shape: Shape
-    parts: tuple[FlatParameter, ...]
+    parameters: tuple[FlatParameter, ...]
 
     @property
     def is_flat(self) -> bool:
         """Whether parameters were flattened together before sharding."""
-        return len(self.parts) > 1 or self.parts[0].shape != self.shape
+        return len(self.parameters) > 1 or self.parameters[0].shape != self.shape
 
 
-def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any]) -> dict[str, XlaFsdpLayout]:
+def parse_layouts(
+    metadata_by_file: Sequence[tuple[str, Metadata]], model_keys: Iterable[Any]
+) -> dict[str, XlaFsdpLayout]:
     """Key of `model` -> its parameters, for the keys that are shards.
 
     Args:
-        described: (file, shard_metadata) of every rank; all must agree.
-        keys: the keys of `model`, from the first rank.
+        metadata_by_file: (file, shard_metadata) of every rank; all must agree.
+        model_keys: the keys of `model`, from the first rank.
 
     Raises:
         CheckpointError: the ranks disagree, or the metadata does not describe exactly these keys.
     """
-    (location, first), others = described[0], described[1:]
+    (location, first), others = metadata_by_file[0], metadata_by_file[1:]
     layouts: dict[str, XlaFsdpLayout] = {}
-    flat: set[str] = set()
-    for key in keys:
+    flat_names: set[str] = set()
+    for key in model_keys:
         head, marker, tail = key.rpartition("." + _SHARD) if isinstance(key, str) else ("", "", "")
         if not marker and isinstance(key, str) and key.startswith(_SHARD):
             tail, marker = key.removeprefix(_SHARD), _SHARD
@@ -81,38 +83,40 @@ def read_layouts(described: Sequence[tuple[str, Metadata]], keys: Iterable[Any])
             continue
         suffix = _SHARD + tail
         info = _get_shard_info(first, head, suffix, location)
-        name, shape = _read_shard_name(info, suffix, location)
+        name, shape = _parse_shard_name(info, suffix, location)
         for other, metadata in others:
             if _get_shard_info(metadata, head, suffix, other) != info:
                 raise CheckpointError(f"{other}: describes {key!r} differently from {location}")
-        full = f"{head}.{name}" if head else name
+        full_name = f"{head}.{name}" if head else name
         if _FLAT in name:
-            entry = _read_flat_entry(first, full, location)
-            layouts[key] = _build_flat_layout(entry, full, shape, location)
-            flat.add(full)
+            entry = _parse_flatten_info(first, full_name, location)
+            layouts[key] = _build_flat_layout(entry, full_name, shape, location)
+            flat_names.add(full_name)
             for other, metadata in others:
-                if _read_flat_entry(metadata, full, other) != entry:
-                    raise CheckpointError(f"{other}: describes {full!r} differently from {location}")
+                if _parse_flatten_info(metadata, full_name, other) != entry:
+                    raise CheckpointError(f"{other}: describes {full_name!r} differently from {location}")
         else:
-            layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full, 0, shape),))
+            layouts[key] = XlaFsdpLayout(shape, (FlatParameter(full_name, 0, shape),))
     if not layouts:
         raise CheckpointError(f"{location}: holds no sharded parameter")
-    for other, metadata in described:
-        tables = _get_table(metadata, "shard_info", other).values()
+    for other, metadata in metadata_by_file:
+        tables = _get_metadata_table(metadata, "shard_info", other).values()
         count = sum(len(require_mapping(table, "an entry of shard_info", other)) for table in tables)
-        if count != len(layouts) or len(_get_table(metadata, "flatten_info", other)) != len(flat):
+        if count != len(layouts) or len(_get_metadata_table(metadata, "flatten_info", other)) != len(
+            flat_names
+        ):
             raise CheckpointError(
                 f"{other}: its shard_metadata describes other parameters than its model holds"
             )
     return layouts
 
 
-def _get_table(metadata: Metadata, name: str, location: str) -> dict[Any, Any]:
+def _get_metadata_table(metadata: Metadata, name: str, location: str) -> dict[Any, Any]:
     return require_mapping(metadata.get(name), f"{name} of shard_metadata", location)
 
 
 def _get_shard_info(metadata: Metadata, head: str, suffix: str, location: str) -> dict[Any, Any]:
-    tables = _get_table(metadata, "shard_info", location)
+    tables = _get_metadata_table(metadata, "shard_info", location)
     info = require_mapping(tables.get(head, {}), "an entry of shard_info", location).get(suffix)
     if not isinstance(info, dict):
         raise CheckpointError(f"{location}: its shard_metadata does not describe {head + '.' + suffix!r}")
@@ -124,7 +128,7 @@ class _OriginalParameter(NamedTuple):
     shape: Shape
 
 
-def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
+def _parse_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _OriginalParameter:
     """Parse the original parameter of one shard, whose name must match the suffix of the key."""
     name, shape = (
         info.get("_orig_name"),
@@ -132,7 +136,7 @@ def _read_shard_name(info: dict[Any, Any], suffix: str, location: str) -> _Origi
     )
     if not isinstance(name, str) or f"{_SHARD}.{name}".replace(".", _DOT) != suffix:
         raise CheckpointError(
-            f"{location}: damaged shard_metadata, {suffix!r} is called {format_value(name)}"
+            f"{location}: damaged shard_metadata, {suffix!r} is called {format_untrusted_value(name)}"
         )
     return _OriginalParameter(name.lstrip("."), shape)
 
@@ -145,8 +149,8 @@ class _FlattenInfo(NamedTuple):
     numels: list[int]
 
 
-def _read_flat_entry(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
-    entry = _get_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
+def _parse_flatten_info(metadata: Metadata, name: str, location: str) -> _FlattenInfo:
+    entry = _get_metadata_table(metadata, "flatten_info", location).get(name.replace("_fpw_module.", ""))
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise CheckpointError(f"{location}: its shard_metadata does not describe {name!r}")
     names, shapes, numels = entry
@@ -163,24 +167,26 @@ def _read_flat_entry(metadata: Metadata, name: str, location: str) -> _FlattenIn
     )
 
 
-def _build_flat_layout(entry: _FlattenInfo, full: str, shape: Shape, location: str) -> XlaFsdpLayout:
+def _build_flat_layout(entry: _FlattenInfo, full_name: str, shape: Shape, location: str) -> XlaFsdpLayout:
     names, shapes, numels = entry
-    head = full.rpartition(".")[0]
-    parts: list[FlatParameter] = []
+    head = full_name.rpartition(".")[0]
+    parameters: list[FlatParameter] = []
     start = 0
     for name, parameter_shape, numel in zip(names, shapes, numels, strict=True):
         if prod(parameter_shape) != numel:
             raise CheckpointError(
                 f"{location}: damaged, {name!r} of {list(parameter_shape)} should have {numel} elements"
             )
-        parts.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
+        parameters.append(FlatParameter(f"{head}.{name}", start, parameter_shape))
         start += numel
     if shape != (start,):
-        raise CheckpointError(f"{location}: {full!r} of {list(shape)} holds parameters of {start} elements")
-    return XlaFsdpLayout(shape, tuple(parts))
+        raise CheckpointError(
+            f"{location}: {full_name!r} of {list(shape)} holds parameters of {start} elements"
+        )
+    return XlaFsdpLayout(shape, tuple(parameters))
 
 
-def join(
+def join_shards(
     layout: XlaFsdpLayout, shards: Sequence[tuple[str, Any]], key: str, suffix: str = ""
 ) -> dict[str, Tensor]:
     """Join the ranks' shards of one key into tensors, by name with wrappers.
@@ -194,7 +200,7 @@ def join(
     """
     location, first = shards[0]
     key += suffix
-    stored: list[StoredTensor] = []
+    checked_shards: list[StoredTensor] = []
     for file, value in shards:
         if not isinstance(value, StoredTensor) or not isinstance(first, StoredTensor):
             raise CheckpointError(f"{file}: damaged, {key!r} is not a tensor")
@@ -203,14 +209,14 @@ def join(
                 f"{file}: {key!r} is {value.dtype} {list(value.shape)}, "
                 f"on rank 0 {first.dtype} {list(first.shape)}"
             )
-        stored.append(value)
-    with prefix_errors(location):
+        checked_shards.append(value)
+    with prefix_checkpoint_errors(location):
         if len(first.shape) == 1:
-            return _join_flat(layout, stored, key, suffix)
-        return {layout.parts[0].name: _join_rows(layout, stored, key, suffix)}
+            return _join_flat_shards(layout, checked_shards, key, suffix)
+        return {layout.parameters[0].name: _join_row_shards(layout, checked_shards, key, suffix)}
 
 
-def _join_flat(
+def _join_flat_shards(
     layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str
 ) -> dict[str, Tensor]:
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
@@ -221,16 +227,19 @@ def _join_flat(
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
     dtype, width = stored[0].dtype, get_itemsize(stored[0].dtype)
-    run = Joined(
-        [Slice(view.source, view.offset, length * width) for view in (stored.to_view() for stored in stored)]
+    joined = ConcatenatedSources(
+        [
+            SourceSlice(view.source, view.offset, length * width)
+            for view in (stored.to_view() for stored in stored)
+        ]
     )
     return {
-        name: Tensor.from_source(strip_wrappers(name) + suffix, dtype, shape, run, start * width)
-        for name, start, shape in layout.parts
+        name: Tensor.from_source(remove_wrapper_parts(name) + suffix, dtype, shape, joined, start * width)
+        for name, start, shape in layout.parameters
     }
 
 
-def _join_rows(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
+def _join_row_shards(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
     rows, *rest = stored[0].shape or (0,)
     if (
         layout.is_flat
@@ -248,4 +257,6 @@ def _join_rows(layout: XlaFsdpLayout, stored: Sequence[StoredTensor], key: str, 
         size = min(rows, layout.shape[0] - low)
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.to_view))
-    return Tensor(strip_wrappers(layout.parts[0].name) + suffix, stored[0].dtype, layout.shape, boxes)
+    return Tensor(
+        remove_wrapper_parts(layout.parameters[0].name) + suffix, stored[0].dtype, layout.shape, boxes
+    )

@@ -1,7 +1,14 @@
 """A DeepSpeed JSON: read, check, reconcile with the run's config, merge into DeepSpeed's configuration."""
 
-from portable.gpu.zero.config.document import DeepSpeedDocument, read
-from portable.gpu.zero.config.merging import build_notes, merge_config
-from portable.gpu.zero.config.reconcile import adopt, check_installed
+from portable.gpu.zero.config.document import DeepSpeedDocument, read_deepspeed_document
+from portable.gpu.zero.config.merging import build_document_notes, build_merged_config
+from portable.gpu.zero.config.reconcile import apply_document, check_installed
 
-__all__ = ["DeepSpeedDocument", "adopt", "build_notes", "check_installed", "merge_config", "read"]
+__all__ = [
+    "DeepSpeedDocument",
+    "apply_document",
+    "build_document_notes",
+    "build_merged_config",
+    "check_installed",
+    "read_deepspeed_document",
+]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import format_short_value
-from portable.gpu.zero.buckets import compute_auto_sizes
-from portable.gpu.zero.config.document import KEY
-from portable.gpu.zero.config.schema import drop_auto
+from portable.gpu.zero.buckets import compute_auto_bucket_sizes
+from portable.gpu.zero.config.document import CONFIG_KEY
+from portable.gpu.zero.config.schema import filter_auto_values
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 
 # The run's optimizer decides; gpu/zero/optimizer.py has checked what these would refuse.
-_OURS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+_OVERRIDDEN_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 
 
-def merge_config(base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int) -> dict[str, Any]:
+def build_merged_config(
+    base: Mapping[str, Any], document: DeepSpeedDocument, hidden_size: int
+) -> dict[str, Any]:
     """The configuration for DeepSpeed: what the JSON passes on, over the run's.
 
     Args:
@@ -29,24 +31,34 @@ def merge_config(base: Mapping[str, Any], document: DeepSpeedDocument, hidden_si
         document: the JSON, already reconciled with them.
         hidden_size: of the model, for bucket sizes that are ``auto``.
     """
-    passed = {k: v for k, v in document.imported.values.get(KEY, {}).items() if k not in _OURS}
-    asked = passed.get("zero_optimization", {})
-    sizes = {key: size for key, size in compute_auto_sizes(hidden_size).items() if asked.get(key) == AUTO}
-    return _merge_sections(_merge_sections(base, drop_auto(passed)), {"zero_optimization": sizes})
+    passed_values = {
+        k: v for k, v in document.imported.values.get(CONFIG_KEY, {}).items() if k not in _OVERRIDDEN_KEYS
+    }
+    zero_section = passed_values.get("zero_optimization", {})
+    sizes = {
+        key: size
+        for key, size in compute_auto_bucket_sizes(hidden_size).items()
+        if zero_section.get(key) == AUTO
+    }
+    return _merge_sections(
+        _merge_sections(base, filter_auto_values(passed_values)), {"zero_optimization": sizes}
+    )
 
 
 def _merge_sections(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` updated with ``values``, section by section."""
     result = dict(base)
     for key, value in values.items():
-        inside = result.get(key)
+        base_section = result.get(key)
         result[key] = (
-            _merge_sections(inside, value) if isinstance(value, dict) and isinstance(inside, dict) else value
+            _merge_sections(base_section, value)
+            if isinstance(value, dict) and isinstance(base_section, dict)
+            else value
         )
     return result
 
 
-SWAPPING = {
+VALUES_SET_BY_SWAPPING = {
     "zero_optimization.offload_param.buffer_size": "the size of the largest parameter's shard",
     "zero_optimization.stage3_max_reuse_distance": "0, since parameters kept gathered would occupy all swap "
     "buffers",
@@ -54,7 +66,7 @@ SWAPPING = {
 """Values that the run chooses if parameters are swapped to disk."""
 
 
-def build_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
+def build_document_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
     """Notes on the JSON for the user, one line each.
 
     Args:
@@ -63,8 +75,8 @@ def build_notes(config: RunConfig, document: DeepSpeedDocument) -> list[str]:
     """
     swapped = config.memory.offload_params == "nvme"
     changed = [
-        f"{path} {format_short_value(document.get(path))} has no effect: the run uses {why}"
-        for path, why in SWAPPING.items()
-        if swapped and document.get(path) is not None
+        f"{path} {format_short_value(document.get_value(path))} has no effect: the run uses {why}"
+        for path, why in VALUES_SET_BY_SWAPPING.items()
+        if swapped and document.get_value(path) is not None
     ]
     return [*document.imported.notes, *(f"{document.name}: {notice}" for notice in changed)]

@@ -10,12 +10,12 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from portable.checks import check
+from portable.checks import check_config
 from portable.config import keys
 from portable.config.origins import format_short_value
-from portable.config.validation import find_mistake
+from portable.config.validation import find_setting_mistake
 from portable.errors import UserError, require
-from portable.gpu.zero.config.document import KEY, DeepSpeedDocument
+from portable.gpu.zero.config.document import CONFIG_KEY, DeepSpeedDocument
 from portable.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
@@ -24,58 +24,62 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 # DeepSpeed's monitors, and the package that each imports.
-_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 # Switches of ZeRO++ whose kernels exist for GPUs only.
 _GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
-def adopt(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
+def apply_document(config: RunConfig, document: DeepSpeedDocument, world_size: int) -> RunConfig:
     """The config with the JSON's values in place of defaults.
 
     Raises:
         UserError: if the JSON contradicts a setting of the run, or itself.
     """
-    imported = document.imported.require_all()
+    imported = document.imported.raise_first_refusal()
     values: dict[str, Any] = {}
 
-    def put(key: str, value: Any, origin: str) -> None:
-        ours = config.get(key)
-        if config.is_set(key) and ours != AUTO and keys.to_plain(ours) != keys.to_plain(value):
+    def set_value(key: str, value: Any, origin: str) -> None:
+        current_value = config.get(key)
+        if (
+            config.is_set(key)
+            and current_value != AUTO
+            and keys.to_plain_value(current_value) != keys.to_plain_value(value)
+        ):
             raise UserError(
                 f"{origin} sets {key} to {format_short_value(value)}, and {key} is "
-                f"{format_short_value(ours)}; set one of the two, or leave the JSON's at auto"
+                f"{format_short_value(current_value)}; set one of the two, or leave the JSON's at auto"
             )
         values[key] = value
 
     precision = imported.values.get("precision", config.precision)
-    spared = {
+    skipped_keys = {
         "deepspeed.config": True,
         "precision": (precision, config.precision) == ("fp32", "tf32"),
         # selective recomputes as well
         "memory.activation_checkpointing": config.memory.activation_checkpointing == "selective",
     }
     for key, value in imported.values.items():
-        if spared.get(key) or (key.startswith("fp16.") and precision != "fp16"):
+        if skipped_keys.get(key) or (key.startswith("fp16.") and precision != "fp16"):
             continue
         origin = imported.origins[key].text
-        if (mistake := find_mistake(type(config), key, value)) is not None:
+        if (mistake := find_setting_mistake(type(config), key, value)) is not None:
             raise UserError(f"{origin}: {mistake}")
-        if key not in imported.assumed:
-            put(key, value, origin)
+        if key not in imported.assumed_keys:
+            set_value(key, value, origin)
         elif not config.is_set(key):
             values[key] = value
-    _reconcile_batch(config, document, world_size, put)
+    _reconcile_batch(config, document, world_size, set_value)
     several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     path = "checkpoint.use_node_local_storage"
     require(
-        not (several_nodes and document.get(path)),
+        not (several_nodes and document.get_value(path)),
         f"{document.name}: {path} true: a resume reads the whole checkpoint, so all nodes must see it; "
         "remove it, and set output_dir to shared storage",
     )
     try:
         adopted = config.replaced(values)
-        check(adopted, with_location=False)
-        return adopted.with_document(KEY, document)
+        check_config(adopted, with_location=False)
+        return adopted.with_document(CONFIG_KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error
@@ -88,29 +92,32 @@ def check_installed(document: DeepSpeedDocument, device_type: str) -> None:
         document: the JSON.
         device_type: of the run.
     """
-    for monitor, package in _MONITORS.items():
+    for monitor, package in _MONITOR_PACKAGES.items():
         require(
-            not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
+            not document.get_value(f"{monitor}.enabled") or find_spec(package) is not None,
             f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
             f"{package}, or set it to false (log.trackers works with any tracker)",
         )
     for switch in _GPU_KERNELS:
         path = f"zero_optimization.{switch}"
         require(
-            not document.get(path) or device_type != "cpu",
+            not document.get_value(path) or device_type != "cpu",
             f"{document.name}: {path} true: DeepSpeed has quantization kernels for GPUs only; remove it, "
             "or use backend cuda",
         )
 
 
 def _reconcile_batch(
-    config: RunConfig, document: DeepSpeedDocument, world_size: int, put: Callable[[str, Any, str], None]
+    config: RunConfig,
+    document: DeepSpeedDocument,
+    world_size: int,
+    set_value: Callable[[str, Any, str], None],
 ) -> None:
     """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
     origin = f"{document.name}: gradient_accumulation_steps"
-    total = document.get("train_batch_size")
-    micro = document.get("train_micro_batch_size_per_gpu")
-    steps = document.get("gradient_accumulation_steps")
+    total = document.get_value("train_batch_size")
+    micro = document.get_value("train_micro_batch_size_per_gpu")
+    steps = document.get_value("gradient_accumulation_steps")
     if micro is None:
         micro = config.train.micro_batch_size
     if total is None and config.is_set("train.global_batch_size"):
@@ -118,11 +125,18 @@ def _reconcile_batch(
     if micro == AUTO:
         micro = None  # computed from the other two, or searched
         total = config.train.global_batch_size if total is None else total
-    sets_micro_batch = document.get("train_micro_batch_size_per_gpu") is not None
-    chosen = sets_micro_batch or config.is_set("train.micro_batch_size")
-    others = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & document.values.keys()
-    alone = document.get("train_batch_size") is not None and not others and not chosen
-    if steps is None and ((sets_micro_batch and total is None) or (alone and total % world_size == 0)):
+    sets_micro_batch = document.get_value("train_micro_batch_size_per_gpu") is not None
+    is_micro_batch_set = sets_micro_batch or config.is_set("train.micro_batch_size")
+    other_batch_keys = {
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    } & document.values.keys()
+    sets_only_batch_size = (
+        document.get_value("train_batch_size") is not None and not other_batch_keys and not is_micro_batch_set
+    )
+    if steps is None and (
+        (sets_micro_batch and total is None) or (sets_only_batch_size and total % world_size == 0)
+    ):
         steps = 1  # DeepSpeed accumulates only if asked to, and does not split a batch
     if steps is None:
         if sets_micro_batch and total % (micro * world_size):
@@ -133,16 +147,16 @@ def _reconcile_batch(
         return
     if total is None:
         total = micro * steps * world_size
-        put("train.global_batch_size", total, origin)
-    fitting, remainder = divmod(total, steps * world_size)
+        set_value("train.global_batch_size", total, origin)
+    matching_micro_batch, remainder = divmod(total, steps * world_size)
     if remainder:
         raise UserError(
             f"{document.name}: a batch of {total} is not divisible by gradient_accumulation_steps {steps} x "
             f"{world_size} ranks; set gradient_accumulation_steps to auto"
         )
-    if chosen and micro not in (None, fitting):
+    if is_micro_batch_set and micro not in (None, matching_micro_batch):
         raise UserError(
             f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
         )
-    put("train.micro_batch_size", fitting, origin)
+    set_value("train.micro_batch_size", matching_micro_batch, origin)

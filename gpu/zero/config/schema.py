@@ -18,30 +18,33 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from portable.config import keys
 from portable.config.origins import format_short_value
-from portable.converters.similar_names import suggest_name
+from portable.converters.similar_names import format_name_suggestion
 from portable.errors import UserError, to_one_line
 from portable.gpu.zero import private_api
-from portable.importing.deepspeed import AUTO, KEYS, OPTIMIZERS, REFUSED_KEYS, SCHEDULERS
-from portable.importing.foreign_file import is_off
+from portable.importing.deepspeed import AUTO, KEYS, OPTIMIZER_DEFAULTS, REFUSED_KEYS, SCHEDULER_DEFAULTS
+from portable.importing.foreign_file import is_off_or_empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+_PARSER_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 """A batch for the parser, which needs one. The batch of the run is checked with the number of ranks."""
-_OURS = ("optimizer", "scheduler", "train_batch_size", *_BATCH)
+_KEYS_SET_BY_RUN = ("optimizer", "scheduler", "train_batch_size", *_PARSER_BATCH)
 """Keys that the parser does not judge, because the run builds the batch, the optimizer and the schedule."""
-_REFUSED = REFUSED_KEYS | {"data_efficiency"}
+_REFUSED_SECTIONS = REFUSED_KEYS | {"data_efficiency"}
 """Sections that are refused if they are on, so their inner keys do not matter."""
-_DTYPES = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
+_DTYPE_KEYS = tuple(("data_types", name) for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"))
 """Keys that DeepSpeed only reads when it trains."""
 
 
-def _is_judged_elsewhere(path: Path) -> bool:
+def _is_judged_elsewhere(path: KeyPath) -> bool:
     """Return whether a key is refused anyway, or is in a section that DeepSpeed has a model for."""
-    return path[0] in _REFUSED | private_api.get_config_models().keys() or ".".join(path) in _REFUSED
+    return (
+        path[0] in _REFUSED_SECTIONS | private_api.get_config_models().keys()
+        or ".".join(path) in _REFUSED_SECTIONS
+    )
 
 
 class RecordedSection(dict[str, Any]):
@@ -50,44 +53,46 @@ class RecordedSection(dict[str, Any]):
     Attributes:
         defaults: Default of each key that the parser has asked for; None if it gave no default.
         path: Path of the section.
-        last: Paths of the keys that the parser has asked for, in all sections.
+        looked_up_paths: Paths of the keys that the parser has asked for, in all sections.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: Path = (), last: list[Path] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], path: KeyPath = (), last: list[KeyPath] | None = None
+    ) -> None:
         self.defaults: dict[str, Any] = {}
         self.path = path
-        self.last: list[Path] = [] if last is None else last
+        self.looked_up_paths: list[KeyPath] = [] if last is None else last
         super().__init__(
             {
-                key: RecordedSection(value, (*path, key), self.last)
+                key: RecordedSection(value, (*path, key), self.looked_up_paths)
                 if isinstance(value, dict) and not _is_judged_elsewhere((*path, key))
                 else value
                 for key, value in values.items()
             }
         )
 
-    def record(self, key: str, default: Any = None) -> None:
+    def record_lookup(self, key: str, default: Any = None) -> None:
         """Record that a parser asks for a key."""
-        self.last.append((*self.path, key))
+        self.looked_up_paths.append((*self.path, key))
         if self.defaults.get(key) is None:
             self.defaults[key] = default
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value."""
-        self.record(key, default)
+        self.record_lookup(key, default)
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.record(key)
+        self.record_lookup(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self.record(str(key))
+        self.record_lookup(str(key))
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
         for key in super().__iter__():
-            self.record(key)
+            self.record_lookup(key)
             yield key
 
     def keys(self) -> Any:
@@ -104,7 +109,7 @@ class RecordedSection(dict[str, Any]):
     def __deepcopy__(self, _: dict[int, Any]) -> RecordedSection:
         return self
 
-    def iter_sections(self) -> Iterator[RecordedSection]:
+    def iter_read_sections(self) -> Iterator[RecordedSection]:
         """Yield this section and the sections in it that the parser has looked into.
 
         The parser keeps other mappings as they are, or does not know them.
@@ -112,37 +117,37 @@ class RecordedSection(dict[str, Any]):
         yield self
         for value in super().values():
             if isinstance(value, RecordedSection) and value.defaults:
-                yield from value.iter_sections()
+                yield from value.iter_read_sections()
 
-    def iter_plain_items(self) -> Iterator[tuple[str, Any]]:
+    def iter_items_unrecorded(self) -> Iterator[tuple[str, Any]]:
         """Yield the items without recording."""
         yield from super().items()
 
 
 @dataclass
-class Judgment:
+class ConfigMistakes:
     """The mistakes that DeepSpeed finds in a configuration.
 
     Attributes:
-        unknown: Paths of unknown keys, each with the names of the keys beside it.
-        wrong: Message about the first wrong value, or None.
+        unknown_keys: Paths of unknown keys, each with the names of the keys beside it.
+        first_wrong_value: Message about the first wrong value, or None.
     """
 
-    unknown: dict[Path, list[str]] = field(default_factory=dict)
-    wrong: str | None = None
+    unknown_keys: dict[KeyPath, list[str]] = field(default_factory=dict)
+    first_wrong_value: str | None = None
 
 
-def judge(document: Mapping[str, Any]) -> Judgment:
+def find_config_mistakes(document: Mapping[str, Any]) -> ConfigMistakes:
     """Find the mistakes in a configuration: by DeepSpeed's models, and then by its parser."""
-    judgment = Judgment()
-    _judge_by_models(document, judgment)
-    if judgment.wrong is None:
-        _judge_by_parser(document, judgment)
-    return judgment
+    mistakes = ConfigMistakes()
+    _add_model_mistakes(document, mistakes)
+    if mistakes.first_wrong_value is None:
+        _add_parser_mistakes(document, mistakes)
+    return mistakes
 
 
-def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
-    schema, values = build_schema(document), drop_auto(document)
+def _add_model_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
+    schema, values = build_schema(document), filter_auto_values(document)
     try:
         schema(**values)
     except ValidationError as error:
@@ -150,78 +155,80 @@ def _judge_by_models(document: Mapping[str, Any], judgment: Judgment) -> None:
         for detail in details:
             if detail["type"] == "extra_forbidden":
                 path = tuple(map(str, detail["loc"]))
-                judgment.unknown[path] = list_names(schema, path[:-1])
+                mistakes.unknown_keys[path] = list_section_keys(schema, path[:-1])
         wrong = next((detail for detail in details if detail["type"] != "extra_forbidden"), None)
         if wrong is not None:
             # A location also names members of unions.
-            path = tuple(str(part) for part in wrong["loc"] if str(part) in _collect_names(values))
-            judgment.wrong = _describe_wrong(path, wrong)
+            path = tuple(str(part) for part in wrong["loc"] if str(part) in _collect_keys(values))
+            mistakes.first_wrong_value = _describe_wrong_value(path, wrong)
     except Exception as error:  # of one of its validators
-        judgment.wrong = str(error) or type(error).__name__
+        mistakes.first_wrong_value = str(error) or type(error).__name__
 
 
-def _judge_by_parser(document: Mapping[str, Any], judgment: Judgment) -> None:
-    values = {key: value for key, value in drop_auto(document).items() if key not in _OURS} | _BATCH
-    for path in judgment.unknown:
+def _add_parser_mistakes(document: Mapping[str, Any], mistakes: ConfigMistakes) -> None:
+    values = {
+        key: value for key, value in filter_auto_values(document).items() if key not in _KEYS_SET_BY_RUN
+    } | _PARSER_BATCH
+    for path in mistakes.unknown_keys:
         _find_section(values, path[:-1]).pop(path[-1], None)
     recorded = RecordedSection(values)
     problem: Exception | None = None
     try:
-        private_api.parse(recorded)
+        private_api.parse_deepspeed_config(recorded)
     except Exception as error:  # whatever its parser raises
         problem = error
-    wrong = next(_iter_wrong(recorded), None)
+    wrong = next(_iter_wrong_type_messages(recorded), None)
     if wrong is not None:
-        judgment.wrong = wrong
+        mistakes.first_wrong_value = wrong
     elif isinstance(problem, TypeError | AttributeError | LookupError):
-        judgment.wrong = _describe_unreadable(recorded.last[-1], values)
+        mistakes.first_wrong_value = _describe_unreadable_value(recorded.looked_up_paths[-1], values)
     elif problem is not None:  # its sections do not say where in the file they are
-        judgment.wrong = str(problem) or type(problem).__name__
+        mistakes.first_wrong_value = str(problem) or type(problem).__name__
     else:
-        for section in recorded.iter_sections():
-            for key, _ in section.iter_plain_items():
+        for section in recorded.iter_read_sections():
+            for key, _ in section.iter_items_unrecorded():
                 if key not in section.defaults:
-                    judgment.unknown[(*section.path, key)] = _list_readable(section)
+                    mistakes.unknown_keys[(*section.path, key)] = _list_known_keys(section)
 
 
-def _describe_unreadable(path: Path, values: dict[str, Any]) -> str:
+def _describe_unreadable_value(path: KeyPath, values: dict[str, Any]) -> str:
     """Return a message about a value that DeepSpeed's parser cannot use, because of its type."""
-    key, value = ".".join(path), format_short_value(_find(values, path))
+    key, value = ".".join(path), format_short_value(_find_value(values, path))
     if any(name.startswith(f"{key}.") for name in KEYS):
         return f"{key}: must be a mapping, not {value}"
     return f"{key}: DeepSpeed cannot read {value}; correct or remove it"
 
 
-def _list_readable(section: RecordedSection) -> list[str]:
+def _list_known_keys(section: RecordedSection) -> list[str]:
     """Return the keys that the parser asks for, except for those that it refuses."""
     return [key for key in section.defaults if private_api.find_removed_key_error({key: None}) is None]
 
 
-def _iter_wrong(recorded: RecordedSection) -> Iterator[str]:
+def _iter_wrong_type_messages(recorded: RecordedSection) -> Iterator[str]:
     """Yield a message for each value that is not of the type of its default."""
-    for section in recorded.iter_sections():
-        for key, value in section.iter_plain_items():
+    for section in recorded.iter_read_sections():
+        for key, value in section.iter_items_unrecorded():
             path = (*section.path, key)
-            if path in _DTYPES and not private_api.is_dtype(value):
+            if path in _DTYPE_KEYS and not private_api.is_deepspeed_dtype(value):
                 yield f"{'.'.join(path)}: {format_short_value(value)} is not a dtype that DeepSpeed knows"
             default = section.defaults.get(key)
             is_section = isinstance(value, dict) and isinstance(default, dict)
-            if default is None or is_section or ".".join(path) in _REFUSED:
+            if default is None or is_section or ".".join(path) in _REFUSED_SECTIONS:
                 continue
             try:
-                TypeAdapter(_find_type(default), config=_STRICT).validate_python(value)
+                TypeAdapter(_infer_value_type(default), config=_STRICT).validate_python(value)
             except ValidationError as error:
-                yield _describe_wrong(path, error.errors()[0])
+                yield _describe_wrong_value(path, error.errors()[0])
 
 
-def _find_type(default: Any) -> Any:
+def _infer_value_type(default: Any) -> Any:
     """Return the type of values that a default implies."""
     if isinstance(default, bool | dict):
         return type(default)
     return Annotated[float, Field(ge=min(0, default))] if isinstance(default, int | float) else Any
 
 
-def _describe_wrong(path: Path, detail: Mapping[str, Any]) -> str:
+def _describe_wrong_value(path: KeyPath, detail: Mapping[str, Any]) -> str:
     value = "" if isinstance(detail["input"], dict) else f", not {format_short_value(detail['input'])}"
     message = re.sub(r", (\w+) or \1$", r", \1", detail["msg"])  # of an enum with two names for a value
     message = re.sub(r" or instance of \w+$", "", message)
@@ -237,9 +244,9 @@ def build_schema(document: Mapping[str, Any]) -> type[BaseModel]:
     sections = {
         "optimizer": {
             **dict.fromkeys(("type", "legacy_fusion"), Any),
-            "params": _list_params(document, "optimizer", OPTIMIZERS),
+            "params": _list_type_params(document, "optimizer", OPTIMIZER_DEFAULTS),
         },
-        "scheduler": {"type": Any, "params": _list_params(document, "scheduler", SCHEDULERS)},
+        "scheduler": {"type": Any, "params": _list_type_params(document, "scheduler", SCHEDULER_DEFAULTS)},
         **private_api.get_config_models(),
     }
     return _build_model("DeepSpeed", sections, ConfigDict(strict=True))
@@ -254,7 +261,7 @@ def _build_model(name: str, types: Mapping[str, Any], config: ConfigDict = _STRI
     return create_model(name, __config__=config, **fields)
 
 
-def drop_unset(document: dict[str, Any]) -> list[Path]:
+def remove_unset_keys(document: dict[str, Any]) -> list[KeyPath]:
     """Remove the keys of ``document`` that the installed DeepSpeed does not read and that are off.
 
     A later release may have added such a key: with false or an empty value it has no effect. A key that
@@ -269,30 +276,32 @@ def drop_unset(document: dict[str, Any]) -> list[Path]:
     """
     models = private_api.get_config_models()
     for section in REFUSED_KEYS & models.keys():
-        if isinstance(inside := document.get(section), dict):
+        if isinstance(refused_section := document.get(section), dict):
             defaults = models[section]().model_dump(exclude_none=True)
             remaining = {
-                k: v for k, v in inside.items() if k not in defaults or not _is_default(v, defaults[k])
+                k: v
+                for k, v in refused_section.items()
+                if k not in defaults or not _is_default(v, defaults[k])
             }
             document.pop(section) if not remaining else document.update({section: remaining})
-    removed: list[Path] = []
-    for path, names in judge(document).unknown.items():
+    removed_paths: list[KeyPath] = []
+    for path, names in find_config_mistakes(document).unknown_keys.items():
         section_values = _find_section(document, path[:-1])
-        if is_off(section_values.get(path[-1])) and not suggest_name(path[-1], names):
+        if is_off_or_empty(section_values.get(path[-1])) and not format_name_suggestion(path[-1], names):
             del section_values[path[-1]]
-            removed.append(path)
-    return removed
+            removed_paths.append(path)
+    return removed_paths
 
 
 def _find_section(values: dict[str, Any], path: Iterable[str]) -> dict[str, Any]:
     """Return the section at ``path``; an empty one if there is none."""
     for part in path:
-        inside = values.get(part)
-        values = inside if isinstance(inside, dict) else {}
+        section = values.get(part)
+        values = section if isinstance(section, dict) else {}
     return values
 
 
-def _find(values: dict[str, Any], path: Path) -> Any:
+def _find_value(values: dict[str, Any], path: KeyPath) -> Any:
     return _find_section(values, path[:-1]).get(path[-1])
 
 
@@ -301,7 +310,7 @@ def _is_default(value: Any, default: Any) -> bool:
     return bool(value == default) or str(value) == str(default)
 
 
-def check(document: dict[str, Any], name: str) -> None:
+def check_deepspeed_config(document: dict[str, Any], name: str) -> None:
     """Check that the installed DeepSpeed reads a configuration.
 
     Args:
@@ -311,60 +320,64 @@ def check(document: dict[str, Any], name: str) -> None:
     Raises:
         UserError: For all unknown keys, or for the first wrong value.
     """
-    judgment = judge(document)
-    if judgment.unknown:
-        raise UserError(f"{name}: {_describe_unknown(judgment.unknown)}")
-    if judgment.wrong is not None:
-        raise UserError(to_one_line(f"{name}: {judgment.wrong}"))
+    mistakes = find_config_mistakes(document)
+    if mistakes.unknown_keys:
+        raise UserError(f"{name}: {_describe_unknown_keys(mistakes.unknown_keys)}")
+    if mistakes.first_wrong_value is not None:
+        raise UserError(to_one_line(f"{name}: {mistakes.first_wrong_value}"))
 
 
-def drop_auto(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+def filter_auto_values(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
     """``values`` without those that are ``auto``."""
     return {
-        key: drop_auto(value, (*path, key)) if isinstance(value, dict) else value
+        key: filter_auto_values(value, (*path, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules")
     }
 
 
-def _collect_names(values: dict[str, Any]) -> set[str]:
+def _collect_keys(values: dict[str, Any]) -> set[str]:
     """All keys at any depth."""
-    inside = (_collect_names(value) for value in values.values() if isinstance(value, dict))
-    return set(values).union(*inside)
+    nested_keys = (_collect_keys(value) for value in values.values() if isinstance(value, dict))
+    return set(values).union(*nested_keys)
 
 
-def _describe_unknown(unknown: Mapping[Path, list[str]]) -> str:
+def _describe_unknown_keys(unknown: Mapping[KeyPath, list[str]]) -> str:
     hints = []
     for path, names in unknown.items():
-        hints.append(".".join(path) + suggest_name(path[-1], names, prefix=".".join((*path[:-1], ""))))
+        hints.append(
+            ".".join(path) + format_name_suggestion(path[-1], names, prefix=".".join((*path[:-1], "")))
+        )
     if len(hints) > 1:
         listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
         return f"unknown keys {', '.join(listed)}"
     ((path, names),) = unknown.items()
     section = ".".join(path[:-1]) or "the top level"
-    beside = "" if hints[0] != ".".join(path) else f"; {section} has {', '.join(sorted(names))}"
-    return f"unknown key {hints[0]}{beside}"
+    section_hint = "" if hints[0] != ".".join(path) else f"; {section} has {', '.join(sorted(names))}"
+    return f"unknown key {hints[0]}{section_hint}"
 
 
-def list_names(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+def list_section_keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     """The keys of the section at ``path``."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
-        inside = keys.iter_parts(fields[part].annotation) if part in fields else ()
-        groups = (kind for kind, _ in inside if inspect.isclass(kind) and issubclass(kind, BaseModel))
+        annotation_parts = keys.iter_type_parts(fields[part].annotation) if part in fields else ()
+        groups = (
+            kind for kind, _ in annotation_parts if inspect.isclass(kind) and issubclass(kind, BaseModel)
+        )
         schema = next(groups, schema)  # the names of a mapping of groups are the user's
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
 
 
-def _list_params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> Any:
+def _list_type_params(document: Mapping[str, Any], section_name: str, supported_types: Iterable[str]) -> Any:
     """The params of an optimizer or scheduler; any for one that is not supported."""
-    inside = document.get(block)
-    kind = inside.get("type") if isinstance(inside, dict) else None
+    section = document.get(section_name)
+    kind = section.get("type") if isinstance(section, dict) else None
     type_names = {str(kind), str(kind).lower()}
     names = [
         name
-        for supported in kinds
+        for supported in supported_types
         if kind is None or supported in type_names
-        for name in private_api.list_params(supported)
+        for name in private_api.list_type_params(supported)
     ]
     return dict.fromkeys(names, Any) or Any

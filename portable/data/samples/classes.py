@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from portable.data.sources.documents import format_names
+from portable.data.sources.documents import format_name_list
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,107 +15,113 @@ if TYPE_CHECKING:
 
     from portable.data.tokens.cache import LabelKind, TokenCache
 
-Problem = Literal["single_label_classification", "multi_label_classification", "regression"]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """transformers' ``problem_type``, which selects the loss of a classifier."""
-SINGLE, MULTI, REGRESSION = PROBLEMS = get_args(Problem)
+SINGLE_LABEL, MULTI_LABEL, REGRESSION = PROBLEM_TYPES = get_args(ProblemType)
 
 
 @dataclass(frozen=True)
-class KnownClasses:
+class ModelClasses:
     """The classes of a model before training."""
 
-    key: str
+    setting_key: str
     """The setting that defines them."""
     names: tuple[str, ...]
     """In the order of their ids."""
 
     @property
-    def has_names(self) -> bool:
+    def has_custom_names(self) -> bool:
         """Whether they have names other than transformers' defaults LABEL_0, LABEL_1 ..."""
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
-    def is_renaming(self, names: Sequence[str]) -> bool:
+    def would_rename_classes(self, names: Sequence[str]) -> bool:
         """Whether ``names`` are given to these without either telling that they are the same."""
-        return not self.has_names and names != self.names and not all(map(_is_number, names))
+        return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 
 @dataclass(frozen=True)
-class Classes:
+class LabelMapping:
     """The outputs of a classifier: classes, or the numbers of a regression."""
 
-    names: tuple[str, ...]
+    output_names: tuple[str, ...]
     """In the order of their ids."""
-    ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
     """The id of each label of the data, in the order of the token cache."""
-    problem: Problem = SINGLE
-    numbers: tuple[float, ...] = ()
+    problem_type: ProblemType = SINGLE_LABEL
+    regression_values: tuple[float, ...] = ()
     """For a regression on integers, the value of each label in the same order."""
 
 
-def map_classes(
+def map_labels_to_outputs(
     tokens: TokenCache,
-    declared: Sequence[str] | None = None,
-    known_classes: KnownClasses | None = None,
-    problem: Problem | None = None,
-) -> Classes:
+    declared_names: Sequence[str] | None = None,
+    model_classes: ModelClasses | None = None,
+    problem_type: ProblemType | None = None,
+) -> LabelMapping:
     """Map the labels of ``tokens`` to the outputs of a classifier.
 
-    If ``problem`` is None the labels decide, as in transformers. Integers and strings are classes, and lists
-    of them are several classes per text. A number with a fraction is a regression target. A list of these is
-    a score for each class.
+    If ``problem_type`` is None the labels decide, as in transformers. Integers and strings are classes, and
+    lists of them are several classes per text. A number with a fraction is a regression target. A list of
+    these is a score for each class.
 
     Args:
         tokens: a cache with labels.
-        declared: class names of the data set, if it has them; its labels are indices of these.
-        known_classes: the classes or outputs of the model; None for an untrained head.
-        problem: ``problem_type`` of the model's config.
+        declared_names: class names of the data set, if it has them; its labels are indices of these.
+        model_classes: the classes or outputs of the model; None for an untrained head.
+        problem_type: ``problem_type`` of the model's config.
 
     Raises:
         UserError: if the labels do not fit the model.
     """
     kind, names = tokens.label_kind, tokens.label_names
-    width = len(known_classes.names) if known_classes is not None else int(tokens.meta.get("label_width", 1))
-    if problem is None:
-        if known_classes is not None and width == 1:
-            problem = REGRESSION
+    width = len(model_classes.names) if model_classes is not None else int(tokens.meta.get("label_width", 1))
+    if problem_type is None:
+        if model_classes is not None and width == 1:
+            problem_type = REGRESSION
         else:
-            by_kind = {"classes": SINGLE, "sets": MULTI, "values": REGRESSION if width == 1 else MULTI}
-            problem = by_kind[kind]
-            _check_fractions(tokens)
-    _check_kind(kind, names, problem)
-    if problem != REGRESSION and tokens.values is None:
-        return number_labels(names, declared, known_classes, several=problem == MULTI)
+            by_kind = {
+                "classes": SINGLE_LABEL,
+                "sets": MULTI_LABEL,
+                "values": REGRESSION if width == 1 else MULTI_LABEL,
+            }
+            problem_type = by_kind[kind]
+            _check_no_accidental_regression(tokens)
+    _check_labels_fit_problem_type(kind, names, problem_type)
+    if problem_type != REGRESSION and tokens.label_values is None:
+        return map_labels_to_class_ids(
+            names, declared_names, model_classes, is_multi_label=problem_type == MULTI_LABEL
+        )
     outputs = (
-        known_classes.names
-        if known_classes is not None
+        model_classes.names
+        if model_classes is not None
         else tuple(f"LABEL_{index}" for index in range(width))
     )
-    if tokens.values is not None:
-        if (num_values := tokens.values.shape[1]) != len(outputs):
+    if tokens.label_values is not None:
+        if (num_values := tokens.label_values.shape[1]) != len(outputs):
             raise UserError(
                 f"data.label_field: {num_values} numbers per text, but "
-                f"{known_classes.key if known_classes else 'the model'} has {len(outputs)} outputs "
+                f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
                 "(num_labels); make them equal"
             )
-        if problem == MULTI:
-            _check_shares(tokens.values[:])
-        return Classes(outputs, (), problem)
+        if problem_type == MULTI_LABEL:
+            _check_class_scores(tokens.label_values[:])
+        return LabelMapping(outputs, (), problem_type)
     if len(outputs) != 1:
         raise UserError(
             "data.label_field: one number per text, but "
-            f"{known_classes.key if known_classes else 'the model'} has {len(outputs)} outputs (num_labels); "
-            "give lists with one number with a fraction per output"
+            f"{model_classes.setting_key if model_classes else 'the model'} has {len(outputs)} outputs "
+            "(num_labels); give lists with one number with a fraction per output"
         )
-    return Classes(outputs, (), problem, tuple(float(name) for name in names))
+    return LabelMapping(outputs, (), problem_type, tuple(float(name) for name in names))
 
 
-def _check_fractions(tokens: TokenCache) -> None:
+def _check_no_accidental_regression(tokens: TokenCache) -> None:
     """Check that a few labels with a fraction do not turn a classification into a regression.
 
     Raises:
         UserError: If nearly all labels are whole numbers and a few have a fraction.
     """
-    fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.documents
+    fractions, documents = int(tokens.meta.get("fractions", 0)), tokens.num_documents
     if tokens.label_kind == "values" and 0 < fractions < _FEW_FRACTIONS * documents:
         raise UserError(
             f"data.label_field: {fractions:,} of {documents:,} labels have a fraction, such as "
@@ -127,42 +133,51 @@ def _check_fractions(tokens: TokenCache) -> None:
 _FEW_FRACTIONS = 0.1
 
 
-def map_eval_classes(
-    training: Classes,
-    trained: TokenCache,
-    declared: Sequence[str] | None,
-    tokens: TokenCache,
-    declared_there: Sequence[str] | None = None,
-) -> Classes:
+def map_eval_labels_to_outputs(
+    training_mapping: LabelMapping,
+    training_tokens: TokenCache,
+    training_declared_names: Sequence[str] | None,
+    eval_tokens: TokenCache,
+    eval_declared_names: Sequence[str] | None = None,
+) -> LabelMapping:
     """Map the labels of evaluation data to the outputs that the training data has.
 
     Args:
-        training: the outputs of the model.
-        trained: the training data. declared: its class names, if it has them.
-        tokens: the evaluation data, which need not have every class. declared_there: its class names.
+        training_mapping: the outputs of the model.
+        training_tokens: the training data. declared: its class names, if it has them.
+        eval_tokens: the evaluation data, which need not have every class. declared_there: its class names.
 
     Raises:
         UserError: if it has other labels.
     """
-    if training.problem == REGRESSION or tokens.values is not None:
-        known_classes = KnownClasses("the model", training.names)
-        return map_classes(tokens, declared_there, known_classes, training.problem)
-    _check_kind(tokens.label_kind, tokens.label_names, training.problem)
-    ids = {name: index for index, name in enumerate(training.names)}
-    for label, index in zip(trained.label_names if training.ids else (), training.ids, strict=True):
-        ids[_get_label_name(label, declared)] = index
+    if training_mapping.problem_type == REGRESSION or eval_tokens.label_values is not None:
+        known_classes = ModelClasses("the model", training_mapping.output_names)
+        return map_labels_to_outputs(
+            eval_tokens, eval_declared_names, known_classes, training_mapping.problem_type
+        )
+    _check_labels_fit_problem_type(
+        eval_tokens.label_kind, eval_tokens.label_names, training_mapping.problem_type
+    )
+    ids = {name: index for index, name in enumerate(training_mapping.output_names)}
+    for label, index in zip(
+        training_tokens.label_names if training_mapping.output_ids else (),
+        training_mapping.output_ids,
+        strict=True,
+    ):
+        ids[_get_label_name(label, training_declared_names)] = index
     folded = {name.casefold(): index for name, index in ids.items()}
     class_ids = []
-    for label in tokens.label_names:
-        name = _get_label_name(label, declared_there)
+    for label in eval_tokens.label_names:
+        name = _get_label_name(label, eval_declared_names)
         class_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
         if class_id is None:
             raise UserError(
                 f"data.label_field: the label {name!r} is not one of the training data's classes "
-                f"({format_names(training.names)}); remove these records, or train with this class"
+                f"({format_name_list(training_mapping.output_names)}); remove these records, or train with "
+                "this class"
             )
         class_ids.append(class_id)
-    return Classes(training.names, tuple(class_ids), training.problem)
+    return LabelMapping(training_mapping.output_names, tuple(class_ids), training_mapping.problem_type)
 
 
 def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
@@ -172,8 +187,9 @@ def _get_label_name(label: int | str, declared: Sequence[str] | None) -> str:
 
 
 _EXPECTED_LABELS = {
-    SINGLE: "one class per text (an integer or a string)",
-    MULTI: "a list of classes per text (integers or strings), or of a number with a fraction for each class",
+    SINGLE_LABEL: "one class per text (an integer or a string)",
+    MULTI_LABEL: "a list of classes per text (integers or strings), or of a number with a fraction for each "
+    "class",
     REGRESSION: "a number per text, or a list of numbers with a fraction",
 }
 _KIND_DESCRIPTIONS = {
@@ -183,21 +199,23 @@ _KIND_DESCRIPTIONS = {
 }
 
 
-def _check_kind(kind: LabelKind, names: Sequence[int | str], problem: Problem) -> None:
+def _check_labels_fit_problem_type(
+    kind: LabelKind, names: Sequence[int | str], problem_type: ProblemType
+) -> None:
     numbers = kind == "classes" and all(isinstance(name, int) for name in names)
     fits = {
-        SINGLE: kind == "classes",
-        MULTI: kind != "classes",
+        SINGLE_LABEL: kind == "classes",
+        MULTI_LABEL: kind != "classes",
         REGRESSION: kind == "values" or numbers,
     }
-    if not fits[problem]:
+    if not fits[problem_type]:
         raise UserError(
-            f"data.label_field: the labels are {_KIND_DESCRIPTIONS[kind]}, but problem_type {problem} needs "
-            f"{_EXPECTED_LABELS[problem]}; change the labels or the model's problem_type"
+            f"data.label_field: the labels are {_KIND_DESCRIPTIONS[kind]}, but problem_type {problem_type} "
+            f"needs {_EXPECTED_LABELS[problem_type]}; change the labels or the model's problem_type"
         )
 
 
-def _check_shares(values: npt.NDArray[Any]) -> None:
+def _check_class_scores(values: npt.NDArray[Any]) -> None:
     for start in range(0, len(values), 1 << 20):
         part = values[start : start + (1 << 20)]
         if part.min() < 0 or part.max() > 1:
@@ -207,58 +225,66 @@ def _check_shares(values: npt.NDArray[Any]) -> None:
             )
 
 
-def number_labels(
+def map_labels_to_class_ids(
     labels: Sequence[int | str],
-    declared: Sequence[str] | None = None,
-    known_classes: KnownClasses | None = None,
+    declared_names: Sequence[str] | None = None,
+    model_classes: ModelClasses | None = None,
     *,
-    several: bool = False,
-) -> Classes:
+    is_multi_label: bool = False,
+) -> LabelMapping:
     """Map each label of the data to the model's class id.
 
     Args:
         labels: the distinct labels, sorted.
-        declared: class names of the data set, if it has them; its labels are indices of these.
-        known_classes: the model's classes; None for an untrained head, which takes those of the data.
-        several: whether a text may have any number of classes.
+        declared_names: class names of the data set, if it has them; its labels are indices of these.
+        model_classes: the model's classes; None for an untrained head, which takes those of the data.
+        is_multi_label: whether a text may have any number of classes.
 
     Raises:
         UserError: if there are fewer than two classes, or they are not the model's.
     """
-    problem: Problem = MULTI if several else SINGLE
-    if several and not labels:
+    problem: ProblemType = MULTI_LABEL if is_multi_label else SINGLE_LABEL
+    if is_multi_label and not labels:
         raise UserError("data.label_field: no record has a class; use data with labels")
-    if len(labels) < 2 and not several:
+    if len(labels) < 2 and not is_multi_label:
         raise UserError("data.label_field: all records have the same label; use data with several classes")
-    if declared is not None:
-        if outside := [label for label in labels if label not in range(len(declared))]:
+    if declared_names is not None:
+        if outside := [label for label in labels if label not in range(len(declared_names))]:
             raise UserError(
                 f"data.label_field: some records have the label {outside[0]!r}, which is not one of "
-                f"the {len(declared)} classes of the data set ({format_names(declared)}); choose another "
-                "data.split"
+                f"the {len(declared_names)} classes of the data set ({format_name_list(declared_names)}); "
+                "choose another data.split"
             )
-        fresh = Classes(tuple(declared), tuple(int(label) for label in labels), problem)
+        data_mapping = LabelMapping(tuple(declared_names), tuple(int(label) for label in labels), problem)
     else:
-        fresh = Classes(tuple(str(label) for label in labels), tuple(range(len(labels))), problem)
-    if known_classes is None:
-        return fresh
-    for spelt in (str, str.casefold):
-        ids = {spelt(name): index for index, name in enumerate(known_classes.names)}
-        ours = [spelt(name) for name in fresh.names]
-        ambiguous = len(ids) < len(known_classes.names) or len(set(ours)) < len(ours)
-        if not ambiguous and ids.keys() >= set(ours):
-            return Classes(known_classes.names, tuple(ids[ours[index]] for index in fresh.ids), problem)
-    count = len(known_classes.names)
+        data_mapping = LabelMapping(tuple(str(label) for label in labels), tuple(range(len(labels))), problem)
+    if model_classes is None:
+        return data_mapping
+    for normalize_name in (str, str.casefold):
+        ids = {normalize_name(name): index for index, name in enumerate(model_classes.names)}
+        data_names = [normalize_name(name) for name in data_mapping.output_names]
+        ambiguous = len(ids) < len(model_classes.names) or len(set(data_names)) < len(data_names)
+        if not ambiguous and ids.keys() >= set(data_names):
+            return LabelMapping(
+                model_classes.names,
+                tuple(ids[data_names[index]] for index in data_mapping.output_ids),
+                problem,
+            )
+    count = len(model_classes.names)
     numbers = tuple(label for label in labels if isinstance(label, int) and 0 <= label < count)
-    if declared is None and len(numbers) == len(labels) and not any(map(_is_number, known_classes.names)):
-        complete = len(numbers) == count and not known_classes.has_names
-        return Classes(fresh.names if complete else known_classes.names, numbers, problem)
-    if not known_classes.has_names and count == len(fresh.names):
-        return fresh
+    if (
+        declared_names is None
+        and len(numbers) == len(labels)
+        and not any(map(_is_number, model_classes.names))
+    ):
+        complete = len(numbers) == count and not model_classes.has_custom_names
+        return LabelMapping(data_mapping.output_names if complete else model_classes.names, numbers, problem)
+    if not model_classes.has_custom_names and count == len(data_mapping.output_names):
+        return data_mapping
     raise UserError(
-        f"data.label_field: the labels of the data ({format_names(fresh.names)}) are not the classes of "
-        f"{known_classes.key} ({format_names(known_classes.names)}); use the model's class names in the "
-        "data, or a model with an untrained head"
+        f"data.label_field: the labels of the data ({format_name_list(data_mapping.output_names)}) are not "
+        f"the classes of {model_classes.setting_key} ({format_name_list(model_classes.names)}); use the "
+        "model's class names in the data, or a model with an untrained head"
     )
 
 

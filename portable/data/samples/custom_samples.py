@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from portable.data.samples.order import EpochIndex
 
 
-class FinishedSamples(Samples):
+class CustomSamples(Samples):
     """A part of the samples of an object with a length, which are asked for by number, in any order.
 
     Each is a mapping with ``input_ids`` and ``labels``, aligned with the logits, and whatever else the model
@@ -41,19 +41,19 @@ class FinishedSamples(Samples):
         self._vocabulary = vocabulary
         self._expected_layout: dict[str, tuple[list[int], np.dtype[Any]]] = {}
         first = self._load_sample(0)
-        self._expected_layout = _describe_layout(first)
-        self.sequences = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
-        self.tokens = int(first["input_ids"].shape[-1])
+        self._expected_layout = _get_shapes_and_dtypes(first)
+        self.sequences_per_sample = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
+        self.tokens_per_sequence = int(first["input_ids"].shape[-1])
         """Of a sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_installed_sources())
+        return _rebuild_samples, (self._name, self._part, self._vocabulary, plugins.get_notebook_sources())
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         samples = [self._load_sample(self._part(index)) for _, index in indices]
         return {key: np.stack([sample[key] for sample in samples]) for key in self._expected_layout}
 
-    def list_documents(self, index: int) -> range:
+    def list_document_numbers(self, index: int) -> range:
         return self._part.get_document_range(index)
 
     def _load_sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
@@ -68,14 +68,14 @@ class FinishedSamples(Samples):
             sample = self._records[number]
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
                 raise UserError(f"{subject}: sample {number} is no mapping with input_ids and labels")
-            arrays = {str(key): _to_array(value) for key, value in sample.items()}
+            arrays = {str(key): _to_sample_array(value) for key, value in sample.items()}
         ids = arrays["input_ids"]
         if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
             raise UserError(
                 f"{subject}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
                 f"{self._vocabulary:,}, from 0; correct it, or data.tokenizer and the model"
             )
-        layout = _describe_layout(arrays)
+        layout = _get_shapes_and_dtypes(arrays)
         if self._expected_layout and layout != self._expected_layout:
             wrong = next(
                 key
@@ -95,12 +95,14 @@ class FinishedSamples(Samples):
         return arrays
 
 
-def _describe_layout(sample: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[list[int], np.dtype[Any]]]:
+def _get_shapes_and_dtypes(
+    sample: Mapping[str, npt.NDArray[Any]],
+) -> dict[str, tuple[list[int], np.dtype[Any]]]:
     """Shape and dtype of each tensor of a sample."""
     return {key: (list(value.shape), value.dtype) for key, value in sample.items()}
 
 
-def _to_array(value: Any) -> npt.NDArray[Any]:
+def _to_sample_array(value: Any) -> npt.NDArray[Any]:
     array = np.asarray(value)
     if array.dtype.kind in "iub":
         return array.astype(np.int64)
@@ -111,7 +113,7 @@ def _to_array(value: Any) -> npt.NDArray[Any]:
 
 def _rebuild_samples(
     name: str, part: SampleRange, vocabulary: int, sources: Mapping[str, str]
-) -> FinishedSamples:
+) -> CustomSamples:
     """The same in a process that prepares batches."""
-    plugins.install(sources)
-    return FinishedSamples(name, plugins.load_and_call("data.source", name), part, vocabulary)
+    plugins.install_notebook_modules(sources)
+    return CustomSamples(name, plugins.load_plugin_value("data.source", name), part, vocabulary)

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from portable.batch import IGNORED, PART_POSITIONS, TEXT_TOKENS, Batch
-from portable.converters.interrupts import ignore_interrupts
-from portable.data.samples.base import Samples, count_text_tokens
-from portable.data.samples.order import EpochIndex, compute_rank_start, count_accumulation_steps
+from portable.batch import IGNORED_LABEL, PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN, Batch
+from portable.converters.interrupts import block_interrupts_in_children
+from portable.data.samples.base import Samples, compute_document_lengths
+from portable.data.samples.order import EpochIndex, compute_first_sample_of_rank, count_accumulation_steps
 from portable.errors import RunError, UserError
 from portable.private import torch_internals
 
-_PRELOAD = "portable.ranks.forkserver_preload"
-_AHEAD = 4  # prefetched micro-batches
+_PRELOAD_MODULE = "portable.ranks.forkserver_preload"
+_PREFETCHED_BATCHES = 4  # prefetched micro-batches
 BatchIndices = list[EpochIndex]
 """Epoch and index of each sample of a batch. A row of sample ``i`` without labels has the index ``~i``."""
 SequencePart = tuple[int, int]
@@ -68,7 +68,9 @@ def iter_rank_positions(
             f"train.global_batch_size: {global_batch_size} samples cannot be divided among {world_size} "
             f"ranks; set train.global_batch_size: {world_size}, or use fewer ranks"
         )
-    first, end = (compute_rank_start(global_batch_size, number, world_size) for number in (rank, rank + 1))
+    first, end = (
+        compute_first_sample_of_rank(global_batch_size, number, world_size) for number in (rank, rank + 1)
+    )
     padded = micro_batch_size * count_accumulation_steps(global_batch_size, micro_batch_size, world_size)
 
     def iter_positions() -> Iterator[RankMicroBatch]:
@@ -106,7 +108,7 @@ class TrainLoader:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: SequencePart = (0, 1)
+    sequence_part: SequencePart = (0, 1)
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -126,13 +128,13 @@ class TrainLoader:
             world_size=self.world_size,
         )
 
-    def _locate(self, positions: list[int], trained: int) -> BatchIndices:
-        indices = [self.dataset.locate(position, self.seed) for position in positions]
-        return indices[:trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[trained:]]
+    def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
+        indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
+        return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
 
     def __iter__(self) -> BatchIterator:
-        indices = (self._locate(positions, trained) for positions, trained in self._iter_positions())
-        batch = partial(fetch, self.dataset, part=self.part)
+        indices = (self._locate_samples(positions, trained) for positions, trained in self._iter_positions())
+        batch = partial(fetch_batch, self.dataset, sequence_part=self.sequence_part)
         return BatchIterator(batch, indices, self.num_workers, self.pin_memory)
 
 
@@ -149,29 +151,29 @@ class EvalLoader:
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: SequencePart = (0, 1)
+    sequence_part: SequencePart = (0, 1)
     pin_memory: bool = False
-    most: int | None = None
+    max_samples: int | None = None
     """Number of samples to stop after. None for all."""
 
     @property
-    def _count(self) -> int:
-        return len(self.dataset) if self.most is None else min(self.most, len(self.dataset))
+    def _num_samples(self) -> int:
+        return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:
         """Batches per rank."""
-        return -(-self._count // (self.batch_size * self.world_size))
+        return -(-self._num_samples // (self.batch_size * self.world_size))
 
     def __iter__(self) -> BatchIterator:
         starts = ((number * self.world_size + self.rank) * self.batch_size for number in range(len(self)))
         indices = (
             [
-                EpochIndex(EVAL_EPOCH, index if index < self._count else ~0)
+                EpochIndex(EVAL_EPOCH, index if index < self._num_samples else ~0)
                 for index in range(start, start + self.batch_size)
             ]
             for start in starts
         )
-        batch = partial(fetch, self.dataset, part=self.part)
+        batch = partial(fetch_batch, self.dataset, sequence_part=self.sequence_part)
         return BatchIterator(batch, indices, 0, self.pin_memory)
 
 
@@ -179,7 +181,7 @@ EVAL_EPOCH = (1 << 63) - 1
 """The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
 
 
-def fetch(dataset: Samples, indices: BatchIndices, *, part: SequencePart = (0, 1)) -> Batch:
+def fetch_batch(dataset: Samples, indices: BatchIndices, *, sequence_part: SequencePart = (0, 1)) -> Batch:
     """Fetch a batch, or a part of its samples. Indices beyond the end become rows without valid labels."""
     count = len(dataset)
     samples = [EpochIndex(epoch, index if index >= 0 else ~index) for epoch, index in indices]
@@ -188,25 +190,25 @@ def fetch(dataset: Samples, indices: BatchIndices, *, part: SequencePart = (0, 1
     )
     for row, (_, index) in enumerate(indices):
         if not 0 <= index < count:
-            batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
-    return slice_sequence(batch, part)
+            batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED_LABEL
+    return slice_sequence_part(batch, sequence_part)
 
 
-def slice_sequence(batch: Batch, part: SequencePart) -> Batch:
+def slice_sequence_part(batch: Batch, sequence_part: SequencePart) -> Batch:
     """Return a part of the tokens of each sample of ``batch``: which, of how many of equal length.
 
     ``input_ids``, ``labels`` and ``text_tokens`` are int64 ``[batch, seq_len / parts]``. Each label is
     already the next token, so no part needs a label of another part. ``position_ids``, which separate the
     documents, are not divided.
     """
-    index, parts = part
+    index, parts = sequence_part
     if parts == 1:
         return batch
     ids = batch["input_ids"]
     positions = batch.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
     size = ids.shape[1] // parts
-    divided = {"input_ids": ids, "labels": batch["labels"], PART_POSITIONS: positions}
-    divided[TEXT_TOKENS] = count_text_tokens(batch).expand(
+    divided = {"input_ids": ids, "labels": batch["labels"], PART_POSITIONS_COLUMN: positions}
+    divided[TEXT_TOKENS_COLUMN] = compute_document_lengths(batch).expand(
         ids.shape
     )  # because a part does not have all tokens of its texts
     undivided = {name: batch[name] for name in ("position_ids", "document_lengths") if name in batch}
@@ -220,27 +222,27 @@ class BatchIterator(Iterator[Batch]):
     """Batches in order. ``close`` or deleting the iterator stops the prefetching.
 
     Attributes:
-        count: Number of batches returned so far.
-        waited: Time in seconds for which the caller has waited for batches.
+        num_batches: Number of batches returned so far.
+        wait_seconds: Time in seconds for which the caller has waited for batches.
         has_ended: Whether the last batch has been returned.
     """
 
     def __init__(
         self,
-        batch: Callable[[BatchIndices], Batch],
-        indices: Iterable[BatchIndices],
+        fetch: Callable[[BatchIndices], Batch],
+        batch_indices: Iterable[BatchIndices],
         num_workers: int,
         pin_memory: bool,
     ) -> None:
-        self.count = 0
-        self.waited = 0.0
+        self.num_batches = 0
+        self.wait_seconds = 0.0
         self.has_ended = False
-        self._ahead: _ReadAhead | None = None
+        self._ahead: _ThreadPrefetcher | None = None
         self._batches: Iterator[Batch]
         if num_workers:
-            self._batches = _iter_worker_batches(batch, indices, num_workers, pin_memory)
+            self._batches = _iter_worker_batches(fetch, batch_indices, num_workers, pin_memory)
         else:
-            self._batches = self._ahead = _ReadAhead(batch, indices, pin_memory)
+            self._batches = self._ahead = _ThreadPrefetcher(fetch, batch_indices, pin_memory)
 
     def __next__(self) -> Batch:
         begun = time.perf_counter()
@@ -249,8 +251,8 @@ class BatchIterator(Iterator[Batch]):
         except StopIteration:
             self.has_ended = True
             raise
-        self.waited += time.perf_counter() - begun
-        self.count += 1
+        self.wait_seconds += time.perf_counter() - begun
+        self.num_batches += 1
         return batch
 
     def close(self) -> None:
@@ -260,15 +262,15 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _iter_worker_batches(
-    batch: Callable[[BatchIndices], Batch],
-    indices: Iterable[BatchIndices],
+    fetch: Callable[[BatchIndices], Batch],
+    batch_indices: Iterable[BatchIndices],
     num_workers: int,
     pin_memory: bool,
 ) -> Iterator[Batch]:
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = copy.copy(multiprocessing.get_context("forkserver" if server else "spawn"))
-    context.Event = partial(_Flag, context)
+    context.Event = partial(_LockFreeEvent, context)
     names = _SemaphoreNames(context)
     names.remove_leftovers()
     context.Queue = names.make_queue
@@ -277,13 +279,13 @@ def _iter_worker_batches(
         from multiprocessing.forkserver import _forkserver
 
         before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
-        others = [name for name in before if name != _PRELOAD]
-        context.set_forkserver_preload([_PRELOAD, *others])
-    return _iter_or_raise(
+        others = [name for name in before if name != _PRELOAD_MODULE]
+        context.set_forkserver_preload([_PRELOAD_MODULE, *others])
+    return _iter_batches_or_raise(
         names,
         DataLoader(
-            _BatchDataset(batch),
-            sampler=_BatchIndexSampler(indices),
+            _BatchFetchingDataset(fetch),
+            sampler=_BatchIndexSampler(batch_indices),
             batch_size=None,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -293,27 +295,27 @@ def _iter_worker_batches(
     )
 
 
-def _iter_or_raise(
+def _iter_batches_or_raise(
     names: _SemaphoreNames, loader: DataLoader[Batch | RunError | UserError]
 ) -> Iterator[Batch]:
     """The batches of workers; what went wrong in one is raised here."""
-    with ignore_interrupts():
+    with block_interrupts_in_children():
         batches = iter(loader)
     for number in count():
         if number == loader.num_workers:  # each has returned a batch
-            names.unlink()
+            names.unlink_names()
         try:
             batch = next(batches, None)
         except RuntimeError as error:
-            if (worker_error := parse_worker_error(error)) is None:
+            if (worker_error := build_worker_death_error(error)) is None:
                 raise
-            torch_internals.abandon_workers(batches)
+            torch_internals.kill_data_workers(batches)
             raise worker_error from error
         except (EOFError, ConnectionError) as error:  # its memory was being handed over
             if str(error).startswith("Caught "):  # in the worker
                 raise
-            torch_internals.abandon_workers(batches)
-            raise _build_killed_error() from error
+            torch_internals.kill_data_workers(batches)
+            raise _build_worker_killed_error() from error
         if batch is None:
             return
         if isinstance(batch, RunError | UserError):
@@ -321,13 +323,13 @@ def _iter_or_raise(
         yield batch
 
 
-def parse_worker_error(error: BaseException) -> RunError | None:
+def build_worker_death_error(error: BaseException) -> RunError | None:
     """The error for a worker that has died, if that is what torch raised, in whatever the process did."""
     is_worker_death = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-    return _build_killed_error() if is_worker_death else None
+    return _build_worker_killed_error() if is_worker_death else None
 
 
-def _build_killed_error() -> RunError:
+def _build_worker_killed_error() -> RunError:
     return RunError(
         "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
         "some or lower data.num_workers, and run the same command again"
@@ -372,12 +374,12 @@ class _SemaphoreNames:
             except (PermissionError, ValueError):
                 continue
 
-    def unlink(self) -> None:
+    def unlink_names(self) -> None:
         """Remove the names. The semaphores remain usable."""
         torch_internals.unlink_semaphores(self._queues)
 
 
-class _Flag:
+class _LockFreeEvent:
     """An event that processes share without a lock: one that is killed while it looks would keep a lock."""
 
     def __init__(self, context: Any) -> None:
@@ -398,11 +400,11 @@ class _BatchIndexSampler(Sampler[BatchIndices]):
         return iter(self._places)
 
 
-class _BatchDataset(Dataset[Batch | RunError | UserError]):
+class _BatchFetchingDataset(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
-    def __init__(self, batch: Callable[[BatchIndices], Batch]) -> None:
-        self._batch = batch
+    def __init__(self, fetch: Callable[[BatchIndices], Batch]) -> None:
+        self._batch = fetch
 
     def __getitem__(self, indices: BatchIndices) -> Batch | RunError | UserError:
         try:
@@ -411,25 +413,25 @@ class _BatchDataset(Dataset[Batch | RunError | UserError]):
             return error
 
 
-class _ReadAhead(Iterator[Batch]):
+class _ThreadPrefetcher(Iterator[Batch]):
     """Batches that a thread of this process fetches, and pins, while the step computes."""
 
     def __init__(
-        self, batch: Callable[[BatchIndices], Batch], indices: Iterable[BatchIndices], pin_memory: bool
+        self, fetch: Callable[[BatchIndices], Batch], batch_indices: Iterable[BatchIndices], pin_memory: bool
     ) -> None:
         pin = pin_memory and torch.accelerator.is_available()
         # Pinning uses the current device's context, and a new thread starts on device 0.
         device = torch.accelerator.current_device_index() if pin else None
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_AHEAD)
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=_PREFETCHED_BATCHES)
         stop = threading.Event()
         thread = threading.Thread(
-            target=_read_ahead,
-            args=(batch, indices, device, self._ready, stop),
+            target=_prefetch_batches,
+            args=(fetch, batch_indices, device, self._ready, stop),
             name="read-ahead",
             daemon=True,
         )
         # Runs when this object is deleted, or at exit, before the interpreter shuts down.
-        self.close = weakref.finalize(self, _stop_thread, self._ready, stop, thread)
+        self.close = weakref.finalize(self, _stop_prefetching, self._ready, stop, thread)
         self._end: BaseException | None = None
         thread.start()
 
@@ -442,9 +444,9 @@ class _ReadAhead(Iterator[Batch]):
         raise self._end or StopIteration
 
 
-def _read_ahead(
-    fetched: Callable[[BatchIndices], Batch],
-    indices: Iterable[BatchIndices],
+def _prefetch_batches(
+    fetch: Callable[[BatchIndices], Batch],
+    batch_indices: Iterable[BatchIndices],
     device: int | None,
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
@@ -452,8 +454,8 @@ def _read_ahead(
     try:
         if device is not None:
             torch.accelerator.set_device_index(device)
-        for batch_places in indices:
-            batch = fetched(batch_places)
+        for batch_places in batch_indices:
+            batch = fetch(batch_places)
             if device is not None:
                 batch = {name: value.pin_memory() for name, value in batch.items()}
             ready.put(batch)
@@ -464,7 +466,7 @@ def _read_ahead(
         ready.put(error)
 
 
-def _stop_thread(
+def _stop_prefetching(
     ready: queue.Queue[Batch | BaseException], stop: threading.Event, thread: threading.Thread
 ) -> None:
     stop.set()

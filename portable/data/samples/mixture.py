@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portable.batch import SOURCE
+from portable.batch import SOURCE_COLUMN
 from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.order import EpochIndex, derive_seed
 from portable.errors import UserError
@@ -36,7 +36,7 @@ class SourceIndex(NamedTuple):
     sample_index: int
 
 
-class Interleave:
+class WeightedInterleaving:
     """Deals out positions 0, 1, 2 ... in the ratio of ``weights``.
 
     Args:
@@ -53,37 +53,37 @@ class Interleave:
     def __len__(self) -> int:
         return len(self._sums) - 1
 
-    def _split_positions(self, first: int, last: int, positions: int) -> tuple[int, int]:
+    def _split_at_middle_source(self, first: int, last: int, positions: int) -> tuple[int, int]:
         """The middle of the sources ``[first, last)``, and how many of ``positions`` the left half gets."""
         middle = (first + last) // 2
-        left, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
-        return middle, (2 * positions * left + total) // (2 * total) if total else 0
+        left_weight, total = self._sums[middle] - self._sums[first], self._sums[last] - self._sums[first]
+        return middle, (2 * positions * left_weight + total) // (2 * total) if total else 0
 
     def __call__(self, position: int) -> SourceIndex:
         """The source at ``position``, and how many positions before it have the same source."""
         first, last = 0, len(self)
         while last - first > 1:
-            middle, before = self._split_positions(first, last, position)
-            _, after = self._split_positions(first, last, position + 1)
+            middle, before = self._split_at_middle_source(first, last, position)
+            _, after = self._split_at_middle_source(first, last, position + 1)
             if after > before:
                 last, position = middle, before
             else:
                 first, position = middle, position - before
         return SourceIndex(first, position)
 
-    def count_per_source(self, positions: int) -> list[int]:
-        """How many of the first ``positions`` each source has."""
+    def count_per_source(self, num_positions: int) -> list[int]:
+        """How many of the first ``num_positions`` each source has."""
         counts = [0] * len(self)
 
         def count_range(first: int, last: int, positions: int) -> None:
             if last - first == 1:
                 counts[first] = positions
                 return
-            middle, left = self._split_positions(first, last, positions)
-            count_range(first, middle, left)
-            count_range(middle, last, positions - left)
+            middle, num_left = self._split_at_middle_source(first, last, positions)
+            count_range(first, middle, num_left)
+            count_range(middle, last, positions - num_left)
 
-        count_range(0, len(self), positions)
+        count_range(0, len(self), num_positions)
         return counts
 
 
@@ -100,7 +100,7 @@ class MixtureSchedule:
             a >= b for a, b in zip(self._starts, self._starts[1:], strict=False)
         ):
             raise ValueError(f"phases start at {self._starts}, not at 0 and increasing positions")
-        self._phases = [Interleave(weights) for _, weights in phases]
+        self._phases = [WeightedInterleaving(weights) for _, weights in phases]
         self._before = [[0] * len(self._phases[0])]
         for phase, start, end in zip(self._phases, self._starts, self._starts[1:], strict=False):
             counted = phase.count_per_source(end - start)
@@ -112,10 +112,10 @@ class MixtureSchedule:
         source, index = self._phases[phase](position - self._starts[phase])
         return SourceIndex(source, self._before[phase][source] + index)
 
-    def count_per_source(self, positions: int) -> list[int]:
-        """How many of the first ``positions`` each source has."""
-        phase = max(0, bisect_right(self._starts, positions) - 1)
-        phase_counts = self._phases[phase].count_per_source(positions - self._starts[phase])
+    def count_per_source(self, num_positions: int) -> list[int]:
+        """How many of the first ``num_positions`` each source has."""
+        phase = max(0, bisect_right(self._starts, num_positions) - 1)
+        phase_counts = self._phases[phase].count_per_source(num_positions - self._starts[phase])
         return [a + b for a, b in zip(self._before[phase], phase_counts, strict=True)]
 
 
@@ -132,7 +132,7 @@ class MixtureShare:
     epochs: float | None = None
 
 
-class Mixture(Samples):
+class MixtureSamples(Samples):
     """Samples of several sources, numbered one source after the other.
 
     Each source has its own epochs, each in an order of its own: a source with more weight than samples begins
@@ -142,7 +142,7 @@ class Mixture(Samples):
         sources: by name.
         shares: of each, by name; all by weight or all by epochs.
         phases: weights from some position of the run on, by name; they replace those of ``shares``.
-        marked: whether batches have the column ``source``.
+        with_source_column: whether batches have the column ``source``.
     """
 
     def __init__(
@@ -151,35 +151,37 @@ class Mixture(Samples):
         shares: Mapping[str, MixtureShare],
         phases: Sequence[tuple[int, Mapping[str, float]]] = (),
         *,
-        marked: bool = True,
+        with_source_column: bool = True,
     ) -> None:
-        self._marked = marked
-        self.names = tuple(sources)
-        self.parts = tuple(sources.values())
-        self._starts = [0, *accumulate(map(len, self.parts))]
+        self._with_source_column = with_source_column
+        self.source_names = tuple(sources)
+        self.source_samples = tuple(sources.values())
+        self._starts = [0, *accumulate(map(len, self.source_samples))]
         self.num_samples = self._starts[-1]
         weights: list[float | int | Fraction] = []
         for name, part in sources.items():
             share = shares[name]
             weights.append(share.weight if share.epochs is None else round(share.epochs * len(part)))  # type: ignore[arg-type]
         by_epochs = all(share.epochs is not None for share in shares.values())
-        self._pass = int(sum(weights)) if by_epochs else self.num_samples
-        changes = [(start, [later.get(name, 0.0) for name in self.names]) for start, later in phases]
+        self._epoch_samples = int(sum(weights)) if by_epochs else self.num_samples
+        changes = [(start, [later.get(name, 0.0) for name in self.source_names]) for start, later in phases]
         self.schedule = MixtureSchedule([(0, weights), *changes] if not changes or changes[0][0] else changes)
-        kinds = {part.valid_tokens for part in self.parts}
-        self.valid_tokens = kinds.pop() if len(kinds) == 1 else None
-        taken = Interleave(weights).count_per_source(1 << 20)
-        self.waste = sum(n * part.waste for n, part in zip(taken, self.parts, strict=True)) / sum(taken)
-        contexts = [(n, part.context) for n, part in zip(taken, self.parts, strict=True)]
-        self.context = (
+        kinds = {part.valid_labels_per_sample for part in self.source_samples}
+        self.valid_labels_per_sample = kinds.pop() if len(kinds) == 1 else None
+        taken = WeightedInterleaving(weights).count_per_source(1 << 20)
+        self.padding_share = sum(
+            n * part.padding_share for n, part in zip(taken, self.source_samples, strict=True)
+        ) / sum(taken)
+        contexts = [(n, part.mean_context_length) for n, part in zip(taken, self.source_samples, strict=True)]
+        self.mean_context_length = (
             sum(n * (context or 0.0) for n, context in contexts) / sum(taken)
             if all(context is not None for _, context in contexts)
             else None
         )
-        self.sequences = self.parts[0].sequences
-        self._shapes = self._compute_column_shapes()
+        self.sequences_per_sample = self.source_samples[0].sequences_per_sample
+        self._shapes = self._compute_max_column_shapes()
 
-    def _compute_column_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _compute_max_column_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each column without its rows: the largest of all sources.
 
         Raises:
@@ -187,13 +189,13 @@ class Mixture(Samples):
         """
         shapes: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
-        for name, part in zip(self.names, self.parts, strict=True):
-            arrays = part.build_columns([part.find_example()])
+        for name, part in zip(self.source_names, self.source_samples, strict=True):
+            arrays = part.build_arrays_with_columns([part.find_early_sample()])
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
-                    f"data.sources.{name}: has other columns than {self.names[0]} ({', '.join(other)}); give "
-                    "all sources the same kind of records"
+                    f"data.sources.{name}: has other columns than {self.source_names[0]} "
+                    f"({', '.join(other)}); give all sources the same kind of records"
                 )
             for column, values in arrays.items():
                 shape = shapes.get(column, values.shape[1:])
@@ -202,33 +204,37 @@ class Mixture(Samples):
 
     @property
     def epoch_samples(self) -> int:
-        return self._pass
+        return self._epoch_samples
 
-    def locate(self, position: int, seed: int) -> EpochIndex:
+    def locate_sample(self, position: int, seed: int) -> EpochIndex:
         source, source_position = self.schedule(position)
-        epoch, index = self.parts[source].locate(source_position, derive_seed(self.names[source], seed))
+        epoch, index = self.source_samples[source].locate_sample(
+            source_position, derive_seed(self.source_names[source], seed)
+        )
         return EpochIndex(epoch, self._starts[source] + index)
 
-    def find_source(self, index: int) -> SourceIndex:
+    def locate_in_source(self, index: int) -> SourceIndex:
         """The source of a sample, and its number in it."""
         source = bisect_right(self._starts, index) - 1
         return SourceIndex(source, index - self._starts[source])
 
     def get_source_name(self, index: int) -> str:
-        source, source_index = self.find_source(index)
-        return f"{self.names[source]} {self.parts[source].get_source_name(source_index)}".strip()
+        source, source_index = self.locate_in_source(index)
+        return (
+            f"{self.source_names[source]} {self.source_samples[source].get_source_name(source_index)}".strip()
+        )
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         rows: dict[int, list[int]] = {}
-        owners = [self.find_source(index) for _, index in indices]
+        owners = [self.locate_in_source(index) for _, index in indices]
         for row, (source, _) in enumerate(owners):
             rows.setdefault(source, []).append(row)
         out: Arrays = {}
-        if self._marked:
-            out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
+        if self._with_source_column:
+            out[SOURCE_COLUMN] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
             row_indices = np.array(taken)
-            arrays = self.parts[source].build_columns(
+            arrays = self.source_samples[source].build_arrays_with_columns(
                 [EpochIndex(indices[row].epoch, owners[row].sample_index) for row in taken]
             )
             for column, values in arrays.items():
@@ -238,36 +244,36 @@ class Mixture(Samples):
                 out[column][region] = values
         return out
 
-    def find_example(self) -> EpochIndex:
-        return self.parts[0].find_example()
+    def find_early_sample(self) -> EpochIndex:
+        return self.source_samples[0].find_early_sample()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+        return {name: value for part in self.source_samples for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part in self.parts:
+        for part in self.source_samples:
             part.load_state_dict(state)
 
     def close(self) -> None:
-        for part in self.parts:
+        for part in self.source_samples:
             part.close()
 
-    def digest_consumed(self, position: int) -> str:
-        taken = zip(self.parts, self.schedule.count_per_source(position), strict=True)
-        return " ".join(part.digest_consumed(count) for part, count in taken)
+    def compute_consumed_digest(self, position: int) -> str:
+        taken = zip(self.source_samples, self.schedule.count_per_source(position), strict=True)
+        return " ".join(part.compute_consumed_digest(count) for part, count in taken)
 
-    def list_documents(self, index: int) -> Sequence[int]:
-        source, source_index = self.find_source(index)
-        return self.parts[source].list_documents(source_index)
+    def list_document_numbers(self, index: int) -> Sequence[int]:
+        source, source_index = self.locate_in_source(index)
+        return self.source_samples[source].list_document_numbers(source_index)
 
-    def compute_progress(self, position: int) -> dict[str, float]:
+    def compute_progress_metrics(self, position: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for name, part, taken in zip(
-            self.names, self.parts, self.schedule.count_per_source(position), strict=True
+            self.source_names, self.source_samples, self.schedule.count_per_source(position), strict=True
         ):
             metrics[f"samples/{name}"] = taken
             if (epochs := part.count_epochs(taken)) is not None:
                 metrics[f"epoch/{name}"] = epochs
-            if part.valid_tokens is not None:
-                metrics[f"tokens/{name}"] = taken * part.valid_tokens
+            if part.valid_labels_per_sample is not None:
+                metrics[f"tokens/{name}"] = taken * part.valid_labels_per_sample
         return metrics

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of seed, epoch and index.
 
-``get_permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network over the
-smallest even number of bits that fits ``n``, with cycle walking to stay inside the range (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002). It needs no table. The position in the data is therefore one
-integer, and a run resumes at once with any world size.
+``get_epoch_permutation(n, seed, epoch)`` is a keyed bijection of ``range(n)``: a balanced Feistel network
+over the smallest even number of bits that fits ``n``, with cycle walking to stay inside the range (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no table. The position in the data is
+therefore one integer, and a run resumes at once with any world size.
 
 Its values are part of the checkpoint format: a change would alter every resumed run.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 _ROUNDS = 8
 _MIN_HALF_BITS = 3  # with fewer bits, the round functions mix tiny data sets poorly
 _U64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 class EpochIndex(NamedTuple):
@@ -36,7 +36,7 @@ class EpochIndex(NamedTuple):
     sample_index: int
 
 
-def _mix(value: int) -> int:
+def _mix_bits(value: int) -> int:
     """The splitmix64 finalizer (Steele, Lea and Flood, 2014): 64 bits in, 64 well-mixed bits out."""
     value &= _U64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _U64
@@ -44,7 +44,7 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _mix_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix_bits_of_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
@@ -64,8 +64,8 @@ class Permutation:
     def __post_init__(self) -> None:
         if not 1 <= self.n < 1 << 62:
             raise ValueError(f"a permutation needs 1 <= n < 2**62, not {self.n}")
-        state = _mix(_mix(self.seed + _GOLDEN) ^ _mix(self.epoch + 2 * _GOLDEN))
-        keys = tuple(_mix(state + (round_ + 1) * _GOLDEN) for round_ in range(_ROUNDS))
+        state = _mix_bits(_mix_bits(self.seed + _GOLDEN_RATIO) ^ _mix_bits(self.epoch + 2 * _GOLDEN_RATIO))
+        keys = tuple(_mix_bits(state + (round_ + 1) * _GOLDEN_RATIO) for round_ in range(_ROUNDS))
         object.__setattr__(self, "_keys", keys)
         object.__setattr__(self, "_half", max(_MIN_HALF_BITS, ((self.n - 1).bit_length() + 1) // 2))
 
@@ -80,7 +80,7 @@ class Permutation:
         while True:
             left, right = index >> half, index & mask
             for key in self._keys:
-                left, right = right, left ^ (_mix(right + key) & mask)
+                left, right = right, left ^ (_mix_bits(right + key) & mask)
             index = (left << half) | right
             if index < self.n:
                 return index
@@ -97,7 +97,7 @@ class Permutation:
             values = flat[todo]
             left, right = values >> half, values & mask
             for key in self._keys:
-                left, right = right, left ^ (_mix_array(right + np.uint64(key)) & mask)
+                left, right = right, left ^ (_mix_bits_of_array(right + np.uint64(key)) & mask)
             values = (left << half) | right
             flat[todo] = values
             todo = todo[values >= self.n]
@@ -105,15 +105,15 @@ class Permutation:
 
 
 @lru_cache(maxsize=16)
-def get_permutation(n: int, seed: int, epoch: int) -> Permutation:
+def get_epoch_permutation(n: int, seed: int, epoch: int) -> Permutation:
     """The order of one epoch, cached."""
     return Permutation(n, seed, epoch)
 
 
-def locate(position: int, n: int, seed: int) -> EpochIndex:
-    """Return (epoch, data set index) of the sample at ``position`` of a run over ``n`` samples."""
-    epoch, index = divmod(position, n)
-    return EpochIndex(epoch, get_permutation(n, seed, epoch)(index))
+def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
+    """Return (epoch, data set index) of the sample at ``position`` of a run over ``num_samples`` samples."""
+    epoch, index = divmod(position, num_samples)
+    return EpochIndex(epoch, get_epoch_permutation(num_samples, seed, epoch)(index))
 
 
 def derive_seed(name: str, seed: int) -> int:
@@ -121,7 +121,7 @@ def derive_seed(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
-def compute_rank_start(global_batch_size: int, rank: int, world_size: int) -> int:
+def compute_first_sample_of_rank(global_batch_size: int, rank: int, world_size: int) -> int:
     """Return the first sample of a rank within the global batch. Shares of ranks differ by at most one."""
     return rank * global_batch_size // world_size
 

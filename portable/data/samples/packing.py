@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from portable.batch import IGNORED
+from portable.batch import IGNORED_LABEL
 from portable.data.samples.base import Arrays, CacheSamples, SampleRange
 from portable.data.samples.truncation import Truncation, get_kept_slice
-from portable.data.sources.documents import compute_digest
-from portable.data.tokens.cache import FORMAT, TokenCache, TokenWriter
+from portable.data.sources.documents import compute_text_digest
+from portable.data.tokens.cache import CACHE_FORMAT, TokenCache, TokenCacheWriter
 from portable.errors import UserError
-from portable.temporary_folder import open_or_build
+from portable.temporary_folder import open_or_build_cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Integers = npt.NDArray[np.int64]
 WINDOW = 1 << 20
-_VERSION = 1  # of the plans; a change would alter the samples of every resumed run
+_PLAN_VERSION = 1  # of the plans; a change would alter the samples of every resumed run
 _FIELD = "documents"
 
 
@@ -66,7 +66,7 @@ class PackedBins(NamedTuple):
 
 
 @dataclass(eq=False)
-class PackedDocuments(CacheSamples):
+class PackedDocumentSamples(CacheSamples):
     """Whole documents one after the other, padded on the right at the end of the sample.
 
     A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
@@ -76,35 +76,36 @@ class PackedDocuments(CacheSamples):
     document, then those of the padding, then zeros; a row sums to ``seq_len``.
 
     Attributes:
-        plan: from :func:`plan_packing`.
-        pad: the padding token.
+        plan: from :func:`load_or_build_packing_plan`.
+        pad_token: the padding token.
         truncation: what is kept of a document that is longer than a sample.
-        with_last: the last token is an input as well, without a label, if the sample has room for it.
+        keep_last_input_if_room: the last token is an input as well, without a label, if the sample has room
+        for it.
     """
 
     plan: TokenCache
-    pad: int
+    pad_token: int
     truncation: Truncation = "end"
-    with_last: bool = False
+    keep_last_input_if_room: bool = False
 
     def __post_init__(self) -> None:
-        sizes = PackedSizes(**self.plan.meta["sizes"])
-        self.num_samples, self.waste, self._most = sizes.samples, sizes.waste, sizes.most
-        self.context = sizes.seen / sizes.filled
+        sizes = PackingStats(**self.plan.meta["sizes"])
+        self.num_samples, self.padding_share, self._most = sizes.samples, sizes.padding_share, sizes.most
+        self.mean_context_length = sizes.seen / sizes.filled
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
         shape, kept_slice = (len(indices), self.seq_len), get_kept_slice(self.truncation, self.seq_len + 1)
-        inputs, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
+        inputs, labels = np.full(shape, self.pad_token), np.full(shape, IGNORED_LABEL)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(indices), self._most + 1), np.int64)
         for row, (_, index) in enumerate(indices):
             start = 0
-            for count, number in enumerate(self.list_documents(index)):
-                tokens = self.cache.read_document("text", number)[kept_slice]
-                size = min(len(tokens), self.seq_len) if self.with_last else len(tokens) - 1
+            for count, number in enumerate(self.list_document_numbers(index)):
+                tokens = self.token_cache.read_document("text", number)[kept_slice]
+                size = min(len(tokens), self.seq_len) if self.keep_last_input_if_room else len(tokens) - 1
                 end, end_of_labels = start + size, start + len(tokens) - 1
                 inputs[row, start:end], labels[row, start:end_of_labels] = tokens[:size], tokens[1:]
-                if (trained := self.cache.read_trained_mask("text", number)) is not None:
-                    labels[row, start:end_of_labels][~trained[kept_slice][1:]] = IGNORED
+                if (trained := self.token_cache.read_trained_mask("text", number)) is not None:
+                    labels[row, start:end_of_labels][~trained[kept_slice][1:]] = IGNORED_LABEL
                 positions[row, start:end] = np.arange(end - start)
                 lengths[row, count] = end - start
                 start = end
@@ -117,38 +118,42 @@ class PackedDocuments(CacheSamples):
             "document_lengths": lengths,
         }
 
-    def list_documents(self, index: int) -> Sequence[int]:  # type: ignore[override]
+    def list_document_numbers(self, index: int) -> Sequence[int]:  # type: ignore[override]
         numbers: list[int] = self.plan.read_document(_FIELD, index).tolist()
         return numbers
 
 
-def plan_packing(
-    tokens: TokenCache, part: SampleRange, seq_len: int, *, with_last: bool = False
+def load_or_build_packing_plan(
+    tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
 ) -> TokenCache:
     """Return the plan for the documents of ``part``, from the cache if possible.
 
     Args:
-        with_last: the last token of a document takes a position as well.
+        keep_last_input_if_room: the last token of a document takes a position as well.
 
     Raises:
         UserError: if no document has two tokens, or the cache is not writable.
     """
 
     def write(folder: Path) -> None:
-        sizes = PackedSizes(seq_len)
-        with closing(TokenWriter(folder, [_FIELD], tokens.documents)) as writer:
-            for numbers, lengths, counts in _iter_packed_windows(tokens, part, seq_len, with_last):
-                writer.add(_FIELD, numbers, counts)
-                sizes.add(lengths, counts)
+        sizes = PackingStats(seq_len)
+        with closing(TokenCacheWriter(folder, [_FIELD], tokens.num_documents)) as writer:
+            for numbers, lengths, counts in _iter_packed_windows(
+                tokens, part, seq_len, keep_last_input_if_room
+            ):
+                writer.add_documents(_FIELD, numbers, counts)
+                sizes.add_samples(lengths, counts)
             if not sizes.samples:
                 raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
-            writer.finish(sizes=asdict(sizes))
+            writer.write_metadata(sizes=asdict(sizes))
 
-    return open_or_build(_get_plan_folder(tokens, part, seq_len, with_last), TokenCache.open_if_intact, write)
+    return open_or_build_cache_folder(
+        _get_plan_folder(tokens, part, seq_len, keep_last_input_if_room), TokenCache.open_if_intact, write
+    )
 
 
 @dataclass
-class PackedSizes:
+class PackingStats:
     """Counts of samples, and of the tokens in them.
 
     Attributes:
@@ -165,7 +170,7 @@ class PackedSizes:
     seen: int = 0
     most: int = 0
 
-    def add(self, lengths: Integers, counts: Integers) -> None:
+    def add_samples(self, lengths: Integers, counts: Integers) -> None:
         """Add samples: the lengths of their documents, and the number of documents in each."""
         self.samples += len(counts)
         self.filled += int(lengths.sum())
@@ -173,38 +178,42 @@ class PackedSizes:
         self.most = max(self.most, int(counts.max()))
 
     @property
-    def waste(self) -> float:
+    def padding_share(self) -> float:
         """The share of positions that are padding."""
         return 1 - self.filled / max(1, self.samples * self.seq_len)
 
 
-def compute_packed_sizes(
-    tokens: TokenCache, part: SampleRange, seq_len: int, *, with_last: bool = False
-) -> PackedSizes:
-    """The sizes that :func:`plan_packing` leads to, from the cache if possible. Writes nothing."""
-    sizes = PackedSizes(seq_len)
-    if (plan := TokenCache.open_if_intact(_get_plan_folder(tokens, part, seq_len, with_last))) is not None:
-        return PackedSizes(**plan.meta["sizes"])
-    for _, lengths, counts in _iter_packed_windows(tokens, part, seq_len, with_last):
-        sizes.add(lengths, counts)
+def compute_packing_stats(
+    tokens: TokenCache, part: SampleRange, seq_len: int, *, keep_last_input_if_room: bool = False
+) -> PackingStats:
+    """The sizes that :func:`load_or_build_packing_plan` leads to, from the cache if possible. Writes nothing."""
+    sizes = PackingStats(seq_len)
+    if (
+        plan := TokenCache.open_if_intact(_get_plan_folder(tokens, part, seq_len, keep_last_input_if_room))
+    ) is not None:
+        return PackingStats(**plan.meta["sizes"])
+    for _, lengths, counts in _iter_packed_windows(tokens, part, seq_len, keep_last_input_if_room):
+        sizes.add_samples(lengths, counts)
     return sizes
 
 
-def _get_plan_folder(tokens: TokenCache, part: SampleRange, seq_len: int, with_last: bool) -> Path:
+def _get_plan_folder(
+    tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
+) -> Path:
     """The folder of a plan, whether or not it exists."""
-    content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}{' with_last' * with_last}"
-    return tokens.folder.with_name(compute_digest(content))
+    content = f"{_PLAN_VERSION} {CACHE_FORMAT} {tokens.fingerprint} {seq_len} {part}{' with_last' * keep_last_input_if_room}"
+    return tokens.folder.with_name(compute_text_digest(content))
 
 
 def _iter_packed_windows(
-    tokens: TokenCache, part: SampleRange, seq_len: int, with_last: bool
+    tokens: TokenCache, part: SampleRange, seq_len: int, keep_last_input_if_room: bool
 ) -> Iterator[PackedWindow]:
     """For each window: documents in the order of the samples, their lengths, and how many a sample has."""
-    lengths = np.empty(tokens.documents, np.uint32)
-    for start in range(0, tokens.documents, WINDOW):
+    lengths = np.empty(tokens.num_documents, np.uint32)
+    for start in range(0, tokens.num_documents, WINDOW):
         offsets = tokens.offsets["text"][start : start + WINDOW + 1].astype(np.int64)
         sizes = np.diff(offsets)
-        positions = np.where(sizes > 1, sizes, 0) if with_last else sizes - 1
+        positions = np.where(sizes > 1, sizes, 0) if keep_last_input_if_room else sizes - 1
         lengths[start : start + WINDOW] = np.clip(positions, 0, seq_len)
     for start in range(part.start, part.start + part.num_samples, WINDOW):
         numbers = np.arange(start, min(start + WINDOW, part.start + part.num_samples))
@@ -230,7 +239,7 @@ def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
         the numbers of the items, bin after bin, and the number of items in each bin.
     """
     bin_of = np.empty(len(lengths), np.int64)  # of the items from the longest to the shortest
-    rooms: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of bins by their room
+    bins_by_room: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ranges of bins by their room
     room_bits = 0  # bit r is set if a bin has the room r
     bins = num_packed = 0
     counts = np.bincount(lengths, minlength=capacity + 1)
@@ -239,23 +248,27 @@ def pack_best_fit(lengths: Integers, capacity: int) -> PackedBins:
         while remaining:
             if fitting := room_bits >> length:
                 room = length + (fitting & -fitting).bit_length() - 1
-                start, stop = rooms[room].pop()
-                room_bits ^= (not rooms[room]) << room
+                start, stop = bins_by_room[room].pop()
+                room_bits ^= (not bins_by_room[room]) << room
             else:
                 room, start = capacity, bins
                 stop = bins = bins - (-remaining // (capacity // length))
             # A bin stays the fullest with enough room until no further item fits.
-            each = room // length
-            full = min(stop - start, remaining // each)
-            some = remaining - full * each if full < stop - start else 0
-            taken = full * each + some
-            bin_of[num_packed : num_packed + taken] = start + np.arange(taken) // each
-            num_packed, remaining = num_packed + taken, remaining - taken
-            ends = (start, start + full, start + full + (some > 0), stop)
-            for (first, last), used in zip(pairwise(ends), (each, some, 0), strict=True):
+            items_per_bin = room // length
+            num_full_bins = min(stop - start, remaining // items_per_bin)
+            items_in_last_bin = (
+                remaining - num_full_bins * items_per_bin if num_full_bins < stop - start else 0
+            )
+            num_taken = num_full_bins * items_per_bin + items_in_last_bin
+            bin_of[num_packed : num_packed + num_taken] = start + np.arange(num_taken) // items_per_bin
+            num_packed, remaining = num_packed + num_taken, remaining - num_taken
+            ends = (start, start + num_full_bins, start + num_full_bins + (items_in_last_bin > 0), stop)
+            for (first, last), used in zip(
+                pairwise(ends), (items_per_bin, items_in_last_bin, 0), strict=True
+            ):
                 rest = room - used * length
                 if first < last and rest:
-                    rooms[rest].append((first, last))
+                    bins_by_room[rest].append((first, last))
                     room_bits |= 1 << rest
     longest_first = np.argsort(-lengths, kind="stable")
     return PackedBins(longest_first[np.argsort(bin_of, kind="stable")], np.bincount(bin_of))

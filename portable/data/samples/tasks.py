@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from portable.batch import IGNORED
-from portable.data.samples.base import LAST_LABEL, Arrays, CacheSamples, cut, pad_rows
-from portable.data.samples.classes import MULTI, SINGLE
+from portable.batch import IGNORED_LABEL
+from portable.data.samples.base import LAST_LABEL, Arrays, CacheSamples, pad_rows, truncate_keeping_suffix
+from portable.data.samples.classes import MULTI_LABEL, SINGLE_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.data.samples.classes import Classes
+    from portable.data.samples.classes import LabelMapping
     from portable.data.samples.order import EpochIndex
     from portable.data.tokens.tokenizer import PairFrame, PairTokenTypes, Vocabulary
 
@@ -33,67 +33,69 @@ class _MaskedTokens(NamedTuple):
 
 
 @dataclass(eq=False)
-class MaskedLM(CacheSamples):
+class MaskedLMSamples(CacheSamples):
     """Masked language modeling (Devlin et al., "BERT", 2018).
 
     15% of the tokens that are not special are targets, at least one per sample. Of these, 80% are replaced by
     the mask token, 10% by a random token, and 10% stay. The choice depends only on (seed, epoch, sample).
 
     Attributes:
-        mask: id of the mask token.
+        mask_token: id of the mask token.
         suffix: the special tokens after a text.
-        packed: whether samples are blocks of all texts.
-        shift: computes the decoder's input from the labels, for a model with a decoder.
+        is_packed: whether samples are blocks of all texts.
+        label_shift: computes the decoder's input from the labels, for a model with a decoder.
     """
 
     vocabulary: Vocabulary
-    mask: int
+    mask_token: int
     suffix: Sequence[int]
     seed: int
-    packed: bool
-    shift: LabelShift | None = None
+    is_packed: bool
+    label_shift: LabelShift | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        masked_samples = [self._mask_tokens(epoch, self.part(index)) for epoch, index in indices]
+        masked_samples = [self._mask_tokens(epoch, self.sample_range(index)) for epoch, index in indices]
         inputs, mask = pad_rows(
-            [sample.inputs for sample in masked_samples], self.seq_len, self.vocabulary.pad
+            [sample.inputs for sample in masked_samples], self.seq_len, self.vocabulary.pad_token
         )
-        labels, _ = pad_rows([sample.labels for sample in masked_samples], self.seq_len, IGNORED)
+        labels, _ = pad_rows([sample.labels for sample in masked_samples], self.seq_len, IGNORED_LABEL)
         arrays = {"input_ids": inputs, "labels": labels}
-        if not self.packed:
+        if not self.is_packed:
             arrays["attention_mask"] = mask
-        if self.shift is not None:
-            arrays["decoder_input_ids"] = self.shift(labels)
+        if self.label_shift is not None:
+            arrays["decoder_input_ids"] = self.label_shift(labels)
         return arrays
 
-    def list_documents(self, index: int) -> range:
-        return self._find_block_documents(index) if self.packed else super().list_documents(index)
+    def list_document_numbers(self, index: int) -> range:
+        return self._find_block_documents(index) if self.is_packed else super().list_document_numbers(index)
 
-    def _read_tokens(self, number: int) -> npt.NDArray[np.int64]:
-        if not self.packed:
-            return cut(self.cache.read_document("text", number), self.seq_len, self.suffix)
+    def _read_sample_tokens(self, number: int) -> npt.NDArray[np.int64]:
+        if not self.is_packed:
+            return truncate_keeping_suffix(
+                self.token_cache.read_document("text", number), self.seq_len, self.suffix
+            )
         start = number * self.seq_len
-        return np.array(self.cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
+        return np.array(self.token_cache.tokens["text"][start : start + self.seq_len], dtype=np.int64)
 
     def _mask_tokens(self, epoch: int, number: int) -> _MaskedTokens:
-        tokens = self._read_tokens(number)
+        tokens = self._read_sample_tokens(number)
         key = np.array([self.seed & _U64, epoch], dtype=np.uint64)
         counter = np.array([0, 0, 0, number], dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         draw, kind = random.random(self.seq_len)[: len(tokens)], random.random(self.seq_len)[: len(tokens)]
         others = random.integers(0, self.vocabulary.size, self.seq_len)[: len(tokens)]
-        draw[np.isin(tokens, self.vocabulary.special)] = 1  # never chosen
+        draw[np.isin(tokens, self.vocabulary.special_tokens)] = 1  # never chosen
         chosen = draw < MASKED_SHARE
         if not chosen.any() and (draw < 1).any():
             chosen[np.argmin(draw)] = True
-        labels = np.where(chosen, tokens, IGNORED)
-        hidden = np.where(chosen & (kind < 0.8), self.mask, tokens)
+        labels = np.where(chosen, tokens, IGNORED_LABEL)
+        hidden = np.where(chosen & (kind < 0.8), self.mask_token, tokens)
         hidden = np.where(chosen & (kind >= 0.9), others, hidden)
         return _MaskedTokens(hidden, labels)
 
 
 @dataclass(eq=False)
-class Seq2Seq(CacheSamples):
+class Seq2SeqSamples(CacheSamples):
     """Source and target texts, both padded. The decoder's input is its labels shifted right by one.
 
     Attributes:
@@ -110,14 +112,14 @@ class Seq2Seq(CacheSamples):
     target_seq_len: int | None = None
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        numbers = [self.part(index) for _, index in indices]
-        pad, length = self.vocabulary.pad, self.target_seq_len or self.seq_len
+        numbers = [self.sample_range(index) for _, index in indices]
+        pad, length = self.vocabulary.pad_token, self.target_seq_len or self.seq_len
         inputs, mask = pad_rows(
-            self._read_field("text", numbers, self.seq_len, self.suffix), self.seq_len, pad
+            self._read_truncated_field("text", numbers, self.seq_len, self.suffix), self.seq_len, pad
         )
         suffix = self.suffix if self.target_suffix is None else self.target_suffix
-        targets = self._read_field("target", numbers, length, suffix)
-        labels, _ = pad_rows(targets, length, IGNORED)
+        targets = self._read_truncated_field("target", numbers, length, suffix)
+        labels, _ = pad_rows(targets, length, IGNORED_LABEL)
         start = self.decoder_start_token_id
         shifted: list[npt.NDArray[Any]] = [
             np.concatenate((row[-1:] if start == LAST_LABEL else [start], row[:-1])) for row in targets
@@ -125,14 +127,17 @@ class Seq2Seq(CacheSamples):
         decoder, _ = pad_rows(shifted, length, pad)
         return {"input_ids": inputs, "attention_mask": mask, "decoder_input_ids": decoder, "labels": labels}
 
-    def _read_field(
+    def _read_truncated_field(
         self, field: str, numbers: Sequence[int], length: int, suffix: Sequence[int]
     ) -> list[npt.NDArray[np.int64]]:
-        return [cut(self.cache.read_document(field, number), length, suffix) for number in numbers]
+        return [
+            truncate_keeping_suffix(self.token_cache.read_document(field, number), length, suffix)
+            for number in numbers
+        ]
 
 
 @dataclass(eq=False)
-class Classification(CacheSamples):
+class ClassificationSamples(CacheSamples):
     """Texts or pairs of texts with labels.
 
     Labels are class ids, int64 ``[batch]``; for several classes per text, float32 ``[batch, classes]``
@@ -140,47 +145,52 @@ class Classification(CacheSamples):
 
     Attributes:
         suffix: the special tokens after a text.
-        classes: maps the cache's labels to the model's; None if they are equal.
-        left: pad on the left, for a model that classifies at the last position, such as XLNet.
-        pair: the special tokens around two texts, if the cache has pairs.
+        label_mapping: maps the cache's labels to the model's; None if they are equal.
+        pad_left: pad on the left, for a model that classifies at the last position, such as XLNet.
+        pair_frame: the special tokens around two texts, if the cache has pairs.
     """
 
     vocabulary: Vocabulary
     suffix: Sequence[int]
-    classes: Classes | None = None
-    left: bool = False
-    pair: PairFrame | None = None
+    label_mapping: LabelMapping | None = None
+    pad_left: bool = False
+    pair_frame: PairFrame | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        classes = self.classes
-        self._problem = SINGLE if classes is None else classes.problem
-        self.valid_tokens = 1 if classes is None or self._problem == SINGLE else len(classes.names)
-        self._outputs = self.valid_tokens
-        self._ids: npt.NDArray[Any] | None = None
+        classes = self.label_mapping
+        self._problem = SINGLE_LABEL if classes is None else classes.problem_type
+        self.valid_labels_per_sample = (
+            1 if classes is None or self._problem == SINGLE_LABEL else len(classes.output_names)
+        )
+        self._num_outputs = self.valid_labels_per_sample
+        self._label_values: npt.NDArray[Any] | None = None
         """Maps the labels of the cache to the model's."""
-        if classes is not None and classes.numbers:
-            self._ids = np.array(classes.numbers, dtype=np.float32)
+        if classes is not None and classes.regression_values:
+            self._label_values = np.array(classes.regression_values, dtype=np.float32)
         elif classes is not None:
-            self._ids = np.array(classes.ids, dtype=np.int64)
+            self._label_values = np.array(classes.output_ids, dtype=np.int64)
 
     def build_arrays(self, indices: Sequence[EpochIndex]) -> Arrays:
-        numbers = [self.part(index) for _, index in indices]
-        pair = self.pair
+        numbers = [self.sample_range(index) for _, index in indices]
+        pair = self.pair_frame
         if pair is None:
             texts = [
-                cut(self.cache.read_document("text", number), self.seq_len, self.suffix) for number in numbers
+                truncate_keeping_suffix(
+                    self.token_cache.read_document("text", number), self.seq_len, self.suffix
+                )
+                for number in numbers
             ]
         else:
             texts = [np.concatenate(self._build_pair_parts(number, pair)) for number in numbers]
-        inputs, mask = pad_rows(texts, self.seq_len, self.vocabulary.pad)
+        inputs, mask = pad_rows(texts, self.seq_len, self.vocabulary.pad_token)
         arrays = {"input_ids": inputs, "attention_mask": mask}
         if pair is not None and pair.types is not None:
             types = [
                 _build_token_types(self._build_pair_parts(number, pair), pair.types) for number in numbers
             ]
             arrays["token_type_ids"], _ = pad_rows(types, self.seq_len, pair.types.padding)
-        if self.left:
+        if self.pad_left:
             for values in arrays.values():
                 for row, text in enumerate(texts):
                     values[row] = np.roll(values[row], self.seq_len - len(text))
@@ -188,27 +198,27 @@ class Classification(CacheSamples):
 
     def _build_pair_parts(self, number: int, frame: PairFrame) -> list[npt.NDArray[np.int64]]:
         """The five parts of a pair: before, first, between, second, after."""
-        first, second = (self.cache.read_document(field, number) for field in ("text", "pair"))
-        first_length, second_length = truncate_longest_first(
-            len(first), len(second), self.seq_len - frame.length
+        first, second = (self.token_cache.read_document(field, number) for field in ("text", "pair"))
+        first_length, second_length = truncate_longer_text_first(
+            len(first), len(second), self.seq_len - frame.num_special_tokens
         )
         parts = (frame.before, first[:first_length], frame.between, second[:second_length], frame.after)
         return [np.array(part, dtype=np.int64) for part in parts]
 
     def _build_labels(self, numbers: Sequence[int]) -> npt.NDArray[Any]:
-        cache = self.cache
-        if cache.values is not None:
-            values: npt.NDArray[np.float32] = cache.values[numbers].astype(np.float32)
-            return values if self._problem == MULTI or self._outputs > 1 else values[:, 0]
+        cache = self.token_cache
+        if cache.label_values is not None:
+            values: npt.NDArray[np.float32] = cache.label_values[numbers].astype(np.float32)
+            return values if self._problem == MULTI_LABEL or self._num_outputs > 1 else values[:, 0]
         assert cache.labels is not None
         if cache.label_offsets is None:
             labels: npt.NDArray[np.int64] = cache.labels[numbers]
-            return labels if self._ids is None else self._ids[labels]
-        assert self._ids is not None
-        multi_hot = np.zeros((len(numbers), self._outputs), dtype=np.float32)
+            return labels if self._label_values is None else self._label_values[labels]
+        assert self._label_values is not None
+        multi_hot = np.zeros((len(numbers), self._num_outputs), dtype=np.float32)
         for row, number in enumerate(numbers):
             start, end = cache.label_offsets[number : number + 2].tolist()
-            multi_hot[row, self._ids[cache.labels[start:end]]] = 1
+            multi_hot[row, self._label_values[cache.labels[start:end]]] = 1
         return multi_hot
 
 
@@ -219,17 +229,21 @@ class PairLengths(NamedTuple):
     second: int
 
 
-def truncate_longest_first(first: int, second: int, limit: int) -> PairLengths:
-    """Truncate two lengths to ``limit`` in total, the longer one first.
+def truncate_longer_text_first(first_length: int, second_length: int, max_total: int) -> PairLengths:
+    """Truncate two lengths to ``max_total`` in total, the longer one first.
 
     Equals the tokenizers library's ``longest_first``.
     """
-    if first + second <= limit:
-        return PairLengths(first, second)
-    limit = max(0, limit)
-    shorter, longer = sorted((first, second))
-    shorter, longer = (shorter, limit - shorter) if 2 * shorter <= limit else (limit // 2, limit - limit // 2)
-    return PairLengths(shorter, longer) if first <= second else PairLengths(longer, shorter)
+    if first_length + second_length <= max_total:
+        return PairLengths(first_length, second_length)
+    max_total = max(0, max_total)
+    shorter, longer = sorted((first_length, second_length))
+    shorter, longer = (
+        (shorter, max_total - shorter)
+        if 2 * shorter <= max_total
+        else (max_total // 2, max_total - max_total // 2)
+    )
+    return PairLengths(shorter, longer) if first_length <= second_length else PairLengths(longer, shorter)
 
 
 def _build_token_types(

@@ -60,7 +60,7 @@ class TruncationStats:
         return "; ".join(text for count, text in parts if count)
 
 
-def merge_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
+def merge_truncation_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
     """The same of several caches together. ``left_out`` then only tells how many."""
     total = {
         name: sum(getattr(part, name) for part in parts)
@@ -71,12 +71,12 @@ def merge_stats(parts: Sequence[TruncationStats]) -> TruncationStats:
     return TruncationStats(mode=first.mode, longest=first.longest, left_out=left_out, **total)
 
 
-def get_kept_slice(mode: Truncation, longest: int) -> slice:
+def get_kept_slice(mode: Truncation, max_tokens: int) -> slice:
     """The tokens of a document that are kept."""
-    return slice(-longest, None) if mode == "start" else slice(longest)
+    return slice(-max_tokens, None) if mode == "start" else slice(max_tokens)
 
 
-def compute_truncation(
+def compute_truncation_stats(
     tokens: TokenCache, mode: Truncation, seq_len: int, *, keep_last_input: bool = False
 ) -> TruncationStats:
     """Count what truncation does to each document.
@@ -89,7 +89,7 @@ def compute_truncation(
         UserError: a document is longer with ``error``, or none is left.
     """
     longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not keep_last_input), [], 0, 0, 0, 0
-    total = tokens.documents
+    total = tokens.num_documents
     for start in range(0, total, _CHUNK):
         offsets = tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64)
         lengths = np.diff(offsets)
@@ -106,7 +106,7 @@ def compute_truncation(
             kept_lengths = np.minimum(lengths, longest)
             first = offsets[1:] - kept_lengths if mode == "start" else offsets[:-1]
             # The first token of a sample is no label.
-            answered = _has_trained(tokens, first + 1, first + kept_lengths)
+            answered = _mark_ranges_with_trained_tokens(tokens, first + 1, first + kept_lengths)
             unanswered += int((~answered & ~is_left_out).sum())
             is_left_out |= ~answered
         is_cut = is_longer & ~is_left_out
@@ -124,31 +124,31 @@ def compute_truncation(
     return stats
 
 
-def compute_block_truncation(tokens: TokenCache, seq_len: int, blocks: int) -> TruncationStats:
+def compute_block_truncation_stats(tokens: TokenCache, seq_len: int, num_blocks: int) -> TruncationStats:
     """The same for blocks of ``seq_len`` tokens of all documents: those without a trained label are left out.
 
     Raises:
         UserError: none is left.
     """
-    starts = np.arange(blocks, dtype=np.int64) * seq_len + 1
-    left_out = np.flatnonzero(~_has_trained(tokens, starts, starts + seq_len))
-    stats = TruncationStats("end", seq_len + 1, blocks, 0, 0, 0, len(left_out), left_out)
+    starts = np.arange(num_blocks, dtype=np.int64) * seq_len + 1
+    left_out = np.flatnonzero(~_mark_ranges_with_trained_tokens(tokens, starts, starts + seq_len))
+    stats = TruncationStats("end", seq_len + 1, num_blocks, 0, 0, 0, len(left_out), left_out)
     if not stats.num_kept:
         raise UserError("data.train_on: no full sequence has a trained token; lower data.seq_len")
     return stats
 
 
-def has_end_label(tokens: TokenCache, stats: TruncationStats, end: int) -> bool:
-    """Whether any document still has the token ``end`` as a trained label."""
-    for number in range(tokens.documents) if stats.mode == "end" and stats.cut else ():
+def has_trained_end_token(tokens: TokenCache, stats: TruncationStats, end_token: int) -> bool:
+    """Whether any document still has the token ``end_token`` as a trained label."""
+    for number in range(tokens.num_documents) if stats.mode == "end" and stats.cut else ():
         labels, trained = tokens.read_document("text", number), tokens.read_trained_mask("text", number)
         counted = labels if trained is None else np.where(trained, labels, -1)
-        if (counted[1 : stats.longest] == end).any():
+        if (counted[1 : stats.longest] == end_token).any():
             return True
     return not stats.cut or stats.mode != "end"
 
 
-def _has_trained(
+def _mark_ranges_with_trained_tokens(
     tokens: TokenCache, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Whether any token in each of the ranges is trained. The ranges are in order."""

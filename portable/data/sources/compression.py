@@ -13,45 +13,45 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
-COMPRESSED = (".gz", ".zst")
+FILE_FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+COMPRESSION_SUFFIXES = (".gz", ".zst")
 _TEXT_FORMATS = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
-_EXPANSION, _FREE = 64, 64 << 20
+_MAX_EXPANSION, _UNCHECKED_BYTES = 64, 64 << 20
 """What is compressed may come to so many times its bytes, or to so many bytes."""
 
 
-def get_format(path: Place | str) -> str:
+def get_file_format(path: AnyPath | str) -> str:
     """The suffix that tells how a file is read, in lower case: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(path if isinstance(path, str) else path.name)
     suffix = name.suffix.lower()
-    if suffix in COMPRESSED and (inner := PurePosixPath(name.stem).suffix.lower()) in _TEXT_FORMATS:
+    if suffix in COMPRESSION_SUFFIXES and (inner := PurePosixPath(name.stem).suffix.lower()) in _TEXT_FORMATS:
         return inner
     return suffix
 
 
-def is_compressed(path: Place | str) -> bool:
+def is_compressed(path: AnyPath | str) -> bool:
     name = path if isinstance(path, str) else path.name
-    return name.lower().endswith(COMPRESSED)
+    return name.lower().endswith(COMPRESSION_SUFFIXES)
 
 
-def check_expanded(expanded: int, size: int, name: object) -> None:
+def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: object) -> None:
     """Refuse contents that are far larger than what they are packed in, as no data is.
 
     Args:
-        expanded: bytes of the contents, as far as they are known.
-        size: bytes of the file.
+        decompressed_bytes: bytes of the contents, as far as they are known.
+        stored_bytes: bytes of the file.
         name: of the file.
 
     Raises:
         UserError: naming the remedy.
     """
-    if expanded > max(_FREE, _EXPANSION * size):
+    if decompressed_bytes > max(_UNCHECKED_BYTES, _MAX_EXPANSION * stored_bytes):
         raise UserError(
-            f"data.source: {name}: comes to more than {_EXPANSION} times its {size:,} bytes; if you trust "
-            "it, unpack it and name what comes out"
+            f"data.source: {name}: comes to more than {_MAX_EXPANSION} times its {stored_bytes:,} bytes; if "
+            "you trust it, unpack it and name what comes out"
         )
 
 
@@ -70,7 +70,7 @@ class _ExpansionLimitedFile(io.RawIOBase):
     def readinto(self, buffer: Buffer, /) -> int:
         count: int = self._contents.readinto(buffer)
         self._expanded += count
-        check_expanded(self._expanded, self._size, self._path)
+        check_decompression_ratio(self._expanded, self._size, self._path)
         return count
 
 

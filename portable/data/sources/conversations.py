@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.similar_names import find_similar
+from portable.converters.similar_names import find_similar_names
 from portable.data.sources.documents import (
-    ANSWERING,
+    DEFAULT_TRAINED_ROLES,
     WEIGHT_KEYS,
     Conversation,
     Document,
     Message,
     RecordError,
     describe_type,
-    find_value,
-    format_names,
-    list_fields,
+    format_name_list,
+    get_field_value,
+    iter_field_names,
     replace_surrogates,
 )
 from portable.errors import UserError, to_one_line
@@ -31,10 +31,10 @@ from portable.errors import UserError, to_one_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.data.sources.documents import Format
+    from portable.data.sources.documents import RecordFormat
 
 
-EXPECTED: dict[Format, str] = {
+EXAMPLE_RECORDS: dict[RecordFormat, str] = {
     "messages": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
     "sharegpt": '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}',
     "prompt_completion": '{"prompt": ..., "completion": ...}, both strings or both lists of messages',
@@ -54,45 +54,67 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
-_TOOLS = ("tool", *RARE_ROLES)
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
-_CHANGES_TRAINING = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
+_TOOL_ROLES = ("tool", *RARE_ROLES)
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the same under three names
+_TRAINING_KEY_PATTERN = re.compile(r"train|loss|mask|weight", re.IGNORECASE)
 """Names of message keys that select the trained tokens. Such a key is read, or its record is refused."""
-_OPTIONAL = {"tool_calls", "function_call", *_REASONING, "name", "tool_call_id"}
+_OPTIONAL_KEYS = {"tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id"}
 """Keys that clients write into every message. Without a value they mean the same as a missing key."""
 _SYSTEM_FIELDS = ("system", "system_prompt")
 """Fields of a record with a system prompt, in every format of conversations."""
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "inputs", "user", "human")
-_ANSWERS = ("answer", "response", "completion", "output", "solution", "reply", "outputs", "assistant", "gpt")
+_MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+_QUESTION_FIELDS = (
+    "question",
+    "query",
+    "prompt",
+    "instruction",
+    "problem",
+    "input",
+    "inputs",
+    "user",
+    "human",
+)
+_ANSWER_FIELDS = (
+    "answer",
+    "response",
+    "completion",
+    "output",
+    "solution",
+    "reply",
+    "outputs",
+    "assistant",
+    "gpt",
+)
 """Names of fields that are recognized as a question or its answer, used in error messages."""
-_CONTEXTS = ("input", "context")
+_CONTEXT_FIELDS = ("input", "context")
 """Names of fields with more input for a question."""
 _FIELDS_OF_PAIR = 3
 
 
 @dataclass(frozen=True)
-class Completion:
+class PlainCompletion:
     """A prompt and its completion as plain strings, which no template joins."""
 
-    prompt: str
+    num_prompt_messages: str
     completion: str
 
 
-def detect_format(row: Mapping[str, Any], text_field: str, location: str) -> Format:
+def detect_record_format(row: Mapping[str, Any], text_field: str, location: str) -> RecordFormat:
     """The format of a record by its columns.
 
     Raises:
         UserError: none fits, or several do.
     """
-    formats: list[Format] = []
+    formats: list[RecordFormat] = []
     if text_field in row or ("." in text_field and text_field.partition(".")[0] in row):
         formats.append("text")
     if text_field == "text":  # else the user has named the column of a text
         turns = row.get("conversations")
-        if isinstance(turns, str) and _is_list(turns):
+        if isinstance(turns, str) and _is_list_or_json_list(turns):
             turns = _parse_json(turns, "conversations", location)
-        if _is_list(row.get("messages")) or (isinstance(turns, list) and not _is_sharegpt(turns)):
+        if _is_list_or_json_list(row.get("messages")) or (
+            isinstance(turns, list) and not _is_sharegpt(turns)
+        ):
             formats.append("messages")
         elif isinstance(turns, list):
             formats.append("sharegpt")
@@ -111,22 +133,22 @@ def detect_format(row: Mapping[str, Any], text_field: str, location: str) -> For
             "to one"
         )
     if text_field == "text":
-        _check_other_names(row, location)
+        _refuse_renamed_fields(row, location)
     return "text"  # whose error names the fields
 
 
-def _check_other_names(row: Mapping[str, Any], location: str) -> None:
+def _refuse_renamed_fields(row: Mapping[str, Any], location: str) -> None:
     """Refuse a record of turns, or of a question and an answer, in fields of other names.
 
     Reading one of these fields as a text would train on half of the record.
     """
     names = {str(name).lower(): name for name in row}
-    texts = [name for name in list_fields(row) if isinstance(find_value(row, name), str)]
+    texts = [name for name in iter_field_names(row) if isinstance(get_field_value(row, name), str)]
     question, answer = (
         next((names[name] for name in usual if names.get(name) in texts), None)
-        for usual in (_QUESTIONS, _ANSWERS)
+        for usual in (_QUESTION_FIELDS, _ANSWER_FIELDS)
     )
-    context_field = next((names[name] for name in _CONTEXTS if names.get(name) in texts), None)
+    context_field = next((names[name] for name in _CONTEXT_FIELDS if names.get(name) in texts), None)
     turns = next((name for name, value in row.items() if _parse_turns(value)), None)
     strings = next((name for name, value in row.items() if _is_list_of_strings(value)), None)
     if turns is not None:
@@ -143,13 +165,13 @@ def _check_other_names(row: Mapping[str, Any], location: str) -> None:
         raise _build_record_error(
             location,
             f"{strings} is a list of strings, not the turns of a conversation or one text; write it as "
-            f"{EXPECTED['messages']}, or as a string",
+            f"{EXAMPLE_RECORDS['messages']}, or as a string",
         )
     elif len(texts) > 1:
         pairs = "" if len(texts) < _FIELDS_OF_PAIR else ", to {prompt: A, chosen: B, rejected: C} for pairs"
         raise UserError(
             f"data.columns: {location}: no field 'text', and the fields are "
-            f"{format_names(list_fields(row))}; set data.columns to {{prompt: A, completion: B}} or "
+            f"{format_name_list(iter_field_names(row))}; set data.columns to {{prompt: A, completion: B}} or "
             f"{{instruction: A, output: B}} to train on B as the answer to A{pairs}, or set data.text_field "
             "to train on one field only"
         )
@@ -157,7 +179,7 @@ def _check_other_names(row: Mapping[str, Any], location: str) -> None:
         return
     raise UserError(
         f"data.columns: {location}: {description}, which no format of data.format names so (the fields are "
-        f"{format_names(map(str, row))}); set data.columns to {remedy}"
+        f"{format_name_list(map(str, row))}); set data.columns to {remedy}"
     )
 
 
@@ -180,7 +202,7 @@ def _parse_turns(value: Any) -> list[Any]:
     )
 
 
-def _is_list(value: Any) -> bool:
+def _is_list_or_json_list(value: Any) -> bool:
     """Whether a value is a list, or the JSON of one, as in a cell of a .csv file."""
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
 
@@ -189,8 +211,12 @@ def _is_sharegpt(turns: list[Any]) -> bool:
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
-def read_documents(
-    row: Mapping[str, Any], kind: Format, location: str, roles: frozenset[str], columns: tuple[float, ...]
+def parse_documents(
+    row: Mapping[str, Any],
+    record_format: RecordFormat,
+    location: str,
+    roles: frozenset[str],
+    columns: tuple[float, ...],
 ) -> list[Document]:
     """The document of a record of a format other than text; the two of a preference, the chosen one first.
 
@@ -198,30 +224,33 @@ def read_documents(
         UserError: it is not a valid record of that format.
     """
     conversations = (
-        read_preference(row, location)
-        if kind == "preference"
-        else [read_conversation(row, kind, location, roles)]
+        parse_preference(row, location)
+        if record_format == "preference"
+        else [parse_conversation(row, record_format, location, roles)]
     )
     return [_build_document(conversation, location, columns) for conversation in conversations]
 
 
 def _build_document(
-    conversation: Conversation | Completion, location: str, columns: tuple[float, ...]
+    conversation: Conversation | PlainCompletion, location: str, columns: tuple[float, ...]
 ) -> Document:
-    if isinstance(conversation, Completion):
+    if isinstance(conversation, PlainCompletion):
         if not conversation.completion:
             raise _build_record_error(location, "completion is empty; remove the record")
         return Document(
-            conversation.prompt + conversation.completion,
-            prompt_chars=len(conversation.prompt),
-            columns=columns,
+            conversation.num_prompt_messages + conversation.completion,
+            num_prompt_chars=len(conversation.num_prompt_messages),
+            extra_columns=columns,
         )
-    return Document(conversation.text, conversation=conversation, columns=columns)
+    return Document(conversation.joined_text, conversation=conversation, extra_columns=columns)
 
 
-def read_conversation(
-    row: Mapping[str, Any], kind: Format, location: str, roles: frozenset[str] = ANSWERING
-) -> Conversation | Completion:
+def parse_conversation(
+    row: Mapping[str, Any],
+    record_format: RecordFormat,
+    location: str,
+    roles: frozenset[str] = DEFAULT_TRAINED_ROLES,
+) -> Conversation | PlainCompletion:
     """Convert a record of a format other than text.
 
     Args:
@@ -231,48 +260,49 @@ def read_conversation(
     Raises:
         UserError: it is not a valid record of that format.
     """
-    conversation = _READERS[kind](row, location)
-    if isinstance(conversation, Completion):
+    conversation = _PARSERS[record_format](row, location)
+    if isinstance(conversation, PlainCompletion):
         return conversation
-    conversation = replace(conversation, roles=roles)
-    begin = 0 if roles != ANSWERING else conversation.prompt or 0
-    if not any(index >= begin for index in conversation.answers):
+    conversation = replace(conversation, trained_roles=roles)
+    begin = 0 if roles != DEFAULT_TRAINED_ROLES else conversation.num_prompt_messages or 0
+    if not any(index >= begin for index in conversation.trained_message_indices):
         raise _build_record_error(
-            location, f"{conversation.speakers} says nothing, or context only; remove the record"
+            location, f"{conversation.trained_roles_text} says nothing, or context only; remove the record"
         )
     return conversation
 
 
-def _read_openai(row: Mapping[str, Any], location: str) -> Conversation:
+def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     return _build_conversation(
-        _read_messages(_read_list(row, key, "messages", location), location), row, location
+        _normalize_messages(_parse_list_field(row, key, "messages", location), location), row, location
     )
 
 
-def _read_sharegpt(row: Mapping[str, Any], location: str) -> Conversation:
+def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversation:
     messages: list[Message] = []
-    for index, turn in enumerate(_read_list(row, "conversations", "sharegpt", location)):
+    for index, turn in enumerate(_parse_list_field(row, "conversations", "sharegpt", location)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-            keys = f" (its keys are {format_names(map(str, turn))})" if isinstance(turn, Mapping) else ""
+            keys = f" (its keys are {format_name_list(map(str, turn))})" if isinstance(turn, Mapping) else ""
             raise _build_format_error(
                 "sharegpt", location, f"message {index + 1} has no from and value{keys}"
             )
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
         if role is None:
             raise _build_record_error(
-                location, f"message {index + 1} is from {turn['from']!r}; use {_join_names(_SHAREGPT_ROLES)}"
+                location,
+                f"message {index + 1} is from {turn['from']!r}; use {_join_with_commas(_SHAREGPT_ROLES)}",
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if role == "function_call":
             rest |= {"role": "assistant", "tool_calls": turn["value"]}
         else:
             rest |= {"role": role, "content": turn["value"]}
-        messages.append(_read_message(rest, location, index))
+        messages.append(_normalize_message(rest, location, index))
     return _build_conversation(messages, row, location)
 
 
-def _read_prompt_completion(row: Mapping[str, Any], location: str) -> Conversation | Completion:
+def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Conversation | PlainCompletion:
     for key in ("prompt", "completion"):
         if key not in row:
             raise _build_missing_field_error("prompt_completion", location, key, row)
@@ -291,7 +321,7 @@ def _read_prompt_completion(row: Mapping[str, Any], location: str) -> Conversati
                     f"{key} cannot be used with a prompt of plain text; make prompt and completion lists of "
                     f"messages, or write {key} into the prompt and remove the field",
                 )
-        return Completion(replace_surrogates(prompt), replace_surrogates(completion))
+        return PlainCompletion(replace_surrogates(prompt), replace_surrogates(completion))
     if not (isinstance(prompt, Sequence) and isinstance(completion, Sequence)) or str in map(
         type, (prompt, completion)
     ):
@@ -302,11 +332,11 @@ def _read_prompt_completion(row: Mapping[str, Any], location: str) -> Conversati
         raise _build_record_error(
             location, f"{'prompt' if not prompt else 'completion'} is empty; remove the record"
         )
-    messages = _read_messages([*prompt, *completion], location)
+    messages = _normalize_messages([*prompt, *completion], location)
     return _build_conversation(messages, row, location, prompt=len(prompt))
 
 
-def read_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | Completion, ...]:
+def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation | PlainCompletion, ...]:
     """A prompt with the completion that was chosen, and with the one that was rejected.
 
     Without a prompt, the messages with which both begin are it.
@@ -344,10 +374,10 @@ def read_preference(row: Mapping[str, Any], location: str) -> tuple[Conversation
     rows = (
         {**row, "prompt": prompt, "completion": answer} for answer in (chosen_messages, rejected_messages)
     )
-    return tuple(read_conversation(row, "prompt_completion", location) for row in rows)
+    return tuple(parse_conversation(row, "prompt_completion", location) for row in rows)
 
 
-def _read_alpaca(row: Mapping[str, Any], location: str) -> Conversation:
+def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
     texts: dict[str, str] = {}
     for key in ("instruction", "input", "output"):
         value = row.get(key)
@@ -369,12 +399,12 @@ def _read_alpaca(row: Mapping[str, Any], location: str) -> Conversation:
     return _build_conversation(messages, row, location, prompt=prompt)
 
 
-_READERS: dict[Format, Callable[[Mapping[str, Any], str], Conversation | Completion]] = {
-    "messages": _read_openai,
-    "sharegpt": _read_sharegpt,
-    "prompt_completion": _read_prompt_completion,
-    "preference": lambda row, where: read_preference(row, where)[0],
-    "alpaca": _read_alpaca,
+_PARSERS: dict[RecordFormat, Callable[[Mapping[str, Any], str], Conversation | PlainCompletion]] = {
+    "messages": _parse_openai_record,
+    "sharegpt": _parse_sharegpt_record,
+    "prompt_completion": _parse_prompt_completion_record,
+    "preference": lambda row, where: parse_preference(row, where)[0],
+    "alpaca": _parse_alpaca_record,
 }
 
 
@@ -384,7 +414,7 @@ def _build_conversation(
     """Check the order of the roles, and read the other fields of the record."""
     if not messages:
         raise _build_record_error(location, "the conversation is empty; remove the record")
-    for key in _MEDIA:
+    for key in _MEDIA_FIELDS:
         if not is_empty(row.get(key)):
             raise _build_record_error(
                 location, f"{key} is not empty; only text can be trained on: remove the field"
@@ -394,22 +424,22 @@ def _build_conversation(
         prompt = None if prompt is None else prompt + 1
     for index, message in enumerate(messages):
         before = messages[index - 1]["role"] if index else None
-        if message["role"] in _TOOLS and before not in ("assistant", *_TOOLS):
+        if message["role"] in _TOOL_ROLES and before not in ("assistant", *_TOOL_ROLES):
             raise _build_record_error(
                 location,
                 f"message {index + 1} is from {message['role']}, after {before or 'nothing'}; it must follow "
                 "the assistant's call",
             )
-    tools = _read_tools(row, location)
+    tools = _parse_tools(row, location)
     kwargs = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", location) or {}
     if not isinstance(kwargs, Mapping):
         raise _build_record_error(location, f"chat_template_kwargs is {describe_type(kwargs)}, not a mapping")
     return Conversation(tuple(messages), location, tuple(tools) if tools else None, prompt, kwargs)
 
 
-def _selects_training(key: Any) -> bool:
+def _is_unread_training_key(key: Any) -> bool:
     """Return whether a key of a message selects trained tokens in a way that is not read."""
-    return key not in WEIGHT_KEYS and _CHANGES_TRAINING.search(str(key)) is not None
+    return key not in WEIGHT_KEYS and _TRAINING_KEY_PATTERN.search(str(key)) is not None
 
 
 def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], location: str) -> str | None:
@@ -429,7 +459,7 @@ def _find_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], loc
     return next(iter(prompts.values()), None)
 
 
-def _read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
+def _parse_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
     """Return the JSON schemas in ``tools``, or in ``functions``, which is their older name at OpenAI."""
     tools: dict[str, list[Any]] = {}
     for key in ("tools", "functions"):
@@ -458,13 +488,13 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple) and all(map(is_empty, value)))
 
 
-def _read_messages(turns: Sequence[Any], location: str) -> list[Message]:
+def _normalize_messages(turns: Sequence[Any], location: str) -> list[Message]:
     """Convert each message to its one form.
 
     The answer to an OpenAI ``function_call`` has the role ``function``. The call becomes one of
     ``tool_calls``, so its answer becomes one of a ``tool``, otherwise a template may write only the call.
     """
-    messages = [_read_message(message, location, index) for index, message in enumerate(turns)]
+    messages = [_normalize_message(message, location, index) for index, message in enumerate(turns)]
     has_function_call = False
     for message, turn in zip(messages, turns, strict=True):
         has_function_call = has_function_call or not is_empty(turn.get("function_call"))
@@ -473,32 +503,35 @@ def _read_messages(turns: Sequence[Any], location: str) -> list[Message]:
     return messages
 
 
-def _read_message(message: Any, location: str, index: int) -> Message:
+def _normalize_message(message: Any, location: str, index: int) -> Message:
     """Convert a message to its one form.
 
     Parts of a text are joined, tool calls become objects, and a key without a value is left out.
     """
     if not isinstance(message, Mapping) or "role" not in message:
-        keys = f" (its keys are {format_names(map(str, message))})" if isinstance(message, Mapping) else ""
+        keys = (
+            f" (its keys are {format_name_list(map(str, message))})" if isinstance(message, Mapping) else ""
+        )
         if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
             keys += "; set data.format to sharegpt, and data.columns to {conversations: messages}"
         raise _build_format_error("messages", location, f"message {index + 1} has no role{keys}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _build_record_error(
-            location, f"message {index + 1} has role {role!r}; use {_join_names(ROLES)}"
+            location, f"message {index + 1} has role {role!r}; use {_join_with_commas(ROLES)}"
         )
     converted: Message = {
         key: value
         for key, value in message.items()
-        if value is not None and not (is_empty(value) and (key in _OPTIONAL or _selects_training(key)))
+        if value is not None
+        and not (is_empty(value) and (key in _OPTIONAL_KEYS or _is_unread_training_key(key)))
     }
     for key in converted:
-        if _selects_training(key):
+        if _is_unread_training_key(key):
             raise _build_record_error(
                 location,
-                f"message {index + 1} has {key}, which is not read; use {_join_names(WEIGHT_KEYS)} with 0 or "
-                "1 for a complete message, or remove the key",
+                f"message {index + 1} has {key}, which is not read; use {_join_with_commas(WEIGHT_KEYS)} "
+                "with 0 or 1 for a complete message, or remove the key",
             )
     for key in WEIGHT_KEYS:
         if (weight := converted.get(key, 0)) not in (0, 1):
@@ -510,26 +543,28 @@ def _read_message(message: Any, location: str, index: int) -> Message:
             )
         converted["tool_calls"] = converted.pop("function_call")
     if isinstance(content, list | tuple):
-        content = converted["content"] = "".join(_read_part(part, location, index) for part in content)
+        content = converted["content"] = "".join(
+            _extract_part_text(part, location, index) for part in content
+        )
     if not isinstance(content, str) and (content is not None or "tool_calls" not in converted):
         raise _build_record_error(
             location, f"message {index + 1}: content is {describe_type(content)}; make it a string"
         )
-    for key in _REASONING:
+    for key in _REASONING_KEYS:
         if not isinstance(converted.get(key, ""), str):
             raise _build_record_error(
                 location, f"message {index + 1}: {key} is {describe_type(converted[key])}; make it a string"
             )
     if "tool_calls" in converted:
-        converted["tool_calls"] = _read_tool_calls(converted["tool_calls"], location, index)
+        converted["tool_calls"] = _normalize_tool_calls(converted["tool_calls"], location, index)
         converted = {"role": role, "content": "", **converted}  # a call without words
-    reasoning = next((converted[key] for key in _REASONING if key in converted), None)
+    reasoning = next((converted[key] for key in _REASONING_KEYS if key in converted), None)
     if reasoning is not None:  # templates look for one of two names
         converted = {"thinking": reasoning, **converted, "reasoning_content": reasoning}
     return converted
 
 
-def _read_part(part: Any, location: str, index: int) -> str:
+def _extract_part_text(part: Any, location: str, index: int) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else describe_type(part)
@@ -541,7 +576,7 @@ def _read_part(part: Any, location: str, index: int) -> str:
     return text
 
 
-def _read_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
+def _normalize_tool_calls(value: Any, location: str, index: int) -> list[dict[str, Any]]:
     """Tool calls with their arguments as an object, as templates expect them."""
     calls = _parse_json(value, f"message {index + 1}: its tool call", location)
     calls = calls if isinstance(calls, list | tuple) else [calls]
@@ -554,8 +589,8 @@ def _read_tool_calls(value: Any, location: str, index: int) -> list[dict[str, An
         arguments = _parse_json(function.get("arguments"), f"message {index + 1}: arguments", location)
         function = {**function, "arguments": {} if arguments is None else arguments}
         keys = call if "function" in call else ("id",)
-        beside = {key: call[key] for key in keys if call.get(key) is not None}
-        converted.append({"type": "function", **beside, "function": function})
+        call_fields = {key: call[key] for key in keys if call.get(key) is not None}
+        converted.append({"type": "function", **call_fields, "function": function})
     return converted
 
 
@@ -569,9 +604,9 @@ def _parse_json(value: Any, name: str, location: str) -> Any:
         raise _build_record_error(location, f"{name} is not JSON ({to_one_line(error)})") from error
 
 
-def _read_list(row: Mapping[str, Any], key: str, kind: Format, location: str) -> Sequence[Any]:
+def _parse_list_field(row: Mapping[str, Any], key: str, kind: RecordFormat, location: str) -> Sequence[Any]:
     value = row.get(key)
-    if _is_list(value):
+    if _is_list_or_json_list(value):
         value = _parse_json(value, key, location)
     if key not in row:
         raise _build_missing_field_error(kind, location, key, row)
@@ -580,7 +615,7 @@ def _read_list(row: Mapping[str, Any], key: str, kind: Format, location: str) ->
     return value
 
 
-def _join_names(names: Any) -> str:
+def _join_with_commas(names: Any) -> str:
     return ", ".join(names)
 
 
@@ -588,17 +623,19 @@ def _build_record_error(location: str, reason: str) -> UserError:
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
-def _build_format_error(kind: Format, location: str, reason: str) -> UserError:
+def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
     return _build_record_error(
-        location, f"{reason}; a record of data.format {kind} looks like {EXPECTED[kind]}"
+        location, f"{reason}; a record of data.format {kind} looks like {EXAMPLE_RECORDS[kind]}"
     )
 
 
-def _build_missing_field_error(kind: Format, location: str, key: str, row: Mapping[str, Any]) -> UserError:
+def _build_missing_field_error(
+    kind: RecordFormat, location: str, key: str, row: Mapping[str, Any]
+) -> UserError:
     """Build the error for a record without the field ``key``."""
-    near = find_similar(key, map(str, row))
+    near = find_similar_names(key, map(str, row))
     hint = f" (did you mean {near[0]}?)" if near else ""
     remedy = "" if near else f"; set data.columns, such as {{{key}: NAME}}, if another field has it"
     return _build_format_error(
-        kind, location, f"{key} is missing{hint}: the fields are {format_names(map(str, row))}{remedy}"
+        kind, location, f"{key} is missing{hint}: the fields are {format_name_list(map(str, row))}{remedy}"
     )

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.converters.console import print_error
-from portable.data.sources.documents import Format, compute_digest
+from portable.data.sources.documents import RecordFormat, compute_text_digest
 from portable.data.sources.records import LocatedRow
-from portable.data.sources.source import FINISHED, DataSource, SourceSettings
+from portable.data.sources.source import CUSTOM_SAMPLES, DataSource, SourceSettings
 from portable.errors import UserError, to_one_line
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-PATIENCE = 20.0
+NOTE_AFTER_SECONDS = 20.0
 """Seconds of reading records until the user is told how many there are so far."""
 
 
-class UserRecords(DataSource):
+class CustomRecords(DataSource):
     """The records of a function, class or object, such as ``my_package.my_module:records``.
 
     It is called, if it can be, and gives an iterable of mappings, with the same records each time. With a
@@ -33,8 +33,8 @@ class UserRecords(DataSource):
     """
 
     @classmethod
-    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> UserRecords | None:
-        code_name = next(filter(plugins.names_code, names), None)
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
+        code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
             return None
         if len(names) > 1 or settings.data.config_name is not None:
@@ -42,38 +42,46 @@ class UserRecords(DataSource):
         return cls(code_name, settings)
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
-        super().__init__(str(plugins.parse(name)), settings)
-        self.records = plugins.load_and_call("data.source", name)
+        super().__init__(str(plugins.parse_plugin_spec(name)), settings)
+        self.records = plugins.load_plugin_value("data.source", name)
         """What it is, or returns; a generator is made anew each time that it is read."""
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         records_digest = getattr(self.records, "fingerprint", None)
         with plugins.convert_user_errors(f"data.source: {self.name}: fingerprint"):
             records_digest = records_digest() if callable(records_digest) else records_digest
         if records_digest is None:
-            records_digest = self._compute_digest()
+            records_digest = self._compute_records_digest()
         most = self.settings.data.max_samples
-        return compute_digest(
-            repr((self.name, plugins.digest(self.name), str(records_digest), self.fields.key, most))
+        return compute_text_digest(
+            repr(
+                (
+                    self.name,
+                    plugins.compute_plugin_digest(self.name),
+                    str(records_digest),
+                    self.fields.cache_key,
+                    most,
+                )
+            )
         )
 
-    def _detect_format(self) -> Format:
+    def _detect_format(self) -> RecordFormat:
         if self.fields.format is None:
             first = next(self.iter_rows(), None)
             if first is not None and {"input_ids", "labels"} <= first[1].keys():
                 return "samples"
         return super()._detect_format()
 
-    def check(self) -> None:
-        if self.settings.data.format != FINISHED:  # those are checked when they are counted
-            super().check()
+    def check_readable(self) -> None:
+        if self.settings.data.format != CUSTOM_SAMPLES:  # those are checked when they are counted
+            super().check_readable()
 
     def _read_rows(self) -> Iterator[LocatedRow]:
         subject = f"data.source: {self.name}"
         with plugins.convert_user_errors(subject):
             records = self.records
             if isinstance(records, Iterator):  # can be read once
-                records = plugins.load_and_call("data.source", self.name)
+                records = plugins.load_plugin_value("data.source", self.name)
             elif (
                 not isinstance(records, Iterable)
                 and hasattr(records, "__getitem__")
@@ -82,7 +90,7 @@ class UserRecords(DataSource):
                 records = map(records.__getitem__, range(len(records)))
             if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
                 raise UserError(f"{subject}: gives a {type(records).__name__}, not an iterable of records")
-            asks_at = time.monotonic() + PATIENCE
+            asks_at = time.monotonic() + NOTE_AFTER_SECONDS
             for number, row in enumerate(islice(records, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
@@ -95,7 +103,7 @@ class UserRecords(DataSource):
                     raise UserError(f"data.source: {location} is a {type(row).__name__}, not a mapping")
                 yield LocatedRow(location, row)
 
-    def _compute_digest(self) -> str:
+    def _compute_records_digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for location, row in self.iter_rows():
             try:
@@ -107,7 +115,7 @@ class UserRecords(DataSource):
         return digest.hexdigest()
 
 
-def write_records(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
+def write_records_file(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
     """Write records that a script has in memory to a file named by their digest, and return it.
 
     Raises:

@@ -10,8 +10,8 @@ import warnings
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.parquet_rows import drop_nulls
-from portable.data.sources.records import Cell, LocatedRow
+from portable.data.sources.parquet_rows import drop_nested_nulls
+from portable.data.sources.records import CsvCell, LocatedRow
 from portable.errors import UserError, to_one_line
 from portable.paths import open_file
 from portable.temporary_folder import create_scratch_folder
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from portable.data.sources.records import BadRecords, Fields
 
 
-def import_datasets(need: str) -> Any:
+def import_datasets(purpose: str) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"data.source: {need} needs the datasets library; run: pip install datasets "
+            f"data.source: {purpose} needs the datasets library; run: pip install datasets "
             "(.txt, .jsonl, .json and .parquet files do not need it)"
         ) from error
     return datasets
@@ -38,7 +38,7 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
     """Stream the rows of a .csv file without caching it.
 
     All cells are text. A text may look like a number or like a missing value, and a class may be called NA.
-    The cells of labels and of further columns of numbers are marked as :class:`Cell`.
+    The cells of labels and of further columns of numbers are marked as :class:`CsvCell`.
 
     Args:
         name: of the file, for messages.
@@ -51,7 +51,7 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
                 header = next(csv.reader(file), None)
             if header is None:
                 return
-            _check_separator(header, name)
+            _check_comma_separated(header, name)
             marked = {fields.label, *fields.columns}
             rows = iter(
                 datasets.load_dataset(
@@ -66,14 +66,14 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
                 )
             )
             for number in count(1):
-                row = next(rows, None) if fields.bad is None else _read_next_good(rows, name, fields.bad)
+                row = next(rows, None) if fields.bad is None else _read_next_valid_row(rows, name, fields.bad)
                 if row is None:
                     return
                 row = {
-                    key: Cell(value) if key in marked and isinstance(value, str) else value
+                    key: CsvCell(value) if key in marked and isinstance(value, str) else value
                     for key, value in row.items()
                 }
-                yield LocatedRow(f"{name}: row {number}", drop_nulls(row))
+                yield LocatedRow(f"{name}: row {number}", drop_nested_nulls(row))
         except UserError:
             raise
         except Exception as error:
@@ -82,7 +82,7 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
             ) from error
 
 
-def _check_separator(header: list[str], name: str) -> None:
+def _check_comma_separated(header: list[str], name: str) -> None:
     """Raise UserError if the columns are separated by something else than commas."""
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(
@@ -91,17 +91,17 @@ def _check_separator(header: list[str], name: str) -> None:
         )
 
 
-def _read_next_good(rows: Iterator[Any], name: str, bad: BadRecords) -> Any:
-    """The next row, or None; lines with too many cells go to ``bad``, of which pandas warns."""
+def _read_next_valid_row(rows: Iterator[Any], name: str, bad_records: BadRecords) -> Any:
+    """The next row, or None; lines with too many cells go to ``bad_records``, of which pandas warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         row = next(rows, None)
     for line in (line for warning in caught for line in str(warning.message).splitlines() if "line" in line):
-        bad.skip(UserError(f"data.source: {name}: {line.removeprefix('Skipping ')}"))
+        bad_records.skip_record(UserError(f"data.source: {name}: {line.removeprefix('Skipping ')}"))
     return row
 
 
-def build_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
+def build_dataset_load_error(names: Iterable[str | None], error: BaseException) -> UserError:
     """The error for a hub data set that cannot be loaded: its name, configuration and split."""
     parts = ", ".join(str(part) for part in names if part)
     return UserError(

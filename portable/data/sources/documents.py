@@ -20,8 +20,8 @@ WEIGHT_KEYS = ("weight", "train", "training", "loss")
 """Keys of a message that may exclude it from the loss, in OpenAI's, axolotl's and ms-swift's data."""
 
 
-Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
-ANSWERING = frozenset({"assistant"})
+RecordFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
+DEFAULT_TRAINED_ROLES = frozenset({"assistant"})
 """The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
 Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
@@ -36,58 +36,64 @@ class Conversation:
         messages: with ``role`` and, unless it is a tool call alone, ``content``: a string. Templates see
             their other keys, too.
         tools: JSON schemas of the tools that the assistant may call.
-        prompt: how many messages are the prompt, if the record says so.
+        num_prompt_messages: how many messages are the prompt, if the record says so.
         template_kwargs: further variables of the template, from the record.
         location: the record's place in the source, for messages.
-        roles: whose messages are trained, besides those that say so.
+        trained_roles: whose messages are trained, besides those that say so.
     """
 
     messages: tuple[Message, ...]
     location: str
     tools: tuple[dict[str, Any], ...] | None = None
-    prompt: int | None = None
+    num_prompt_messages: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    roles: frozenset[str] = ANSWERING
+    trained_roles: frozenset[str] = DEFAULT_TRAINED_ROLES
 
     @property
-    def answers(self) -> list[int]:
-        """The places of the messages that are trained, which are the assistant's for most: see ``roles``."""
+    def trained_message_indices(self) -> list[int]:
+        """The places of the messages that are trained, which are the assistant's for most: see ``trained_roles``."""
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
-        is_selected = message["role"] in self.roles or bool(message.get("train") or message.get("training"))
-        return is_selected and not is_context_only(message)
+        is_selected = message["role"] in self.trained_roles or bool(
+            message.get("train") or message.get("training")
+        )
+        return is_selected and not is_excluded_from_training(message)
 
     @property
-    def speakers(self) -> str:
+    def trained_roles_text(self) -> str:
         """Whose messages are trained, for messages."""
-        return "the assistant" if self.roles == ANSWERING else " or ".join(sorted(self.roles))
+        return (
+            "the assistant"
+            if self.trained_roles == DEFAULT_TRAINED_ROLES
+            else " or ".join(sorted(self.trained_roles))
+        )
 
     @property
-    def text(self) -> str:
+    def joined_text(self) -> str:
         """Everything that is said, a line each."""
         return replace_surrogates("\n".join(str(message.get("content", "")) for message in self.messages))
 
 
-def is_context_only(message: Message) -> bool:
+def is_excluded_from_training(message: Message) -> bool:
     """Whether a message says that it is not trained."""
     return any(message.get(key) == 0 for key in WEIGHT_KEYS)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of a long one. Only the last piece has ``ends`` set."""
+    """A document, or a piece of a long one. Only the last piece has ``is_last_piece`` set."""
 
     text: str
     target: str | None = None
     label: Label | None = None
-    ends: bool = True
-    pair: str | None = None
+    is_last_piece: bool = True
+    pair_text: str | None = None
     conversation: Conversation | None = None
     """What the tokens are made of instead of ``text``, which has what is said in it."""
-    columns: tuple[float, ...] = ()
+    extra_columns: tuple[float, ...] = ()
     """Further numbers of the record, for a loss of the user's."""
-    prompt_chars: int | None = None
+    num_prompt_chars: int | None = None
     """How many characters of the text are a prompt, if it has one."""
 
 
@@ -99,19 +105,19 @@ class RecordError(UserError):
     """A record cannot be used. Other records of its source may be fine."""
 
 
-def compute_digest(content: str) -> str:
+def compute_text_digest(content: str) -> str:
     """The name of what a text says."""
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def build_changed_error(path: object) -> UserError:
+def build_data_changed_error(path: object) -> UserError:
     """The error for data that changed during reading."""
     return UserError(
         f"data.source: {path} changed while it was read; wait until nothing writes to it, and start again"
     )
 
 
-def find_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
+def get_field_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return the value of a field. A dotted name may be a path to a nested field."""
     if name in row:
         return row[name]
@@ -123,7 +129,7 @@ def find_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
     return value
 
 
-def list_fields(row: Mapping[str, Any]) -> Iterator[str]:
+def iter_field_names(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of the fields, with nested fields as dotted names."""
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
@@ -142,6 +148,6 @@ def describe_type(value: object) -> str:
     return "null" if value is None else f"of type {type(value).__name__}"
 
 
-def format_names(names: Iterable[str]) -> str:
+def format_name_list(names: Iterable[str]) -> str:
     shown = list(islice(names, 21))
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")

@@ -12,9 +12,9 @@ from abc import abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.converters.storage.path_or_url import in_store
-from portable.data.sources.documents import compute_digest
-from portable.data.sources.parquet_rows import iter_rows, open_parquet
+from portable.converters.storage.path_or_url import is_in_store
+from portable.data.sources.documents import compute_text_digest
+from portable.data.sources.parquet_rows import iter_parquet_rows, open_parquet
 from portable.data.sources.read_errors import convert_read_errors
 from portable.data.sources.records import LocatedRow
 from portable.data.sources.rows import parse_json_row
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from portable.converters.storage.listed_file import Object
+    from portable.converters.storage.listed_file import ListedFile
     from portable.converters.storage.object_store import RemotePath
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _BUFFER = 4 << 20  # bytes of a request for lines
 
 
-class FilePart(DataSource):
+class FileRangeSource(DataSource):
     """The records that begin within the bytes ``[start, stop)`` of a file.
 
     Args:
@@ -42,9 +42,9 @@ class FilePart(DataSource):
     """
 
     def __init__(
-        self, path: Place, stored_object: Object | None, start: int, stop: int, settings: SourceSettings
+        self, path: AnyPath, stored_object: ListedFile | None, start: int, stop: int, settings: SourceSettings
     ) -> None:
-        self.downloads = stored_object is not None
+        self.downloads_to_read = stored_object is not None
         self._path = path
         self._start = start
         self._stop = stop
@@ -55,41 +55,46 @@ class FilePart(DataSource):
     def size_bytes(self) -> int:
         return self._stop - self._start
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Of the bytes; of an object, of its URL and version."""
         if self._object is not None:
-            return compute_digest(f"{self.fields.key}{self._path} {self._object} {self._start} {self._stop}")
-        digest = hashlib.blake2b(self.fields.key.encode(), digest_size=16)
+            return compute_text_digest(
+                f"{self.fields.cache_key}{self._path} {self._object} {self._start} {self._stop}"
+            )
+        digest = hashlib.blake2b(self.fields.cache_key.encode(), digest_size=16)
         with convert_read_errors(self._path):
-            for piece in self._iter_contents():
+            for piece in self._iter_digested_bytes():
                 digest.update(piece)
         return digest.hexdigest()
 
-    def _has_changed(self, before: str) -> bool:
-        if not in_store(self._path) or self._object is None:
-            return super()._has_changed(before)
+    def _has_changed(self, old_digest: str) -> bool:
+        if not is_in_store(self._path) or self._object is None:
+            return super()._has_changed(old_digest)
         with convert_read_errors(self._path):  # the URL of a file of the hub has its revision
-            return bool(self._object.version) and self._path.look_up() != self._object
+            return bool(self._object.version) and self._path.fetch_status() != self._object
 
     @abstractmethod
-    def _iter_contents(self) -> Iterator[bytes]:
+    def _iter_digested_bytes(self) -> Iterator[bytes]:
         """All bytes that decide what the records are."""
 
-    def _open(self) -> io.RawIOBase:
-        if not in_store(self._path):
+    def _open_file(self) -> io.RawIOBase:
+        if not is_in_store(self._path):
             return open_file(self._path)
         assert self._object is not None
-        return _ObjectFile(self._path, self._object.size)
+        return _StoredObjectFile(self._path, self._object.size_bytes)
 
 
-class LineRange(FilePart):
+class JsonlRangeSource(FileRangeSource):
     """The lines of a .jsonl file that begin within some bytes."""
 
-    def _iter_contents(self) -> Iterator[bytes]:
+    def _iter_digested_bytes(self) -> Iterator[bytes]:
         return (line for _, line in self._iter_lines())
 
     def _iter_lines(self) -> Iterator[tuple[int, bytes]]:
-        with self._open() as raw, io.BufferedReader(raw, _BUFFER if self.downloads else 1 << 20) as file:
+        with (
+            self._open_file() as raw,
+            io.BufferedReader(raw, _BUFFER if self.downloads_to_read else 1 << 20) as file,
+        ):
             if self._start:
                 file.seek(self._start - 1)
                 file.readline()  # began in the part before, or is the end of its last line
@@ -112,21 +117,24 @@ class _OpenRowGroups(NamedTuple):
     row_groups: list[int]
 
 
-class RowGroupRange(FilePart):
+class ParquetRangeSource(FileRangeSource):
     """The rows of a .parquet file whose row groups begin within some bytes."""
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
-        with self._open() as raw, open_parquet(raw, self._path, pre_buffer=self.downloads) as file:
+        with (
+            self._open_file() as raw,
+            open_parquet(raw, self._path, pre_buffer=self.downloads_to_read) as file,
+        ):
             # Without columns there is nowhere to begin, and nothing to read.
             groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
-            begins = ((number, _get_group_start(file.metadata, number)) for number in groups)
+            begins = ((number, _get_row_group_start(file.metadata, number)) for number in groups)
             yield _OpenRowGroups(
                 file, [number for number, begin in begins if self._start <= begin < self._stop]
             )
 
-    def _iter_contents(self) -> Iterator[bytes]:
-        with self._open_parquet() as (file, groups), self._open() as raw:
+    def _iter_digested_bytes(self) -> Iterator[bytes]:
+        with self._open_parquet() as (file, groups), self._open_file() as raw:
             yield str(file.schema_arrow).encode()
             for number in groups:
                 group = file.metadata.row_group(number)
@@ -139,10 +147,10 @@ class RowGroupRange(FilePart):
 
     def _read_rows(self) -> Iterator[LocatedRow]:
         with self._open_parquet() as (file, groups):
-            yield from iter_rows(file, groups, self._path, self.fields)
+            yield from iter_parquet_rows(file, groups, self._path, self.fields)
 
 
-def _get_group_start(metadata: Any, number: int) -> int:
+def _get_row_group_start(metadata: Any, number: int) -> int:
     """The first byte of a row group."""
     return _get_column_start(metadata.row_group(number).column(0))
 
@@ -154,14 +162,14 @@ def _get_column_start(column: Any) -> int:
     return int(start)
 
 
-PARTS: dict[str, type[LineRange | RowGroupRange]] = {
-    ".jsonl": LineRange,
-    ".parquet": RowGroupRange,
+RANGE_SOURCES: dict[str, type[JsonlRangeSource | ParquetRangeSource]] = {
+    ".jsonl": JsonlRangeSource,
+    ".parquet": ParquetRangeSource,
 }
 """What reads parts of a file, by its format."""
 
 
-class _ObjectFile(io.RawIOBase):
+class _StoredObjectFile(io.RawIOBase):
     """An object as a file; each read is one request."""
 
     def __init__(self, path: RemotePath, size: int) -> None:

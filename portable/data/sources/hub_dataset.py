@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from portable.data.sources.datasets_library import build_load_error, import_datasets
-from portable.data.sources.documents import compute_digest
-from portable.data.sources.files import Files
-from portable.data.sources.hub_files import check_hub_card, find_hub_files
-from portable.data.sources.parquet_rows import drop_nulls
+from portable.data.sources.datasets_library import build_dataset_load_error, import_datasets
+from portable.data.sources.documents import compute_text_digest
+from portable.data.sources.files import RecordFiles
+from portable.data.sources.hub_files import check_hub_card, list_hub_split_files
+from portable.data.sources.parquet_rows import drop_nested_nulls
 from portable.data.sources.records import LocatedRow
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard
-from portable.node_folder import compute_once
-from portable.private.datasets_internals import get_fingerprint
+from portable.node_folder import compute_once_per_node
+from portable.private.datasets_internals import get_dataset_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class HubDataset(DataSource):
     """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
 
-    remote = True
-    downloads = True
+    downloads_to_open = True
+    downloads_to_read = True
 
     # Loaded once per process: the key, the tokenizer and the tokens each need it.
-    _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
+    _datasets_by_key: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
         return cls(names[0], settings)
 
-    def _load_rows(self) -> Any:
+    def _load_dataset(self) -> Any:
         dataset_key = (self.name, self.settings.data.config_name, self.settings.split)
-        if dataset_key not in self._loaded:
+        if dataset_key not in self._datasets_by_key:
             datasets = import_datasets(f"the hub data set {self.name!r}")
 
             def load() -> Any:
@@ -43,20 +43,22 @@ class HubDataset(DataSource):
                 try:
                     return datasets.load_dataset(dataset_key[0], dataset_key[1], split=dataset_key[2])
                 except Exception as error:
-                    raise build_load_error(dataset_key, error) from error
+                    raise build_dataset_load_error(dataset_key, error) from error
 
             # Not offline on the other ranks, because the library then chooses among cached revisions. The
             # pickle of a dataset has the paths of its files.
-            self._loaded[dataset_key] = compute_once(f"dataset {dataset_key}", load)
-        return self._loaded[dataset_key]
+            self._datasets_by_key[dataset_key] = compute_once_per_node(f"dataset {dataset_key}", load)
+        return self._datasets_by_key[dataset_key]
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         most = self.settings.data.max_samples
-        return compute_digest(repr((get_fingerprint(self._load_rows()), self.fields.key, most)))
+        return compute_text_digest(
+            repr((get_dataset_fingerprint(self._load_dataset()), self.fields.cache_key, most))
+        )
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        features = getattr(self._load_rows(), "features", None) or {}
+        features = getattr(self._load_dataset(), "features", None) or {}
         feature = features.get(self.fields.label)
         for part in () if feature is not None else (self.fields.label or "").split("."):
             features = feature = features.get(part) if isinstance(features, Mapping) else None
@@ -66,14 +68,14 @@ class HubDataset(DataSource):
         return None if names is None else tuple(map(str, names))
 
     def _read_rows(self) -> Iterator[LocatedRow]:
-        for number, row in enumerate(self._load_rows(), start=1):
-            yield LocatedRow(f"{self.name}: row {number}", drop_nulls(row))
+        for number, row in enumerate(self._load_dataset(), start=1):
+            yield LocatedRow(f"{self.name}: row {number}", drop_nested_nulls(row))
 
     @cached_property
-    def _files(self) -> Files:
+    def _files(self) -> RecordFiles:
         settings = self.settings
-        return Files(
-            self.name, find_hub_files(self.name, settings.data.config_name, settings.split), settings
+        return RecordFiles(
+            self.name, list_hub_split_files(self.name, settings.data.config_name, settings.split), settings
         )
 
     @property

@@ -9,34 +9,40 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.yaml_text import parse
-from portable.converters.storage.listed_file import Object
-from portable.converters.storage.safe_open import read_small_text
-from portable.data.sources.compression import FORMATS, get_format
-from portable.data.sources.datasets_library import build_load_error, import_datasets
-from portable.data.sources.documents import format_names
+from portable.config.yaml_text import parse_yaml
+from portable.converters.storage.listed_file import ListedFile
+from portable.converters.storage.safe_open import read_small_text_file
+from portable.data.sources.compression import FILE_FORMATS, get_file_format
+from portable.data.sources.datasets_library import build_dataset_load_error, import_datasets
+from portable.data.sources.documents import format_name_list
 from portable.data.sources.listing import list_local_files
 from portable.errors import UserError, to_one_line
-from portable.node_folder import compute_once
-from portable.paths import check_folder, check_link, convert_storage_errors, name_inside, open_file
-from portable.untrusted_settings import check_values
+from portable.node_folder import compute_once_per_node
+from portable.paths import (
+    check_folder_files,
+    check_link_stays_inside,
+    convert_storage_errors,
+    open_file,
+    validate_relative_name,
+)
+from portable.untrusted_settings import check_setting_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
 _HUB = "hf://"
-_CARD, _STANDALONE = "README.md", ".huggingface.yaml"
+_CARD_FILE, _SETTINGS_FILE = "README.md", ".huggingface.yaml"
 _FRONT_MATTER = re.compile(r"\s*---[\r\n]+(.*?)[\r\n]+---(?:\r?\n|$)", re.DOTALL)
 """Settings at the start of a dataset card."""
 _MAX_CARD_VALUES = 1_000_000
-_AT_A_TIME = 500  # files that are asked for in a request
-_SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
+_FILES_PER_REQUEST = 500  # files that are asked for in a request
+_SPLIT_NAME_PATTERNS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
 
-def find_hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Object | None]:
+def list_hub_split_files(name: str, config_name: str | None, split: str) -> dict[AnyPath, ListedFile | None]:
     """The files of a split, in the order of the ``datasets`` library, at the newest revision.
 
     Raises:
@@ -45,10 +51,12 @@ def find_hub_files(name: str, config_name: str | None, split: str) -> dict[Place
     from portable.converters.storage.object_store import RemotePath  # a run on a disk does without
 
     key = f"files of dataset {(name, config_name, split)}"
-    files: dict[Place, Object | None] = {}
-    for repository, sizes in compute_once(key, lambda: _list_hub_files(name, config_name, split)).items():
-        root = RemotePath.of_hub(repository)
-        files |= {root / file: Object(size, "") for file, size in sizes.items()}
+    files: dict[AnyPath, ListedFile | None] = {}
+    for repository, sizes in compute_once_per_node(
+        key, lambda: _list_hub_files(name, config_name, split)
+    ).items():
+        root = RemotePath.from_hub_repository(repository)
+        files |= {root / file: ListedFile(size, "") for file, size in sizes.items()}
     return files  # without versions, because the name of the repository has the revision
 
 
@@ -59,38 +67,38 @@ def _list_hub_files(name: str, config_name: str | None, split: str) -> dict[str,
         files_by_repository: dict[str, list[str]] = {}
         for url in _list_split_files(name, config_name, split):
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
-            if not url.startswith(f"{_HUB}datasets/") or get_format(url) not in FORMATS:
+            if not url.startswith(f"{_HUB}datasets/") or get_file_format(url) not in FILE_FORMATS:
                 raise UserError(
-                    f"data.source: {url}: cannot stream this kind of file (but {format_names(FORMATS)}); "
-                    "set data.stream to false"
+                    f"data.source: {url}: cannot stream this kind of file (but "
+                    f"{format_name_list(FILE_FORMATS)}); set data.stream to false"
                 )
             files_by_repository.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
         listed_files: dict[str, dict[str, int]] = {}
         for repository, files in files_by_repository.items():
-            sizes = _fetch_sizes(repository, files)
+            sizes = _fetch_file_sizes(repository, files)
             listed_files[repository] = {file: sizes[file] for file in files}
     return listed_files
 
 
-def _fetch_sizes(repository: str, files: list[str]) -> dict[str, int]:
+def _fetch_file_sizes(repository: str, files: list[str]) -> dict[str, int]:
     """The sizes of files of a repository on the hub, in bytes."""
     from huggingface_hub import HfApi
 
     name, _, revision = repository.removeprefix("datasets/").partition("@")
     sizes: dict[str, int] = {}
-    for start in range(0, len(files), _AT_A_TIME):
-        requested = files[start : start + _AT_A_TIME]
+    for start in range(0, len(files), _FILES_PER_REQUEST):
+        requested = files[start : start + _FILES_PER_REQUEST]
         try:
             entries = HfApi().get_paths_info(name, requested, revision=revision or None, repo_type="dataset")
             sizes |= {entry.path: getattr(entry, "size", 0) for entry in entries}
         except Exception as error:  # its own, and those of its HTTP client
-            raise build_load_error((name, None), error) from error
+            raise build_dataset_load_error((name, None), error) from error
     if missing := [file for file in files if file not in sizes]:
         raise UserError(f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file")
     return sizes
 
 
-def find_folder_files(name: str, config_name: str | None, split: str) -> list[Path] | None:
+def find_split_files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
     """The files of a split of a local folder, as ``load_dataset`` finds them; None if it has no splits.
 
     It has some if its card has settings, as a copy of a data set of the hub has, or if its files are named
@@ -105,23 +113,23 @@ def find_folder_files(name: str, config_name: str | None, split: str) -> list[Pa
             return None
     except (OSError, ValueError):  # no possible name
         return None
-    if not (config_name or _has_settings(folder) or _has_split_names(folder)):
+    if not (config_name or _has_card_settings(folder) or _has_split_names(folder)):
         return None
-    check_folder("data.source", str(folder), most=None)
-    _check_card(folder)
+    check_folder_files("data.source", str(folder), max_files=None)
+    _check_folder_card(folder)
     files = [Path(file) for file in _list_split_files(str(folder), config_name, split)]
     for file in files:
-        if get_format(file) not in FORMATS:
+        if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
             )
     return files
 
 
-def _has_settings(folder: Path) -> bool:
-    check_link("data.source", folder / _CARD, folder)
+def _has_card_settings(folder: Path) -> bool:
+    check_link_stays_inside("data.source", folder / _CARD_FILE, folder)
     try:
-        with open_file(folder / _CARD, folder) as file:
+        with open_file(folder / _CARD_FILE, folder) as file:
             return file.read(4).rstrip() == b"---"
     except OSError:
         return False
@@ -135,7 +143,7 @@ def check_hub_card(name: str) -> None:
     """
     from huggingface_hub import hf_hub_download
 
-    for file in (_CARD, _STANDALONE):
+    for file in (_CARD_FILE, _SETTINGS_FILE):
         try:
             path = Path(hf_hub_download(name, file, repo_type="dataset"))
         except Exception:  # the library that reads the repository reports why it cannot
@@ -143,13 +151,13 @@ def check_hub_card(name: str) -> None:
         _check_card_file(path)
 
 
-def _check_card(folder: Path) -> None:
+def _check_folder_card(folder: Path) -> None:
     """Check that the settings of a folder name only its own files.
 
     Raises:
         UserError: If they name another file.
     """
-    for path in (folder / _CARD, folder / _STANDALONE):
+    for path in (folder / _CARD_FILE, folder / _SETTINGS_FILE):
         if path.is_file():
             _check_card_file(path)
 
@@ -157,17 +165,17 @@ def _check_card(folder: Path) -> None:
 def _check_card_file(path: Path) -> None:
     """Check the settings of a dataset. ``datasets`` would read any file or URL that they name."""
     try:
-        text = read_small_text(path)
-        if path.name == _CARD:
+        text = read_small_text_file(path)
+        if path.name == _CARD_FILE:
             block = _FRONT_MATTER.match(text)
             text = block[1] if block else ""
-        settings = parse(text, path.name, most=_MAX_CARD_VALUES).value
+        settings = parse_yaml(text, path.name, max_nodes=_MAX_CARD_VALUES).value
         configs = settings.get("configs") if isinstance(settings, dict) else None
         for config in configs or ():
             for key in ("data_files", "data_dir"):
-                for data_file in _iter_texts(config.get(key)):
-                    name_inside(data_file)
-        check_values("configs", configs, path.parent)
+                for data_file in _iter_strings(config.get(key)):
+                    validate_relative_name(data_file)
+        check_setting_values("configs", configs, path.parent)
     except Exception as error:  # a card may hold any values
         raise UserError(
             f"data.source: {path}: {to_one_line(error)[:200]}; correct it, or remove it to read all data "
@@ -175,16 +183,19 @@ def _check_card_file(path: Path) -> None:
         ) from error
 
 
-def _iter_texts(value: Any) -> Iterator[str]:
+def _iter_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _iter_texts(inner)
+        yield from _iter_strings(inner)
 
 
 def _has_split_names(folder: Path) -> bool:
     names = [str(file.relative_to(folder)).lower() for file in list_local_files(str(folder)) or ()]
-    return all(any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names) for words in _SPLITS)
+    return all(
+        any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names)
+        for words in _SPLIT_NAME_PATTERNS
+    )
 
 
 def _list_split_files(name: str, config_name: str | None, split: str) -> list[str]:
@@ -192,8 +203,8 @@ def _list_split_files(name: str, config_name: str | None, split: str) -> list[st
     try:
         files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
     except Exception as error:
-        raise build_load_error((name, config_name), error) from error
+        raise build_dataset_load_error((name, config_name), error) from error
     if split not in files:
-        split_names = format_names(map(str, files)) or "none"
+        split_names = format_name_list(map(str, files)) or "none"
         raise UserError(f"data.split: {name} has no split {split!r} of files; it has {split_names}")
     return [str(file) for file in files[split]]

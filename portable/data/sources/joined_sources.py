@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.data.sources.documents import Document, compute_digest
+from portable.data.sources.documents import Document, compute_text_digest
 from portable.data.sources.source import DataSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class JoinedSource(DataSource):
+class InterleavedSource(DataSource):
     """The documents of several sources in turn, one of each, until all have ended."""
 
     def __init__(self, sources: Sequence[DataSource]) -> None:
         self._sources = tuple(sources)
-        self.remote = any(source.remote for source in sources)
-        self.downloads = any(source.downloads for source in sources)
+        self.downloads_to_open = any(source.downloads_to_open for source in sources)
+        self.downloads_to_read = any(source.downloads_to_read for source in sources)
         super().__init__(", ".join(source.name for source in sources), sources[0].settings)
 
-    def digest(self) -> str:
-        return compute_digest(repr([source.key for source in self._sources]))
+    def compute_digest(self) -> str:
+        return compute_text_digest(repr([source.cache_key for source in self._sources]))
 
     @property
-    def contents(self) -> frozenset[bytes]:
-        return frozenset[bytes]().union(*(source.contents for source in self._sources))
+    def content_digests(self) -> frozenset[bytes]:
+        return frozenset[bytes]().union(*(source.content_digests for source in self._sources))
 
     def iter_documents(self) -> Iterator[Document]:
         streams = [source.iter_documents() for source in self._sources]
@@ -33,7 +33,7 @@ class JoinedSource(DataSource):
             for stream in tuple(streams):
                 for document in stream:
                     yield document
-                    if document.ends:
+                    if document.is_last_piece:
                         break
                 else:
                     streams.remove(stream)

@@ -7,25 +7,30 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.converters.storage.path_or_url import is_url, suggest_path
-from portable.data.sources.compression import FORMATS, get_format
-from portable.data.sources.documents import format_names
+from portable.converters.storage.path_or_url import format_path_suggestion, is_url
+from portable.data.sources.compression import FILE_FORMATS, get_file_format
+from portable.data.sources.documents import format_name_list
 from portable.errors import MissingDataError, UserError, to_one_line
-from portable.paths import check_link, convert_storage_errors, iter_regular_files, place_of
+from portable.paths import (
+    check_link_stays_inside,
+    convert_storage_errors,
+    iter_regular_files,
+    parse_place_setting,
+)
 
 if TYPE_CHECKING:
-    from portable.converters.storage.listed_file import Object
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.listed_file import ListedFile
+    from portable.converters.storage.path_or_url import AnyPath
 
 
-def find_folder(name: str, file: str) -> Place | None:
-    """The folder that ``name`` means, here or in an object store, if ``file`` is in it."""
-    if glob.has_magic(name) or (is_url(name) and get_format(name) in FORMATS):
+def find_folder_with_file(name: str, required_file: str) -> AnyPath | None:
+    """The folder that ``name`` means, here or in an object store, if ``required_file`` is in it."""
+    if glob.has_magic(name) or (is_url(name) and get_file_format(name) in FILE_FORMATS):
         return None
-    place = place_of("data.source", name)
+    folder = parse_place_setting("data.source", name)
     try:
         with convert_storage_errors("data.source"):
-            return place if (place / file).is_file() else None
+            return folder if (folder / required_file).is_file() else None
     except OSError:  # of an impossible name
         return None
 
@@ -50,11 +55,11 @@ def _match_local_files(name: str) -> list[Path] | None:
     path = Path(name)
     if path.is_dir():
         files = sorted(
-            file for file in iter_regular_files("data.source", path) if get_format(file) in FORMATS
+            file for file in iter_regular_files("data.source", path) if get_file_format(file) in FILE_FORMATS
         )
         if not files:
             raise UserError(
-                f"data.source: {name} has no {format_names(FORMATS)} files; choose another folder"
+                f"data.source: {name} has no {format_name_list(FILE_FORMATS)} files; choose another folder"
             )
         return files
     if path.exists():
@@ -65,47 +70,53 @@ def _match_local_files(name: str) -> list[Path] | None:
         fixed_parts = takewhile(lambda part: not glob.has_magic(part), path.parts)
         folder = Path(*fixed_parts)
         for file in files:
-            check_link("data.source", file, folder)
+            check_link_stays_inside("data.source", file, folder)
         if not files:
             raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
-    elif name.startswith((".", "/", "~")) or get_format(path) in FORMATS or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or get_file_format(path) in FILE_FORMATS or name.count("/") > 1:
         raise MissingDataError(
-            f"data.source: {name}: no such file or folder" + (suggest_path(path) or "; check the path")
+            f"data.source: {name}: no such file or folder"
+            + (format_path_suggestion(path) or "; check the path")
         )
     else:
         return None
     for file in files:
-        if get_format(file) not in FORMATS:
+        if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
             )
     return files
 
 
-def list_remote_files(url: str) -> dict[Place, Object]:
+def list_remote_files(url: str) -> dict[AnyPath, ListedFile]:
     """List the files of a URL: one file, those that match a pattern, or all readable files in a folder.
 
     Raises:
         UserError: if there is no readable file.
     """
-    from portable.converters.storage.object_store import RemotePath, matching  # a run on a disk does without
+    from portable.converters.storage.object_store import (  # a run on a disk does without
+        RemotePath,
+        find_matching_objects,
+    )
 
     with convert_storage_errors("data.source"):
-        path = RemotePath.of(url)
-        objects: dict[Any, Object] = dict(matching(path))
+        path = RemotePath.from_url(url)
+        objects: dict[Any, ListedFile] = dict(find_matching_objects(path))
         if not objects:
             objects = {
                 path / name: stored_object
-                for name, stored_object in path.objects().items()
-                if get_format(name) in FORMATS and not any(part.startswith(".") for part in name.split("/"))
+                for name, stored_object in path.list_objects().items()
+                if get_file_format(name) in FILE_FORMATS
+                and not any(part.startswith(".") for part in name.split("/"))
             }
     if not objects:
         raise UserError(
-            f"data.source: there is no {format_names(FORMATS)} file at {url}; check the URL and the pattern"
+            f"data.source: there is no {format_name_list(FILE_FORMATS)} file at {url}; check the URL and the "
+            "pattern"
         )
     for file in objects:
-        if get_format(file) not in FORMATS:
+        if get_file_format(file) not in FILE_FORMATS:
             raise UserError(
-                f"data.source: {file}: cannot read this kind of file; use {format_names(FORMATS)}"
+                f"data.source: {file}: cannot read this kind of file; use {format_name_list(FILE_FORMATS)}"
             )
     return dict(sorted(objects.items(), key=lambda item: str(item[0])))

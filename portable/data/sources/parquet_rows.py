@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.compression import check_expanded
+from portable.data.sources.compression import check_decompression_ratio
 from portable.data.sources.records import LocatedRow
 from portable.errors import UserError, to_one_line
 
@@ -36,9 +36,11 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
     try:
         with parquet.ParquetFile(raw, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
             expanded = sum(
-                map(_get_expanded_size, map(file.metadata.row_group, range(file.metadata.num_row_groups)))
+                map(
+                    _get_decompressed_bytes, map(file.metadata.row_group, range(file.metadata.num_row_groups))
+                )
             )
-            check_expanded(expanded, raw.seek(0, io.SEEK_END), name)
+            check_decompression_ratio(expanded, raw.seek(0, io.SEEK_END), name)
             yield file
     except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
         raise UserError(
@@ -46,12 +48,12 @@ def open_parquet(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
         ) from error
 
 
-def _get_expanded_size(group: Any) -> int:
+def _get_decompressed_bytes(group: Any) -> int:
     """What a row group comes to, before a value that is stored once is repeated."""
     return int(group.total_byte_size)
 
 
-def iter_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
+def iter_parquet_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) -> Iterator[LocatedRow]:
     """Yield the place and the columns of the rows of some row groups."""
     columns = _select_columns(file.schema_arrow.names, fields)
     groups = list(groups)
@@ -61,13 +63,14 @@ def iter_rows(file: Any, groups: Iterable[int], name: object, fields: Fields) ->
         row = starts[group]
         # A value of a dictionary, as large as the group, may be that of every row.
         rows = max(
-            _FEWEST, min(_ROWS, _BATCH_BYTES // max(1, _get_expanded_size(file.metadata.row_group(group))))
+            _FEWEST,
+            min(_ROWS, _BATCH_BYTES // max(1, _get_decompressed_bytes(file.metadata.row_group(group)))),
         )
         for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
-            for values in _iter_dictionaries(batch, row, name, fields):
+            for values in _iter_batch_rows(batch, row, name, fields):
                 row += 1
                 if values is not None:
-                    yield LocatedRow(f"{name}: row {row}", drop_nulls(values))
+                    yield LocatedRow(f"{name}: row {row}", drop_nested_nulls(values))
 
 
 def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
@@ -79,8 +82,8 @@ def _select_columns(names: list[str], fields: Fields) -> list[str] | None:
     return columns if set(columns) <= set(names) else None
 
 
-def _iter_dictionaries(
-    batch: Any, before: int, name: object, fields: Fields
+def _iter_batch_rows(
+    batch: Any, num_rows_before: int, name: object, fields: Fields
 ) -> Iterator[dict[str, Any] | None]:
     """The rows of a batch; None for one that cannot be read and is left out."""
     try:
@@ -96,15 +99,15 @@ def _iter_dictionaries(
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else to_one_line(error)
             refusal = UserError(
-                f"data.source: {name}: row {before + number + 1}: {reason}; correct or remove it, or set "
-                "data.on_bad_record to skip"
+                f"data.source: {name}: row {num_rows_before + number + 1}: {reason}; correct or remove it, "
+                "or set data.on_bad_record to skip"
             )
             refusal.__cause__ = error
-            fields.reject_record(refusal)
+            fields.skip_record_or_raise(refusal)
             yield None
 
 
-def drop_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without the nulls inside its values.
 
     Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.

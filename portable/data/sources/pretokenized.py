@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.converters.storage.folder_operations import copy_folder, files_below
-from portable.converters.storage.path_or_url import in_store
-from portable.data.sources.documents import Format, compute_digest
-from portable.data.sources.listing import find_folder
+from portable.converters.storage.folder_operations import copy_folder, list_files_below
+from portable.converters.storage.path_or_url import is_in_store
+from portable.data.sources.documents import RecordFormat, compute_text_digest
+from portable.data.sources.listing import find_folder_with_file
 from portable.data.sources.source import SourceSettings, SourceShard, TokenChunk, TokenSource
 from portable.errors import UserError, to_one_line
-from portable.paths import check_folder, convert_storage_errors, read_json
-from portable.temporary_folder import open_or_build
+from portable.paths import check_folder_files, convert_storage_errors, read_json_file
+from portable.temporary_folder import open_or_build_cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-FORMAT = 1
-INDEX = "tokens.json"
-BEGUN = "begun.json"
-TOKENIZER = "tokenizer"
-LAST = "meta.json"
+INDEX_FORMAT = 1
+INDEX_FILE = "tokens.json"
+BEGUN_FILE = "begun.json"
+TOKENIZER_FOLDER = "tokenizer"
+LAST_FILE = "meta.json"
 """The file of a shard that is written last."""
 
 
@@ -48,35 +48,40 @@ class TokenIndex:
     """What ``tokens.json`` says.
 
     Attributes:
-        made: a digest of the tokenizer and of what it puts around texts.
-        kind: the format of the records.
+        job_digest: a digest of the tokenizer and of what it puts around texts.
+        record_format: the format of the records.
         shards: documents, tokens and fingerprint of each; 0, 0 and nothing for one without text.
     """
 
-    made: str
-    kind: Format
+    job_digest: str
+    record_format: RecordFormat
     shards: tuple[ShardRecord, ...]
 
     def to_json(self) -> str:
-        content = {"format": FORMAT, "made": self.made, "kind": self.kind, "shards": self.shards}
+        content = {
+            "format": INDEX_FORMAT,
+            "made": self.job_digest,
+            "kind": self.record_format,
+            "shards": self.shards,
+        }
         return json.dumps(content) + "\n"
 
 
-def get_shard_folder(place: Place, number: int) -> Place:
-    return place / "shards" / f"{number:06}"
+def get_shard_folder(folder: AnyPath, number: int) -> AnyPath:
+    return folder / "shards" / f"{number:06}"
 
 
-def read_index(place: Place) -> TokenIndex:
-    """The list of shards at ``place``.
+def read_index(folder: AnyPath) -> TokenIndex:
+    """The list of shards at ``folder``.
 
     Raises:
         UserError: if it is damaged.
     """
     try:
         with convert_storage_errors("data.source"):
-            content = read_json(place / INDEX)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}, not {FORMAT}")
+            content = read_json_file(folder / INDEX_FILE)
+        if content["format"] != INDEX_FORMAT:
+            raise ValueError(f"format {content['format']}, not {INDEX_FORMAT}")
         shards = tuple(
             ShardRecord(int(documents), int(tokens), str(fingerprint))
             for documents, tokens, fingerprint in content["shards"]
@@ -86,7 +91,7 @@ def read_index(place: Place) -> TokenIndex:
         raise
     except Exception as error:  # the file may hold any values
         raise UserError(
-            f"data.source: {place / INDEX}: damaged ({to_one_line(error)}); run portable-data again"
+            f"data.source: {folder / INDEX_FILE}: damaged ({to_one_line(error)}); run portable-data again"
         ) from error
 
 
@@ -95,21 +100,21 @@ def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
     return lambda folder: folder if (folder / file).exists() else None
 
 
-class PreparedTokens(TokenSource):
+class PretokenizedSource(TokenSource):
     """A place that ``portable-data`` has written."""
 
     only_text = ""  # the index says what the tokens were made of
 
-    def __init__(self, name: str, place: Place, settings: SourceSettings) -> None:
+    def __init__(self, name: str, folder: AnyPath, settings: SourceSettings) -> None:
         super().__init__(name, settings)
-        self._place = place
+        self._place = folder
 
     @classmethod
-    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PreparedTokens | None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
         for name in names:
-            if (place := find_folder(name, INDEX)) is not None:
-                if not in_store(place):
-                    check_folder("data.source", str(place))
+            if (place := find_folder_with_file(name, INDEX_FILE)) is not None:
+                if not is_in_store(place):
+                    check_folder_files("data.source", str(place))
                 if not settings.data.stream:
                     raise UserError(
                         f"data.source: {name} was written by portable-data; set data.stream: true"
@@ -117,63 +122,67 @@ class PreparedTokens(TokenSource):
                 return cls(name, place, settings)
         return None
 
-    def digest(self) -> str:
-        return compute_digest(read_index(self._place).to_json())
+    def compute_digest(self) -> str:
+        return compute_text_digest(read_index(self._place).to_json())
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         """None of its own: its shards have them."""
         return iter(())
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         index = read_index(self._place)
-        for number, (documents, tokens, print_) in enumerate(index.shards):
+        for number, (documents, tokens, fingerprint) in enumerate(index.shards):
             folder = get_shard_folder(self._place, number)
-            opened = partial(PreparedShard, folder, documents, print_, index)
-            yield SourceShard(opened, f"{number} {print_}", 4 * tokens, tokens, print_)
+            opened = partial(PretokenizedShard, folder, documents, fingerprint, index)
+            yield SourceShard(opened, f"{number} {fingerprint}", 4 * tokens, tokens, fingerprint)
 
     def find_tokenizer_folder(self) -> Path:
-        folder = self._place / TOKENIZER
-        if not in_store(folder):
+        folder = self._place / TOKENIZER_FOLDER
+        if not is_in_store(folder):
             return folder
         with convert_storage_errors("data.source"):
-            cache = self.settings.cache.parent
-            copy_path = cache / "tokenizers" / compute_digest(f"{folder} {files_below(folder)}")
-            return open_or_build(copy_path, _build_folder_finder(""), partial(copy_folder, folder))
+            cache = self.settings.cache_folder.parent
+            copy_path = cache / "tokenizers" / compute_text_digest(f"{folder} {list_files_below(folder)}")
+            return open_or_build_cache_folder(
+                copy_path, _build_folder_finder(""), partial(copy_folder, folder)
+            )
 
 
-class PreparedShard(TokenSource):
+class PretokenizedShard(TokenSource):
     """A shard that is tokenized already."""
 
     only_text = ""
 
     def __init__(
-        self, folder: Place, documents: int, fingerprint: str, index: TokenIndex, settings: SourceSettings
+        self, folder: AnyPath, documents: int, fingerprint: str, index: TokenIndex, settings: SourceSettings
     ) -> None:
         super().__init__(str(folder), settings)
-        self.downloads = in_store(folder)
-        self.made = index.made
+        self.downloads_to_read = is_in_store(folder)
+        self.job_digest = index.job_digest
         self._documents = documents
         self._folder = folder
-        self._print = fingerprint
-        self._kind = index.kind
+        self._fingerprint = fingerprint
+        self._record_format = index.record_format
 
-    def digest(self) -> str:
-        return compute_digest(f"{self.made} {self._print}")
+    def compute_digest(self) -> str:
+        return compute_text_digest(f"{self.job_digest} {self._fingerprint}")
 
-    def _detect_format(self) -> Format:
-        if self.fields.format not in (None, self._kind):
-            raise UserError(f"data.format: {self.name} was made of {self._kind}; set it to that, or auto")
-        return self._kind
+    def _detect_format(self) -> RecordFormat:
+        if self.fields.format not in (None, self._record_format):
+            raise UserError(
+                f"data.format: {self.name} was made of {self._record_format}; set it to that, or auto"
+            )
+        return self._record_format
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """A no-op: the list of shards was read."""
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        """None to copy: see :meth:`find_token_cache`."""
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+        """None to copy: see :meth:`find_pretokenized_folder`."""
         return iter(())
 
-    def find_token_cache(self, cache: Path, digest: str) -> Path:
-        if digest != self.made:
+    def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path:
+        if job_digest != self.job_digest:
             raise UserError(
                 f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
                 "data.train_on; set those with which portable-data was run"
@@ -181,13 +190,15 @@ class PreparedShard(TokenSource):
         if not self._documents:
             raise self.build_no_text_error()
         folder = self._folder
-        if not in_store(folder):
+        if not is_in_store(folder):
             return folder
 
         def write(draft: Path) -> None:
-            if not (folder / LAST).is_file():
+            if not (folder / LAST_FILE).is_file():
                 raise UserError(f"data.source: {folder}: is not there; run portable-data again")
             copy_folder(folder, draft)
 
         with convert_storage_errors("data.source"):
-            return open_or_build(cache / self.key, _build_folder_finder(LAST), write)
+            return open_or_build_cache_folder(
+                copies_folder / self.cache_key, _build_folder_finder(LAST_FILE), write
+            )

@@ -9,22 +9,22 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from portable.converters.similar_names import find_similar
-from portable.data.sources.conversations import read_documents
+from portable.converters.similar_names import find_similar_names
+from portable.data.sources.conversations import parse_documents
 from portable.data.sources.documents import (
-    ANSWERING,
+    DEFAULT_TRAINED_ROLES,
     Document,
-    Format,
     Label,
     RecordError,
+    RecordFormat,
     describe_type,
-    find_value,
-    format_names,
-    list_fields,
+    format_name_list,
+    get_field_value,
+    iter_field_names,
     replace_surrogates,
 )
-from portable.errors import MistakesError, UserError, to_one_line
-from portable.terminal import tell
+from portable.errors import MultipleMistakesError, UserError, to_one_line
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,7 @@ TextSplit = Literal["file", "paragraph", "line"]
 _MAX_PRINTED = 5
 _MOST_NAMED, _MOST_KINDS, _MOST_COLLECTED = 10, 5, 1000
 """Limits: bad records in an error message, kinds of bad records in it, and bad records read from a source."""
-_PLACE = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
+_LOCATION_PATTERN = re.compile(r"^data\.[\w.-]+: (?:.*?:\d+: |.*?: (?:row|record) \d+: |.*?, byte \d+: )?")
 
 
 class LocatedRow(NamedTuple):
@@ -49,12 +49,12 @@ class LocatedRow(NamedTuple):
     row: Mapping[str, Any]
 
 
-class Cell(str):
+class CsvCell(str):
     """The text of a cell of a .csv file. All cells of a column decide whether they are numbers."""
 
     __slots__ = ()
 
-    def read_number(self) -> int | float | None:
+    def parse_number(self) -> int | float | None:
         """Read the cell as a number.
 
         Returns:
@@ -89,22 +89,22 @@ class BadRecords:
         self._seen: set[str] = set()  # a source is read for its tokenizer, too
 
     @property
-    def count(self) -> int:
+    def num_skipped(self) -> int:
         """Number of bad records so far."""
         return len(self._seen)
 
-    def skip(self, error: UserError) -> None:
+    def skip_record(self, error: UserError) -> None:
         """Leave out the record that ``error`` names."""
         if str(error) in self._seen:
             return
         self._seen.add(str(error))
-        if self.count <= _MAX_PRINTED:
-            tell(f"warning: skipped: {error}")
+        if self.num_skipped <= _MAX_PRINTED:
+            print_status(f"warning: skipped: {error}")
 
-    def tell(self, name: str) -> None:
+    def print_skipped_count(self, name: str) -> None:
         """Print how many records were skipped."""
-        if self.count > _MAX_PRINTED:
-            tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
+        if self.num_skipped > _MAX_PRINTED:
+            print_status(f"warning: {name}: {self.num_skipped:,} records were skipped (data.on_bad_record)")
 
 
 @dataclass
@@ -112,12 +112,12 @@ class BlankRecords:
     """Counts the records that are left out because their text or target is blank.
 
     Attributes:
-        count: Records since the count was last reset. A source is read several times.
+        num_skipped: Records since the count was last reset. A source is read several times.
     """
 
-    count: int = 0
+    num_skipped: int = 0
 
-    def describe(self, name: str, fields: Fields) -> list[str]:
+    def describe_skipped(self, name: str, fields: Fields) -> list[str]:
         """Describe the records that a pass has left out.
 
         Args:
@@ -127,11 +127,11 @@ class BlankRecords:
         Returns:
             At most one line.
         """
-        if not self.count:
+        if not self.num_skipped:
             return []
         columns = repr(fields.text) + (f" or {fields.target!r}" if fields.target is not None else "")
-        records = "record is" if self.count == 1 else "records are"
-        return [f"{name}: {self.count:,} {records} left out, because {columns} is blank"]
+        records = "record is" if self.num_skipped == 1 else "records are"
+        return [f"{name}: {self.num_skipped:,} {records} left out, because {columns} is blank"]
 
 
 class CollectedErrors(BadRecords):
@@ -144,10 +144,10 @@ class CollectedErrors(BadRecords):
     def __init__(self, seconds: float = 20.0) -> None:
         super().__init__()
         self.errors: list[UserError] = []
-        self.complete = True
+        self.has_read_everything = True
         self._until = time.monotonic() + seconds
 
-    def skip(self, error: UserError) -> None:
+    def skip_record(self, error: UserError) -> None:
         """Collect an error.
 
         Raises:
@@ -156,18 +156,18 @@ class CollectedErrors(BadRecords):
         if str(error) not in self._seen:
             self._seen.add(str(error))
             self.errors.append(error)
-        self.check()
+        self.raise_if_enough()
 
-    def check(self) -> None:
+    def raise_if_enough(self) -> None:
         """Raise :class:`EnoughErrors` if the source is not read further."""
         if len(self.errors) >= _MOST_COLLECTED or time.monotonic() > self._until:
-            self.complete = False
+            self.has_read_everything = False
             raise EnoughErrors
 
     @property
-    def kinds(self) -> Counter[str]:
+    def count_by_kind(self) -> Counter[str]:
         """Number of errors of each kind."""
-        return Counter(_describe_kind(str(error)) for error in self.errors)
+        return Counter(_describe_error_kind(str(error)) for error in self.errors)
 
     def to_error(self, name: str) -> UserError:
         """Build the error that names the first records and counts all by kind.
@@ -179,21 +179,21 @@ class CollectedErrors(BadRecords):
         remedy = "or set data.on_bad_record to skip"
         if len(lines) == 1:
             return RecordError(lines[0] if remedy in lines[0] else f"{lines[0]}; {remedy}")
-        kinds = self.kinds
+        kinds = self.count_by_kind
         counts = ", ".join(f"{count:,} x {kind}" for kind, count in kinds.most_common(_MOST_KINDS))
         more = ", ..." if len(kinds) > _MOST_KINDS else ""
-        total = f"{len(lines):,} bad records" + ("" if self.complete else " or more")
+        total = f"{len(lines):,} bad records" + ("" if self.has_read_everything else " or more")
         summary = f"data.source: {name}: {total} ({counts}{more}); correct or remove them, {remedy}"
-        return MistakesError([*lines[:_MOST_NAMED], summary])
+        return MultipleMistakesError([*lines[:_MOST_NAMED], summary])
 
 
 class EnoughErrors(Exception):  # noqa: N818  (a signal)
     """Signal that enough bad records of a source are collected."""
 
 
-def _describe_kind(line: str) -> str:
+def _describe_error_kind(line: str) -> str:
     """Describe the mistake in an error line, without the record's place and the remedy."""
-    kind = _PLACE.sub("", line).partition(";")[0]
+    kind = _LOCATION_PATTERN.sub("", line).partition(";")[0]
     kind = re.sub(r"'[^']*'", "'...'", kind)
     return re.sub(r"\d[\d,]*", "N", re.sub(r" ?\([^()]*\)", "", kind)).strip()
 
@@ -216,14 +216,14 @@ class Fields:
     """Takes the records that cannot be read; None: they end the run."""
     blank: BlankRecords = field(default_factory=BlankRecords, repr=False, compare=False)
     """Counts the records without text."""
-    format: Format | None = "text"
+    format: RecordFormat | None = "text"
     """Format of the records; None: each source recognizes it by its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """Names under which fields of a record are read, with the names of these fields."""
-    roles: frozenset[str] = field(default=ANSWERING, repr=False)
+    roles: frozenset[str] = field(default=DEFAULT_TRAINED_ROLES, repr=False)
     """Whose messages of a conversation are trained."""
 
-    def reject_record(self, error: UserError) -> None:
+    def skip_record_or_raise(self, error: UserError) -> None:
         """Leave out the record that ``error`` names.
 
         Raises:
@@ -231,19 +231,19 @@ class Fields:
         """
         if self.bad is None:
             raise RecordError(str(error)) from error.__cause__
-        self.bad.skip(error)
+        self.bad.skip_record(error)
 
     @property
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """All that decides which documents a record becomes; a format that is open counts as text."""
-        roles = () if self.roles == ANSWERING else sorted(self.roles)
+        roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)
         renamed = (self.renamed,) if self.renamed else ()
         settings = (replace(self, format=self.format or "text"), self.bad is None)
         return repr((*settings, *roles, *kinds, *renamed))
 
 
-def read_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[Document]:
+def parse_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[Document]:
     """Convert a record to documents.
 
     Args:
@@ -259,16 +259,20 @@ def read_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[D
     """
     try:
         row = rename_fields(row, fields, location)
-        columns = tuple(_read_number(row, name, location) for name in fields.columns)
+        columns = tuple(_parse_number_field(row, name, location) for name in fields.columns)
         if fields.format not in (None, "text"):
-            return read_documents(row, fields.format, location, fields.roles, columns)
+            return parse_documents(row, fields.format, location, fields.roles, columns)
         pairs = fields.label is not None and fields.pair is None
-        text = _read_text(row, "text_field", fields.text, location, pairs=pairs)
-        target = None if fields.target is None else _read_text(row, "target_field", fields.target, location)
-        label = None if fields.label is None else _read_label(row, fields.label, location)
-        pair = None if fields.pair is None else _read_text(row, "text_pair_field", fields.pair, location)
+        text = _parse_text_field(row, "text_field", fields.text, location, pairs=pairs)
+        target = (
+            None if fields.target is None else _parse_text_field(row, "target_field", fields.target, location)
+        )
+        label = None if fields.label is None else _parse_label_field(row, fields.label, location)
+        pair = (
+            None if fields.pair is None else _parse_text_field(row, "text_pair_field", fields.pair, location)
+        )
     except UserError as error:
-        fields.reject_record(error)
+        fields.skip_record_or_raise(error)
         return []
     except Exception as error:  # values that JSON allows and that fit no number, such as 400 digits
         reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
@@ -276,12 +280,12 @@ def read_record(row: Mapping[str, Any], fields: Fields, location: str) -> list[D
             f"data.source: {location}: cannot use this record ({reason}); correct or remove it"
         )
         refusal.__cause__ = error
-        fields.reject_record(refusal)
+        fields.skip_record_or_raise(refusal)
         return []
     if not text.strip() or (target is not None and not target.strip()):
-        fields.blank.count += 1
+        fields.blank.num_skipped += 1
         return []
-    return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
+    return [Document(fields.prefix + text, target, label, pair_text=pair, extra_columns=columns)]
 
 
 def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapping[str, Any]:
@@ -292,13 +296,15 @@ def rename_fields(row: Mapping[str, Any], fields: Fields, location: str) -> Mapp
     """
     if not fields.renamed:
         return row
-    values = {name: _get_value(row, "columns", source, location) for name, source in fields.renamed}
+    values = {name: _get_required_field(row, "columns", source, location) for name, source in fields.renamed}
     sources = {source for _, source in fields.renamed}
     return {**{name: value for name, value in row.items() if name not in sources}, **values}
 
 
-def _read_text(row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False) -> str:
-    value = _get_value(row, key, name, location, pairs=pairs)
+def _parse_text_field(
+    row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
+) -> str:
+    value = _get_required_field(row, key, name, location, pairs=pairs)
     if not isinstance(value, str):
         raise UserError(
             f"data.{key}: {location}: {name!r} is {describe_type(value)}, not a string; "
@@ -311,9 +317,9 @@ def _read_text(row: Mapping[str, Any], key: str, name: str, location: str, *, pa
     return replace_surrogates(value)
 
 
-def _read_number(row: Mapping[str, Any], name: str, location: str) -> float:
-    value = _get_value(row, "columns", name, location)
-    if isinstance(value, Cell):
+def _parse_number_field(row: Mapping[str, Any], name: str, location: str) -> float:
+    value = _get_required_field(row, "columns", name, location)
+    if isinstance(value, CsvCell):
         value = float(value) if _NUMBER.fullmatch(value.strip()) else value.strip() or None
         value = int(value) if isinstance(value, float) and is_whole(value) else value
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -322,20 +328,20 @@ def _read_number(row: Mapping[str, Any], name: str, location: str) -> float:
     return int(value) if isinstance(value, bool) else value
 
 
-def _read_label(row: Mapping[str, Any], name: str, location: str) -> Label:
-    value = _get_value(row, "label_field", name, location)
+def _parse_label_field(row: Mapping[str, Any], name: str, location: str) -> Label:
+    value = _get_required_field(row, "label_field", name, location)
     if isinstance(value, list | tuple):
         # A list of booleans marks the classes of a text: these are numbers, not classes.
         return tuple(
-            float(item) if isinstance(item, bool) else _check_label(item, name, location) for item in value
+            float(item) if isinstance(item, bool) else _validate_label(item, name, location) for item in value
         )
-    label = _check_label(value, name, location)
+    label = _validate_label(value, name, location)
     # pandas stores whole numbers as floats if a label is missing.
     return int(label) if isinstance(label, float) and is_whole(label) else label
 
 
-def _check_label(value: Any, name: str, location: str) -> int | float | str:
-    if isinstance(value, Cell) and not value.strip():
+def _validate_label(value: Any, name: str, location: str) -> int | float | str:
+    if isinstance(value, CsvCell) and not value.strip():
         value = None
     if not isinstance(value, int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
         description = value if isinstance(value, float) else describe_type(value)
@@ -353,7 +359,9 @@ def _check_label(value: Any, name: str, location: str) -> int | float | str:
 _MISSING = object()
 
 
-def _get_value(row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False) -> Any:
+def _get_required_field(
+    row: Mapping[str, Any], key: str, name: str, location: str, *, pairs: bool = False
+) -> Any:
     """Return the value of a field.
 
     Args:
@@ -366,16 +374,17 @@ def _get_value(row: Mapping[str, Any], key: str, name: str, location: str, *, pa
     Raises:
         UserError: if the record has no such field.
     """
-    value = find_value(row, name, _MISSING)
+    value = get_field_value(row, name, _MISSING)
     if value is not _MISSING:
         return value
-    fields = list(list_fields(row))
-    near = find_similar(name, fields)
+    fields = list(iter_field_names(row))
+    near = find_similar_names(name, fields)
     hint = f"; did you mean {near[0]!r}?" if near else f"; set data.{key} to the one to read"
-    if pairs and not near and sum(isinstance(find_value(row, field), str) for field in fields) > 1:
+    if pairs and not near and sum(isinstance(get_field_value(row, field), str) for field in fields) > 1:
         hint += ", and data.text_pair_field to a second text that the label is about"
     raise UserError(
-        f"data.{key}: {location}: no field {name!r}; the fields are {format_names(fields) or 'none'}{hint}"
+        f"data.{key}: {location}: no field {name!r}; the fields are "
+        f"{format_name_list(fields) or 'none'}{hint}"
     )
 
 

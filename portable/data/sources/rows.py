@@ -8,10 +8,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.compression import get_format, open_decompressed
+from portable.data.sources.compression import get_file_format, open_decompressed
 from portable.data.sources.datasets_library import iter_csv_rows
 from portable.data.sources.documents import PIECE_CHARS, Document
-from portable.data.sources.parquet_rows import iter_rows, open_parquet
+from portable.data.sources.parquet_rows import iter_parquet_rows, open_parquet
 from portable.data.sources.read_errors import convert_read_errors
 from portable.data.sources.records import LocatedRow
 from portable.errors import UserError, to_one_line
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from portable.data.sources.records import Fields
 
 
-def iter_texts(path: Path, name: str, split: str) -> Iterator[Document]:
+def iter_text_documents(path: Path, name: str, split: str) -> Iterator[Document]:
     """The documents of a .txt file."""
     with (
         convert_read_errors(name),
         _open_decompressed(path) as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
     ):
-        yield from _iter_text_pieces(file, name) if split == "file" else _iter_split_text(file, name, split)
+        yield from (
+            _iter_document_pieces(file, name) if split == "file" else _iter_split_text(file, name, split)
+        )
 
 
-def _iter_text_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
+def _iter_document_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
     """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
     piece = file.read(PIECE_CHARS)
     _check_characters(piece, name)
@@ -43,7 +45,7 @@ def _iter_text_pieces(file: io.TextIOBase, name: str) -> Iterator[Document]:
             piece += file.readline(PIECE_CHARS)
         following = file.read(PIECE_CHARS)
         if following or piece.strip():
-            yield Document(piece, ends=not following)
+            yield Document(piece, is_last_piece=not following)
         piece = following
 
 
@@ -71,19 +73,19 @@ def _iter_split_text(file: io.TextIOBase, name: str, split: str) -> Iterator[Doc
                 yield Document("".join(lines).rstrip("\r\n"))
             lines, has_begun = [], False
         elif sum(map(len, lines)) >= PIECE_CHARS:
-            yield Document("".join(lines), ends=False)
+            yield Document("".join(lines), is_last_piece=False)
             lines, has_begun = [], True
     if has_begun or lines:
         yield Document("".join(lines).rstrip("\r\n"))
 
 
-def iter_records(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
+def iter_file_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     """The place and the columns of each row of a file that is no text.
 
     Args:
         name: of the file, for messages.
     """
-    kind = get_format(path)
+    kind = get_file_format(path)
     if kind == ".jsonl":
         return _iter_jsonl_rows(path, name, fields)
     if kind == ".json":
@@ -98,7 +100,7 @@ def _open_decompressed(path: Path) -> io.BufferedReader:
 
 def _iter_parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
     with convert_read_errors(name), open_file(path) as raw, open_parquet(raw, name) as file:
-        yield from iter_rows(file, range(file.metadata.num_row_groups), name, fields)
+        yield from iter_parquet_rows(file, range(file.metadata.num_row_groups), name, fields)
 
 
 def _iter_jsonl_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
@@ -135,12 +137,14 @@ def parse_json_row(line: bytes, location: str, fields: Fields) -> Mapping[str, A
             f"data.source: {location}: a {type(row).__name__}, not an object; "
             'each line must look like {"text": "..."} or {"messages": [...]}'
         )
-    fields.reject_record(refusal)
+    fields.skip_record_or_raise(refusal)
     return None
 
 
-_BETWEEN = re.compile(r"[\s,]*")
-_UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
+_SEPARATORS = re.compile(r"[\s,]*")
+_INCOMPLETE_TAIL_CHARS = (
+    16  # characters before the end of a text in which an error may be of its incompleteness
+)
 
 
 def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]:
@@ -153,7 +157,7 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
     ):
         text, position, number, has_ended, is_in_list = "", 0, 0, False, False
         while True:
-            match = _BETWEEN.match(text, position)
+            match = _SEPARATORS.match(text, position)
             position = position if match is None else match.end()
             if not is_in_list and text[position : position + 1] == "[":
                 is_in_list, position = True, position + 1
@@ -169,7 +173,7 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                 row, position = decode(text, position)
             except (ValueError, RecursionError) as error:
                 is_cut = isinstance(error, json.JSONDecodeError) and (
-                    error.pos >= len(text) - _UNFINISHED or error.msg.startswith("Unterminated")
+                    error.pos >= len(text) - _INCOMPLETE_TAIL_CHARS or error.msg.startswith("Unterminated")
                 )
                 if is_cut and not has_ended:
                     more = file.read(max(PIECE_CHARS, len(text) - position))
@@ -185,6 +189,6 @@ def _iter_json_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRo
                     f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
                     'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
                 )
-                fields.reject_record(refusal)
+                fields.skip_record_or_raise(refusal)
                 continue
             yield LocatedRow(f"{name}: row {number}", row)

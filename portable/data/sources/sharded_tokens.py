@@ -15,37 +15,53 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from portable.converters.storage.path_or_url import in_store
-from portable.data.sources.compression import check_expanded
+from portable.converters.storage.path_or_url import is_in_store
+from portable.data.sources.compression import check_decompression_ratio
 from portable.data.sources.datasets_library import import_datasets
-from portable.data.sources.documents import compute_digest, format_names
+from portable.data.sources.documents import compute_text_digest, format_name_list
 from portable.data.sources.files import compute_file_digest
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.listing import find_folder
+from portable.data.sources.listing import find_folder_with_file
 from portable.data.sources.source import DataSource, SourceSettings, SourceShard, TokenChunk, TokenSource
-from portable.data.sources.token_files import check_vocabulary
+from portable.data.sources.token_files import check_token_ids
 from portable.errors import UserError, to_one_line
-from portable.paths import check_folder, convert_storage_errors, name_inside, open_file, read_json
+from portable.paths import (
+    check_folder_files,
+    convert_storage_errors,
+    open_file,
+    read_json_file,
+    validate_relative_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from portable.converters.storage.path_or_url import Place
+    from portable.converters.storage.path_or_url import AnyPath
 
-_COLUMNS = ("tokens", "input_ids")
+_TOKEN_COLUMNS = ("tokens", "input_ids")
 _RECORD_COLUMNS = ("messages", "conversations", "completion", "output", "chosen")
 """Columns of records of other formats than text."""
-_LITDATA = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
+_LITDATA_DTYPES = {
+    11: "u1",
+    12: "i1",
+    13: "<i2",
+    14: "<i2",
+    15: "<i4",
+    16: "<i4",
+    17: "<i8",
+    18: "<i8",
+    20: "<u2",
+}
 """litdata's numbers of the types of torch."""
-_BATCH = 1000  # documents of a saved dataset at a time
+_DOCUMENTS_PER_BATCH = 1000  # documents of a saved dataset at a time
 
 
 class ShardedFolder(NamedTuple):
     """A folder or URL with shards of tokens, and the content of its ``index.json``."""
 
-    folder: Place
+    folder: AnyPath
     index_content: dict[str, Any]
 
 
@@ -77,21 +93,21 @@ class ShardLayout(TypedDict, total=False):
     """Hex digests of the decompressed shard, keyed by algorithm."""
 
 
-def find_sharded_tokens(name: str) -> ShardedFolder | None:
+def find_sharded_folder(name: str) -> ShardedFolder | None:
     """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
-    if (place := find_folder(name, "index.json")) is None:
+    if (folder := find_folder_with_file(name, "index.json")) is None:
         return None
     try:
         with convert_storage_errors("data.source"):
-            index = read_json(place / "index.json")
+            index = read_json_file(folder / "index.json")
     except (OSError, ValueError):
         return None
     if not isinstance(index, dict) or not ("shards" in index or "chunks" in index):
         return None
-    return ShardedFolder(place, index)
+    return ShardedFolder(folder, index)
 
 
-def list_shards(index: dict[str, Any], name: str) -> list[ShardLayout]:
+def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
     """The shards that ``index.json`` lists, each with what is needed to read it.
 
     Raises:
@@ -106,14 +122,20 @@ def list_shards(index: dict[str, Any], name: str) -> list[ShardLayout]:
         kind = str(config["data_format"][0])
         if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
             raise UserError(
-                f"data.source: {name} has samples of {format_names(map(str, config['data_format']))}, not of "
-                "tokens alone; write them with litdata's TokensLoader"
+                f"data.source: {name} has samples of {format_name_list(map(str, config['data_format']))}, "
+                "not of tokens alone; write them with litdata's TokensLoader"
             )
         if config.get("compression") or config.get("encryption"):
             raise UserError(f"data.source: {name} is compressed or encrypted; write it without")
-        dtype = _LITDATA[int(kind.partition(":")[2])]
+        dtype = _LITDATA_DTYPES[int(kind.partition(":")[2])]
         return [
-            {"file": name_inside(chunk["filename"]), "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
+            {
+                "file": validate_relative_name(chunk["filename"]),
+                "dtype": dtype,
+                "heads": 0,
+                "before": 0,
+                "bytes": None,
+            }
             for chunk in index["chunks"]
         ]
     except UserError:
@@ -126,11 +148,11 @@ def list_shards(index: dict[str, Any], name: str) -> list[ShardLayout]:
 
 def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     names: list[str] = shard["column_names"]
-    column = next((candidate for candidate in _COLUMNS if candidate in names), None)
+    column = next((candidate for candidate in _TOKEN_COLUMNS if candidate in names), None)
     if shard["format"] != "mds" or column is None:
         raise UserError(
-            f"data.source: {name} has the columns {format_names(names)} in {shard['format']}, not "
-            f"{_COLUMNS[0]} or {_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
+            f"data.source: {name} has the columns {format_name_list(names)} in {shard['format']}, not "
+            f"{_TOKEN_COLUMNS[0]} or {_TOKEN_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
         )
     column_index = names.index(column)
     encoding, _, rest = str(shard["column_encodings"][column_index]).partition(":")
@@ -143,7 +165,7 @@ def _parse_mosaic_shard(shard: dict[str, Any], name: str) -> ShardLayout:
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
         raise UserError(f"data.source: {name} is compressed with {shard['compression']}; use zstd or gz")
     return {
-        "file": name_inside((packed or raw)["basename"]),
+        "file": validate_relative_name((packed or raw)["basename"]),
         "compression": shard["compression"] if packed else None,
         "dtype": np.dtype(dtype).newbyteorder("<").str,
         "shaped": bool(shape),
@@ -158,35 +180,35 @@ class ShardedTokens(TokenSource):
     """Shards of Mosaic Streaming or litdata, in order.
 
     Args:
-        pieces: as :func:`list_shards` returns them.
+        layouts: as :func:`parse_shard_layouts` returns them.
     """
 
-    def __init__(self, place: Place, pieces: Sequence[ShardLayout], settings: SourceSettings) -> None:
-        super().__init__(str(place) if len(pieces) > 1 else str(place / pieces[0]["file"]), settings)
-        self.downloads = in_store(place)
-        self._place = place
-        self._pieces = tuple(pieces)
+    def __init__(self, folder: AnyPath, layouts: Sequence[ShardLayout], settings: SourceSettings) -> None:
+        super().__init__(str(folder) if len(layouts) > 1 else str(folder / layouts[0]["file"]), settings)
+        self.downloads_to_read = is_in_store(folder)
+        self._place = folder
+        self._pieces = tuple(layouts)
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
-        sharded = find_sharded_tokens(names[0])
+        sharded = find_sharded_folder(names[0])
         if sharded is None:
             return None
         if isinstance(sharded.folder, Path):
-            check_folder("data.source", str(sharded.folder), most=None)
-        return cls(sharded.folder, list_shards(sharded.index_content, names[0]), settings)
+            check_folder_files("data.source", str(sharded.folder), max_files=None)
+        return cls(sharded.folder, parse_shard_layouts(sharded.index_content, names[0]), settings)
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
-            if not in_store(path):
+            if not is_in_store(path):
                 digest.update(compute_file_digest(path, self.settings))
             else:
                 with self._convert_read_errors(piece), convert_storage_errors("data.source"):
-                    digest.update(repr(path.look_up()).encode())
+                    digest.update(repr(path.fetch_status()).encode())
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
@@ -195,21 +217,21 @@ class ShardedTokens(TokenSource):
                 partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0)
             )
 
-    def check(self) -> None:
-        if not self.downloads:
-            self._read_contents(self._pieces[0])
+    def check_readable(self) -> None:
+        if not self.downloads_to_read:
+            self._read_decompressed_shard(self._pieces[0])
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         for piece in self._pieces:
             with self._convert_read_errors(piece):
-                documents = _parse_documents(self._read_contents(piece), piece)
+                documents = _parse_shard_documents(self._read_decompressed_shard(piece), piece)
             lengths = [len(document) for document in documents]
             if documents:
                 tokens = np.concatenate(documents)
-                check_vocabulary(tokens, vocab_size, self._place / piece["file"])
+                check_token_ids(tokens, vocab_size, self._place / piece["file"])
                 yield TokenChunk(tokens, lengths)
 
-    def _read_contents(self, piece: ShardLayout) -> bytes:
+    def _read_decompressed_shard(self, piece: ShardLayout) -> bytes:
         """A shard as it was before it was compressed."""
         with self._convert_read_errors(piece), convert_storage_errors("data.source"):
             path = self._place / piece["file"]
@@ -223,7 +245,7 @@ class ShardedTokens(TokenSource):
 
                 kind = {"zstd": "zstd", "gz": "gzip"}[compression.partition(":")[0]]
                 assert piece["bytes"] is not None
-                check_expanded(piece["bytes"], len(data), path)
+                check_decompression_ratio(piece["bytes"], len(data), path)
                 data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read(
                     piece["bytes"] + 1
                 )
@@ -247,7 +269,7 @@ class ShardedTokens(TokenSource):
             ) from error
 
 
-def _parse_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
+def _parse_shard_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
     """The tokens of each sample of a shard."""
     count = int(np.frombuffer(data, "<u4", 1)[0])
     offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
@@ -277,7 +299,7 @@ def _parse_documents(data: bytes, piece: ShardLayout) -> list[npt.NDArray[Any]]:
     return documents
 
 
-def find_saved_folder(name: str, split: str) -> Path | None:
+def find_saved_dataset_folder(name: str, split: str) -> Path | None:
     """The folder of a dataset that ``save_to_disk`` wrote, of several splits the one of ``split``.
 
     Raises:
@@ -287,7 +309,9 @@ def find_saved_folder(name: str, split: str) -> Path | None:
     try:
         if (folder / "dataset_dict.json").is_file():
             if not (folder / split).is_dir():
-                split_names = format_names(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+                split_names = format_name_list(
+                    sorted(path.name for path in folder.iterdir() if path.is_dir())
+                )
                 raise UserError(f"data.split: {name} has no split {split!r}; it has {split_names}")
             folder = folder / split
         is_saved = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
@@ -302,12 +326,12 @@ def _build_not_saved_error(folder: object, error: Exception) -> UserError:
     )
 
 
-def _load_saved(folder: str) -> Any:
+def _load_saved_dataset(folder: str) -> Any:
     datasets = import_datasets(f"reading {folder}")
     try:
-        for file in read_json(Path(folder) / "state.json")["_data_files"]:
-            name_inside(file["filename"])
-        check_folder("data.source", folder, most=None)
+        for file in read_json_file(Path(folder) / "state.json")["_data_files"]:
+            validate_relative_name(file["filename"])
+        check_folder_files("data.source", folder, max_files=None)
         return datasets.load_from_disk(folder)
     except UserError:
         raise
@@ -315,7 +339,7 @@ def _load_saved(folder: str) -> Any:
         raise _build_not_saved_error(folder, error) from error
 
 
-def _compute_saved_digest(folder: str, settings: SourceSettings) -> bytes:
+def _compute_saved_dataset_digest(folder: str, settings: SourceSettings) -> bytes:
     digest = hashlib.blake2b(b"saved", digest_size=16)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
@@ -326,33 +350,33 @@ def _compute_saved_digest(folder: str, settings: SourceSettings) -> bytes:
 class SavedDataset(HubDataset):
     """The records of a dataset saved with ``save_to_disk``."""
 
-    remote = False
-    downloads = False
+    downloads_to_open = False
+    downloads_to_read = False
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:  # type: ignore[override]
         """The tokens of a saved dataset, if it has some, or its records."""
-        if len(names) > 1 or (folder := find_saved_folder(names[0], settings.split)) is None:
+        if len(names) > 1 or (folder := find_saved_dataset_folder(names[0], settings.split)) is None:
             return None
         try:
-            columns = set(read_json(folder / "dataset_info.json")["features"])
+            columns = set(read_json_file(folder / "dataset_info.json")["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _build_not_saved_error(folder, error) from error
         fields = settings.fields
         records = fields.format not in (None, "text") or columns & {fields.text, *_RECORD_COLUMNS}
-        of_records = settings.data.max_samples is not None or (records and not columns & set(_COLUMNS))
-        return (cls if of_records else SavedTokens)(str(folder), settings)
+        of_records = settings.data.max_samples is not None or (records and not columns & set(_TOKEN_COLUMNS))
+        return (cls if of_records else SavedTokenDataset)(str(folder), settings)
 
     @cached_property
     def _dataset(self) -> Any:
-        return _load_saved(self.name)
+        return _load_saved_dataset(self.name)
 
-    def _load_rows(self) -> Any:
+    def _load_dataset(self) -> Any:
         return self._dataset
 
-    def digest(self) -> str:
-        saved = _compute_saved_digest(self.name, self.settings)
-        return compute_digest(repr((saved, self.fields.key, self.settings.data.max_samples)))
+    def compute_digest(self) -> str:
+        saved = _compute_saved_dataset_digest(self.name, self.settings)
+        return compute_text_digest(repr((saved, self.fields.cache_key, self.settings.data.max_samples)))
 
     @property
     def stored_bytes(self) -> int:
@@ -362,40 +386,40 @@ class SavedDataset(HubDataset):
         raise _build_not_streamed_error(self)
 
 
-class SavedTokens(TokenSource):
+class SavedTokenDataset(TokenSource):
     """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
 
-    def digest(self) -> str:
-        return _compute_saved_digest(self.name, self.settings).hex()
+    def compute_digest(self) -> str:
+        return _compute_saved_dataset_digest(self.name, self.settings).hex()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         raise _build_not_streamed_error(self)
 
-    def check(self) -> None:
-        self._open_column()
+    def check_readable(self) -> None:
+        self._open_token_column()
 
-    def _open_column(self) -> tuple[Any, str]:
-        dataset = _load_saved(self.name)
+    def _open_token_column(self) -> tuple[Any, str]:
+        dataset = _load_saved_dataset(self.name)
         column = next(
-            (candidate for candidate in reversed(_COLUMNS) if candidate in dataset.column_names), None
+            (candidate for candidate in reversed(_TOKEN_COLUMNS) if candidate in dataset.column_names), None
         )
         if column is None:
             raise UserError(
-                f"data.source: {self.name} has the columns {format_names(dataset.column_names)}, not "
-                f"{_COLUMNS[1]} or {_COLUMNS[0]}; write its text with to_parquet or to_json"
+                f"data.source: {self.name} has the columns {format_name_list(dataset.column_names)}, not "
+                f"{_TOKEN_COLUMNS[1]} or {_TOKEN_COLUMNS[0]}; write its text with to_parquet or to_json"
             )
         return dataset.select_columns([column]).with_format("arrow"), column
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
-        rows, column = self._open_column()
-        for table in rows.iter(_BATCH):
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+        rows, column = self._open_token_column()
+        for table in rows.iter(_DOCUMENTS_PER_BATCH):
             values = table[column].combine_chunks()
             lengths = values.value_lengths().to_numpy(zero_copy_only=False).tolist()
             tokens = values.flatten().to_numpy(zero_copy_only=False)
             if not np.issubdtype(tokens.dtype, np.integer):
                 raise UserError(f"data.source: {self.name}: {column} has no whole numbers; save tokens")
             if len(tokens):
-                check_vocabulary(tokens, vocab_size, self.name)
+                check_token_ids(tokens, vocab_size, self.name)
                 yield TokenChunk(tokens, lengths)
 
 

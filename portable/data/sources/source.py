@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from portable.config.sections import DataConfig, SourceConfig
 from portable.config.sources import list_number_columns, list_renamed_fields
 from portable.data.sources.documents import (
-    ANSWERING,
+    DEFAULT_TRAINED_ROLES,
     Document,
-    Format,
     NoTextError,
     RecordError,
-    build_changed_error,
+    RecordFormat,
+    build_data_changed_error,
 )
 from portable.data.sources.read_errors import convert_read_errors
 from portable.data.sources.records import (
@@ -34,11 +34,11 @@ from portable.data.sources.records import (
     EnoughErrors,
     Fields,
     LocatedRow,
-    read_record,
+    parse_record,
     refuse_columns,
     rename_fields,
 )
-from portable.errors import MissingDataError, MistakesError, RunError, UserError
+from portable.errors import MissingDataError, MultipleMistakesError, RunError, UserError
 from portable.paths import get_default_cache_dir
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-STREAMS = "streams"
+STREAMS_FOLDER = "streams"
 """The folder of the cache with the files and tokens of streams, of which old ones are removed."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "causal-lm",
@@ -55,7 +55,7 @@ CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
     "seq2seq-lm",
     "sequence-classification",
 )
-PREFERENCE, FINISHED = "preference", "samples"
+PREFERENCE, CUSTOM_SAMPLES = "preference", "samples"
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class SourceSettings:
     Attributes:
         data: the section, as the source has it.
         task: one of ``TASKS``.
-        key: the dotted key of the source, for messages.
+        config_key: the dotted key of the source, for messages.
         offline: write nothing, and download nothing.
-        bad: Receiver of bad records. By default, ``data.on_bad_record`` selects it.
+        bad_records: Receiver of bad records. By default, ``data.on_bad_record`` selects it.
     """
 
     data: DataConfig
     task: str = CAUSAL
-    key: str = "data"
+    config_key: str = "data"
     offline: bool = False
-    bad: BadRecords | None = field(default=None, compare=False)
+    bad_records: BadRecords | None = field(default=None, compare=False)
 
     @cached_property
     def fields(self) -> Fields:
@@ -88,21 +88,21 @@ class SourceSettings:
             text_split=data.text_split,
             pair=data.text_pair_field if labelled else None,
             prefix=data.source_prefix if translated else "",
-            bad=self.bad or (BadRecords() if data.on_bad_record == "skip" else None),
+            bad=self.bad_records or (BadRecords() if data.on_bad_record == "skip" else None),
             columns=list_number_columns(data),
             renamed=list_renamed_fields(data),
             format="text" if self.task != CAUSAL else None if kind == "auto" else kind,
-            roles=frozenset(data.roles_to_train or ANSWERING),
+            roles=frozenset(data.roles_to_train or DEFAULT_TRAINED_ROLES),
         )
 
-    def with_format(self, kind: Format) -> SourceSettings:
+    def with_format(self, kind: RecordFormat) -> SourceSettings:
         """The same, once the format of the records is known."""
         return replace(self, data=self.data.model_copy(update={"format": kind}))
 
     @property
     def has_conversations(self) -> bool:
         """Whether the records are conversations, or prompts with completions; asked once that is known."""
-        return self.data.format not in ("auto", "text", FINISHED)
+        return self.data.format not in ("auto", "text", CUSTOM_SAMPLES)
 
     @property
     def packing(self) -> bool | Literal["documents"]:
@@ -113,13 +113,13 @@ class SourceSettings:
         return self.data.split or "train"
 
     @property
-    def cache(self) -> Path:
+    def cache_folder(self) -> Path:
         """The folder of the cache; a stream has its own in it."""
         folder = get_default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
-        return folder / STREAMS if self.data.stream else folder
+        return folder / STREAMS_FOLDER if self.data.stream else folder
 
     @property
-    def languages(self) -> dict[str, Any]:
+    def tokenizer_languages(self) -> dict[str, Any]:
         """Arguments of the tokenizer."""
         if self.task != SEQ2SEQ:
             return {}
@@ -127,22 +127,22 @@ class SourceSettings:
 
     @contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+        """Within this context, errors about a setting of ``data`` name the same setting of ``config_key``."""
         try:
             yield
         except UserError as error:
-            if self.key == "data":
+            if self.config_key == "data":
                 raise
-            if isinstance(error, MistakesError):
-                raise MistakesError(list(map(self._with_key, error.lines))) from error
+            if isinstance(error, MultipleMistakesError):
+                raise MultipleMistakesError(list(map(self._replace_config_key, error.lines))) from error
             kind = MissingDataError if isinstance(error, MissingDataError) else UserError
-            raise kind(self._with_key(str(error))) from error
+            raise kind(self._replace_config_key(str(error))) from error
 
-    def _with_key(self, message: str) -> str:
+    def _replace_config_key(self, message: str) -> str:
         """Name the settings of this source instead of the settings of ``data``."""
         settings = "|".join(SourceConfig.model_fields)
-        message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.key}.", message)
-        return message if self.key in message else f"{self.key}: {message}"
+        message = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.config_key}.", message)
+        return message if self.config_key in message else f"{self.config_key}: {message}"
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,16 @@ class SourceShard:
     """One shard of a stream: a file, a part of one, or tokens made ahead of time.
 
     Attributes:
-        open: its source, as it is now, so that a change is seen.
+        open_source: its source, as it is now, so that a change is seen.
         identity: what tells, without reading it, that it is the same on another machine.
-        bytes: its length.
-        tokens, fingerprint: of its tokens, where they are known beforehand.
+        size_bytes: its length.
+        num_tokens, fingerprint: of its tokens, where they are known beforehand.
     """
 
-    open: Callable[[SourceSettings], DataSource]
+    open_source: Callable[[SourceSettings], DataSource]
     identity: str
-    bytes: int
-    tokens: int | None = None
+    size_bytes: int
+    num_tokens: int | None = None
     fingerprint: str = ""
 
 
@@ -174,15 +174,15 @@ class DataSource(ABC):
         UserError: if the kind of source has not what the settings ask for.
     """
 
-    remote = False
+    downloads_to_open = False
     """Whether opening it may download it."""
-    downloads = False
+    downloads_to_read = False
     """Whether reading its records may download them."""
-    tokenized = False
+    has_tokens = False
     """Whether it has tokens in place of text."""
     only_text = ""
     """What it is, if it has neither columns nor records, for messages."""
-    alone = False
+    must_stream_alone = False
     """Whether a stream of it can have nothing else."""
 
     @classmethod
@@ -202,7 +202,7 @@ class DataSource(ABC):
         if self.only_text:
             refuse_columns(settings.fields, self.only_text)
         self.settings = settings
-        self._key: str | None = None
+        self._cache_key: str | None = None
 
     @property
     def fields(self) -> Fields:
@@ -214,17 +214,17 @@ class DataSource(ABC):
         return self.name
 
     @property
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """The digest when it was first asked for."""
-        if self._key is None:
-            self._key = self.digest()
-        return self._key
+        if self._cache_key is None:
+            self._cache_key = self.compute_digest()
+        return self._cache_key
 
     @abstractmethod
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """A digest of the content as it is now, and of the settings for reading it."""
 
-    def detect_format(self) -> Format:
+    def detect_and_set_format(self) -> RecordFormat:
         """Learn the format of the records by the first one, if the settings leave it open.
 
         Raises:
@@ -233,19 +233,21 @@ class DataSource(ABC):
         try:
             kind = self._detect_format()
         except RecordError as error:
-            raise self.collect_errors(error) from error
+            raise self.collect_record_errors(error) from error
         if kind != self.settings.data.format:
             self._apply_settings(self.settings.with_format(kind))
         return kind
 
-    def _detect_format(self) -> Format:
+    def _detect_format(self) -> RecordFormat:
         if self.fields.format is not None:
             return self.fields.format
         if (first := next(self.iter_rows(), None)) is None:
             return "text"
-        from portable.data.sources.conversations import detect_format
+        from portable.data.sources.conversations import detect_record_format
 
-        return detect_format(rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0])
+        return detect_record_format(
+            rename_fields(first[1], self.fields, first[0]), self.fields.text, first[0]
+        )
 
     def iter_rows(self) -> Iterator[LocatedRow]:
         """Yield the place and the columns of each record; nothing for plain text.
@@ -270,13 +272,13 @@ class DataSource(ABC):
             with convert_read_errors(self.name):
                 yield from self._read_documents()
         except RecordError as error:
-            raise self.collect_errors(error) from error
+            raise self.collect_record_errors(error) from error
 
     def _read_documents(self) -> Iterator[Document]:
         for location, row in islice(self.iter_rows(), self.settings.data.max_samples):
-            yield from read_record(row, self.fields, location)
+            yield from parse_record(row, self.fields, location)
 
-    def collect_errors(self, first: RecordError) -> UserError:
+    def collect_record_errors(self, first: RecordError) -> UserError:
         """Read the source from its start and build the error that names all bad records.
 
         Args:
@@ -284,44 +286,46 @@ class DataSource(ABC):
         """
         collected = CollectedErrors()
         reader = copy.copy(self)
-        reader.settings = replace(self.settings, bad=collected)
+        reader.settings = replace(self.settings, bad_records=collected)
         # Until the format of the records is known, only their lines are checked.
         records = reader._read_documents() if self.fields.format is not None else reader.iter_rows()
         has_read_record = False
         try:
             for _ in records:
                 has_read_record = True
-                collected.check()
+                collected.raise_if_enough()
         except EnoughErrors:
             pass
         except (UserError, RunError) as error:  # an error of the source itself
             return error if isinstance(error, UserError) else first
         if not collected.errors:  # the source has changed
             return first
-        if not has_read_record and len(collected.kinds) == 1:  # a setting is wrong, but not the records
+        if (
+            not has_read_record and len(collected.count_by_kind) == 1
+        ):  # a setting is wrong, but not the records
             return first
         return collected.to_error(self.name)
 
     @contextmanager
     def check_unchanged(self) -> Iterator[None]:
-        """Read it within this context, which checks at the end that it is what ``key`` says.
+        """Read it within this context, which checks at the end that it is what ``cache_key`` says.
 
         Raises:
             UserError: at the end, if another program has changed it. Results must not be cached then.
         """
-        before, refusal = self.key, None
+        before, refusal = self.cache_key, None
         try:
             yield
         except (UserError, RunError) as error:  # may come from a file that is being written
             refusal = error
         if self._has_changed(before):
-            raise build_changed_error(self.name) from refusal
+            raise build_data_changed_error(self.name) from refusal
         if refusal is not None:
             raise refusal
 
-    def _has_changed(self, before: str) -> bool:
+    def _has_changed(self, old_digest: str) -> bool:
         try:
-            return self.digest() != before
+            return self.compute_digest() != old_digest
         except UserError:
             return False
 
@@ -331,7 +335,7 @@ class DataSource(ABC):
         return None
 
     @property
-    def contents(self) -> frozenset[bytes]:
+    def content_digests(self) -> frozenset[bytes]:
         """Digests of the local files that it reads."""
         return frozenset()
 
@@ -345,13 +349,13 @@ class DataSource(ABC):
         """Estimated bytes of text; ``None`` if unknown."""
         return None
 
-    def release(self) -> None:
+    def remove_local_copies(self) -> None:
         """Remove local copies, which are made again when they are needed."""
         return
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
-        if not self.downloads and next(self.iter_documents(), None) is None:
+        if not self.downloads_to_read and next(self.iter_documents(), None) is None:
             raise self.build_no_text_error()
 
     def build_no_text_error(self) -> NoTextError:
@@ -367,11 +371,11 @@ class DataSource(ABC):
         """
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
 
-    def find_token_cache(self, cache: Path, digest: str) -> Path | None:
-        """The folder with its tokens, if they were made ahead of time; a copy in ``cache`` of one elsewhere.
+    def find_pretokenized_folder(self, copies_folder: Path, job_digest: str) -> Path | None:
+        """The folder with its tokens, if they were made ahead of time; a copy in ``copies_folder`` of one elsewhere.
 
         Args:
-            digest: a digest of what the run's tokens are made with.
+            job_digest: a digest of what the run's tokens are made with.
 
         Raises:
             UserError: if they are missing, or were made with something else. NoTextError: if there are none.
@@ -399,26 +403,26 @@ class TokenChunk(NamedTuple):
 class TokenSource(DataSource):
     """Tokens that another program made."""
 
-    tokenized = True
+    has_tokens = True
     only_text = "files of tokens"
-    alone = True
+    must_stream_alone = True
 
     def iter_documents(self) -> Iterator[Document]:
         raise UserError(
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
         )
 
-    def iter_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    def iter_token_chunks(self, vocab_size: int, end_token: int | None) -> Iterator[TokenChunk]:
         """Yield tokens, and how many of them there are up to each end of a document from the end before.
 
         The tokens beyond the last end belong to a document that goes on in the next part.
 
         Args:
             vocab_size: of the tokenizer, which all tokens must be below.
-            end: the token after which a document ends, where the files do not tell.
+            end_token: the token after which a document ends, where the files do not tell.
         """
         with convert_read_errors(self.name):
-            yield from self._read_tokens(vocab_size, end)
+            yield from self._read_token_chunks(vocab_size, end_token)
 
     @abstractmethod
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]: ...
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]: ...

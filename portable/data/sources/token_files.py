@@ -44,25 +44,25 @@ def is_token_file(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _TokenFileLayout:
-    """Where the tokens of a file are: from byte ``start`` on; and the lengths of documents, if known."""
+    """Where the tokens of a file are: from byte ``start_byte`` on; and the lengths of documents, if known."""
 
     dtype: np.dtype[Any]
-    start: int
-    count: int
-    lengths: npt.NDArray[np.int64] | None = None
+    start_byte: int
+    num_tokens: int
+    document_lengths: npt.NDArray[np.int64] | None = None
 
 
-class TokenFiles(TokenSource):
+class TokenFilesSource(TokenSource):
     """Files of tokens, in order."""
 
-    alone = False
+    must_stream_alone = False
 
     def __init__(self, name: str, files: Sequence[Path], settings: SourceSettings) -> None:
         super().__init__(name, settings)
         self._files = tuple(files)
 
     @classmethod
-    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFiles | None:
+    def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFilesSource | None:
         if not any(map(is_token_file, names)):
             return None
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:
@@ -70,9 +70,9 @@ class TokenFiles(TokenSource):
                 f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
                 "data.max_samples"
             )
-        return cls(", ".join(names), [path for name in names for path in find_token_files(name)], settings)
+        return cls(", ".join(names), [path for name in names for path in list_token_files(name)], settings)
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         digest = hashlib.blake2b(b"tokens", digest_size=16)
         for path in self._files:
             digest.update(compute_file_digest(path, self.settings))
@@ -82,27 +82,27 @@ class TokenFiles(TokenSource):
 
     @property
     def size_bytes(self) -> int:
-        return sum(_read_layout(path).count for path in self._files)
+        return sum(_read_layout(path).num_tokens for path in self._files)
 
     @property
     def stored_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._files)
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         for path in self._files:
             _read_layout(path)
 
-    def _read_tokens(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+    def _read_token_chunks(self, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
         for path in self._files:
-            yield from _iter_tokens(path, vocab_size, end)
+            yield from _iter_file_chunks(path, vocab_size, end)
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
         for path in self._files:
             size = path.stat().st_size
-            yield SourceShard(partial(TokenFiles, str(path), [path]), f"{path.name} {size}", size)
+            yield SourceShard(partial(TokenFilesSource, str(path), [path]), f"{path.name} {size}", size)
 
 
-def check_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
+def check_token_ids(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
     """Raise UserError if the tokenizer has not all of ``tokens``."""
     if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
         raise UserError(
@@ -111,7 +111,7 @@ def check_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) ->
         )
 
 
-def find_token_files(name: str) -> list[Path]:
+def list_token_files(name: str) -> list[Path]:
     """The files that ``name`` matches.
 
     Raises:
@@ -141,9 +141,9 @@ def _read_layout(path: Path) -> _TokenFileLayout:
         layout = _TokenFileLayout(dtype, _LLM_C_HEADER, int(head[2]))
     else:
         layout = _TokenFileLayout(np.dtype("<u2"), 0, size // 2)
-    if layout.start + layout.count * layout.dtype.itemsize != size:
+    if layout.start_byte + layout.num_tokens * layout.dtype.itemsize != size:
         raise UserError(
-            f"data.source: {path}: has {size} bytes, not those of {layout.count} tokens of "
+            f"data.source: {path}: has {size} bytes, not those of {layout.num_tokens} tokens of "
             f"{layout.dtype.itemsize} bytes; copy the file again"
         )
     return layout
@@ -175,17 +175,19 @@ def _read_megatron_layout(path: Path, size: int) -> _TokenFileLayout:
     return _TokenFileLayout(dtype, 0, int(after[-1]), np.diff(after[ends]))
 
 
-def _iter_tokens(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
+def _iter_file_chunks(path: Path, vocab_size: int, end: int | None) -> Iterator[TokenChunk]:
     layout = _read_layout(path)
-    if not layout.count:
+    if not layout.num_tokens:
         return
-    stored = np.memmap(path, dtype=layout.dtype, mode="r", offset=layout.start, shape=(layout.count,))
-    ends = None if layout.lengths is None else np.cumsum(layout.lengths)
-    for start in range(0, layout.count, _CHUNK):
+    stored = np.memmap(
+        path, dtype=layout.dtype, mode="r", offset=layout.start_byte, shape=(layout.num_tokens,)
+    )
+    ends = None if layout.document_lengths is None else np.cumsum(layout.document_lengths)
+    for start in range(0, layout.num_tokens, _CHUNK):
         piece = np.asarray(stored[start : start + _CHUNK])
-        check_vocabulary(piece, vocab_size, path)
+        check_token_ids(piece, vocab_size, path)
         stop = start + len(piece)
-        last = stop == layout.count
+        last = stop == layout.num_tokens
         if ends is not None:
             first = np.searchsorted(ends, start, "right") if start else 0
             inside = ends[first : np.searchsorted(ends, stop, "right")] - start

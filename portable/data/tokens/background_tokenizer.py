@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from portable.data.tokens.parallel_map import Worker
+from portable.data.tokens.parallel_map import WorkerProcess
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -24,20 +24,22 @@ class BackgroundTokenizer:
 
     Args:
         job: what a process does with a shard.
-        done: called after each shard with its folder, in a thread.
-        processes: how many.
+        on_shard_done: called after each shard with its folder, in a thread.
+        num_processes: how many.
     """
 
-    def __init__(self, job: TokenizeJob, done: Callable[[Path], None], processes: int = 1) -> None:
+    def __init__(
+        self, job: TokenizeJob, on_shard_done: Callable[[Path], None], num_processes: int = 1
+    ) -> None:
         self._job = job
-        self._done = done
-        self._processes = processes
+        self._done = on_shard_done
+        self._processes = num_processes
         self._requested: list[SourceShard] = []
         self._started: set[int] = set()  # by id: a stream keeps its shards
         self._condition = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._workers: set[Worker] = set()
+        self._workers: set[WorkerProcess] = set()
 
     def request_shards(self, shards: Sequence[SourceShard]) -> None:
         """Tokenize these next, in order, and none of those wanted before."""
@@ -45,7 +47,7 @@ class BackgroundTokenizer:
             self._requested = list(shards)
             self._started &= set(map(id, shards))
             while self._requested and len(self._threads) < min(self._processes, len(self._requested)):
-                thread = threading.Thread(target=self._run, name="tokenize-ahead", daemon=True)
+                thread = threading.Thread(target=self._run_worker, name="tokenize-ahead", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._condition.notify_all()
@@ -61,17 +63,17 @@ class BackgroundTokenizer:
             if thread is not threading.current_thread():  # the garbage collector may call from any thread
                 thread.join(timeout=5)
 
-    def _run(self) -> None:
+    def _run_worker(self) -> None:
         while (shard := self._wait_for_shard()) is not None:
             # A process that died is replaced when there is more to do.
-            with suppress(OSError), Worker(self._job) as worker:
+            with suppress(OSError), WorkerProcess(self._job) as worker:
                 self._workers.add(worker)
                 if self._closed:  # and may not have seen this worker
                     worker.kill()
                 while shard is not None and not worker.has_ended:
                     with suppress(UserError, RunError):
-                        worker.send(shard)
-                        self._done(worker.receive())
+                        worker.send_item(shard)
+                        self._done(worker.receive_result())
                     shard = None if worker.has_ended else self._wait_for_shard()
                 self._workers.discard(worker)
 

@@ -33,7 +33,7 @@ MEMORY_PER_CHARACTER = 512
 _INTERVAL = 0.05
 
 
-def encode(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
+def encode_text(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
     """Encode one text or several, as ``tokenizer(text, ...)`` does.
 
     Args:
@@ -48,13 +48,17 @@ def encode(tokenizer: Any, text: Any, pair: Any = None, **options: Any) -> Any:
     texts = [text] if isinstance(text, str) else text
     characters = sum(map(len, texts)) + len(pair or "")
     arguments = (text,) if pair is None else (text, pair)
-    return _call(tokenizer, lambda: tokenizer(*arguments, **options), characters, "encode a text")
+    return _call_within_limits(
+        tokenizer, lambda: tokenizer(*arguments, **options), characters, "encode a text"
+    )
 
 
 def encode_targets(tokenizer: Any, text: Any, **options: Any) -> Any:
-    """Encode the targets of a translation, as :func:`encode` does with texts."""
+    """Encode the targets of a translation, as :func:`encode_text` does with texts."""
     characters = sum(map(len, [text] if isinstance(text, str) else text))
-    return _call(tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text")
+    return _call_within_limits(
+        tokenizer, lambda: tokenizer(text_target=text, **options), characters, "encode a text"
+    )
 
 
 def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
@@ -71,7 +75,7 @@ def decode(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
         text: str = tokenizer.decode(tokens, **options)
         return text
 
-    return _call(tokenizer, run, 16 * len(tokens), "decode tokens")  # type: ignore[no-any-return]
+    return _call_within_limits(tokenizer, run, 16 * len(tokens), "decode tokens")  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -89,16 +93,16 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
     except BaseException as error:
         raise_unless_panic(error)
         reason = f"{type(error).__name__}: {to_one_line(error)[:200]}"
-        raise _build_error(tokenizer, f"cannot {action} ({reason})") from error
+        raise _build_tokenizer_error(tokenizer, f"cannot {action} ({reason})") from error
 
 
-def _build_error(tokenizer: Any, reason: str) -> UserError:
+def _build_tokenizer_error(tokenizer: Any, reason: str) -> UserError:
     name = getattr(tokenizer, "name_or_path", None)
     subject = repr(str(name)) if name else "the tokenizer"
     return UserError(f"data.tokenizer: {subject} {reason}; use another tokenizer, or null to train one")
 
 
-def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
+def _call_within_limits(tokenizer: Any, function: Callable[[], Any], characters: int, action: str) -> Any:
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -113,15 +117,15 @@ def _call(tokenizer: Any, function: Callable[[], Any], characters: int, action: 
     per_character = SECONDS_PER_CHARACTER if fast else SLOW_SECONDS_PER_CHARACTER
     most_seconds = seconds_per_call + per_character * characters
     most_memory = _read_resident_memory() + MEMORY + MEMORY_PER_CHARACTER * characters
-    clocks = time.monotonic(), time.process_time()
+    start_times = time.monotonic(), time.process_time()
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_INTERVAL)
         # The process may wait for a core, or use several.
-        seconds = min(time.monotonic() - clocks[0], time.process_time() - clocks[1])
+        seconds = min(time.monotonic() - start_times[0], time.process_time() - start_times[1])
         if thread.is_alive() and (seconds > most_seconds or _read_resident_memory() > most_memory):
-            raise _build_error(tokenizer, f"takes too much time or memory to {action}")
+            raise _build_tokenizer_error(tokenizer, f"takes too much time or memory to {action}")
     with convert_tokenizer_errors(tokenizer, action):
         if errors:
             raise errors[0]

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from portable.data.sources.records import Cell
+from portable.data.sources.records import CsvCell
 from portable.errors import RunError, UserError, to_one_line
 
 if TYPE_CHECKING:
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
     from portable.data.sources.documents import Label
 
-FORMAT = 2
-BLOCK = 1 << 16
+CACHE_FORMAT = 2
+BLOCK_BYTES = 1 << 16
 """Bytes per checksum, about the system's read-ahead."""
-CHECKED_WHOLE = 64 << 20
+MAX_FULLY_CHECKED_BYTES = 64 << 20
 """Maximum bytes of a file that is checked completely on opening, which takes milliseconds."""
 _BLOCKS_FILE = "blocks.crc"
 _META_FILE = "meta.json"
 _PROGRESS_FILE = "progress.json"
-_CHECKED_SUMS = 1 << 20
+_MAX_CHECKED_SUMS_BYTES = 1 << 20
 """Maximum bytes of ``blocks.crc`` that are checked on opening: those of 16 GiB."""
 _READ_BYTES = 1 << 22
-_PROBE = 1 << 16  # bytes at either end of a file that are checked on opening
+_PROBE_BYTES = 1 << 16  # bytes at either end of a file that are checked on opening
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
 _CRC = np.dtype("<u4")
@@ -76,7 +76,7 @@ class CacheDamagedError(Exception):
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-class _BlockSums:
+class _BlockChecksums:
     """Computes the CRC-32 of each block of a stream."""
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class _BlockSums:
     def update(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            piece = view[: BLOCK - self._filled]
+            piece = view[: BLOCK_BYTES - self._filled]
             self._crc = isal_zlib.crc32(piece, self._crc)
             self._filled += len(piece)
-            if self._filled == BLOCK:
+            if self._filled == BLOCK_BYTES:
                 self._finished.append(self._crc)
                 self._crc = self._filled = 0
             view = view[len(piece) :]
@@ -104,7 +104,7 @@ class ChecksummedFile:
     Args:
         path: Path of the file.
         dtype: Type of the values.
-        saved: What :meth:`save` of another process returned. The file is continued from there.
+        saved: What :meth:`flush_and_get_state` of another process returned. The file is continued from there.
 
     Raises:
         CacheDamagedError: If the file is not as it was saved.
@@ -115,11 +115,11 @@ class ChecksummedFile:
         self._dtype = dtype
         self._hash = hashlib.blake2b(digest_size=16)
         self.path = path
-        self.blocks = _BlockSums()
+        self.blocks = _BlockChecksums()
         if saved is not None:
-            self._continue(int(saved["bytes"]), saved["digest"])
+            self._resume_writing(int(saved["bytes"]), saved["digest"])
 
-    def _continue(self, size: int, digest: object) -> None:
+    def _resume_writing(self, size: int, digest: object) -> None:
         """Read the first ``size`` bytes for their checksums, and drop the rest."""
         remaining = size
         while remaining and (data := self._file.read(min(remaining, _READ_BYTES))):
@@ -132,7 +132,7 @@ class ChecksummedFile:
         self._file.seek(size)
         self._file.truncate()
 
-    def save(self) -> dict[str, Any]:
+    def flush_and_get_state(self) -> dict[str, Any]:
         """Flush the file to the disk; returns what another process needs to continue it."""
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -147,7 +147,7 @@ class ChecksummedFile:
     def close(self) -> None:
         self._file.close()
 
-    def finish(self) -> dict[str, Any]:
+    def close_and_summarize(self) -> dict[str, Any]:
         self._file.close()
         size = self.path.stat().st_size
         return {"bytes": size, "probe": _compute_probe(self.path, size), "digest": self._hash.hexdigest()}
@@ -156,12 +156,12 @@ class ChecksummedFile:
 def _compute_probe(path: Path, size: int) -> int:
     """A CRC-32 of the first and the last bytes of a file."""
     with path.open("rb") as file:
-        crc = zlib.crc32(file.read(_PROBE))
-        file.seek(max(0, size - _PROBE))
-        return zlib.crc32(file.read(_PROBE), crc)
+        crc = zlib.crc32(file.read(_PROBE_BYTES))
+        file.seek(max(0, size - _PROBE_BYTES))
+        return zlib.crc32(file.read(_PROBE_BYTES), crc)
 
 
-class TokenWriter:
+class TokenCacheWriter:
     """Writes a token cache into a folder as a stream.
 
     Args:
@@ -193,26 +193,26 @@ class TokenWriter:
         self._counts = dict.fromkeys(fields, 0)
         self._streams: dict[str, ChecksummedFile] = {}
         for field in fields:
-            self._begin(f"{field}.bin", _DTYPES[self._dtype])
-            self._begin(f"{field}.idx", _OFFSET, first=[0])
+            self._open_file(f"{field}.bin", _DTYPES[self._dtype])
+            self._open_file(f"{field}.idx", _OFFSET, first=[0])
         for name in (*((LABELS, VALUES) if labels else ()), *[TRAINED] * masked):
-            self._begin(name, _FILE_DTYPES[name])
+            self._open_file(name, _FILE_DTYPES[name])
         if labels:
-            self._begin(LABEL_ENDS, _OFFSET, first=[0])
+            self._open_file(LABEL_ENDS, _OFFSET, first=[0])
         if columns:
-            self._begin(COLUMNS, _FILE_DTYPES[COLUMNS])
+            self._open_file(COLUMNS, _FILE_DTYPES[COLUMNS])
         self._labels = _LabelWriter(self._streams) if labels else None
         self._integer_columns = dict.fromkeys(columns, True)
         """The columns, and whether all of their numbers are whole."""
-        self.documents = self._trained = 0
+        self.num_documents = self._trained = 0
         self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
         if progress is not None:
             self._counts = dict(progress["tokens"])
             self._integer_columns = dict(progress["whole"])
-            self.documents, self._trained = progress["documents"], progress["trained"]
+            self.num_documents, self._trained = progress["documents"], progress["trained"]
             self._bits = np.array(progress["bits"], dtype=bool)
 
-    def _begin(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
+    def _open_file(self, name: str, dtype: np.dtype[Any], first: Sequence[int] = ()) -> None:
         """Open a file, which starts with the values ``first`` unless it is continued."""
         saved = None if self._saved_files is None else self._saved_files[name]
         self._streams[name] = ChecksummedFile(self._folder / name, dtype, saved)
@@ -226,21 +226,21 @@ class TokenWriter:
             facts: JSON values that the caller of the writer needs to continue.
         """
         progress: dict[str, Any] = {
-            "format": FORMAT,
-            "documents": self.documents,
+            "format": CACHE_FORMAT,
+            "documents": self.num_documents,
             "trained": self._trained,
             "tokens": self._counts,
             "whole": self._integer_columns,
             "bits": self._bits.tolist(),
-            "files": {name: stream.save() for name, stream in self._streams.items()},
+            "files": {name: stream.flush_and_get_state() for name, stream in self._streams.items()},
             "facts": facts,
         }
-        progress["digest"] = _digest(progress)
+        progress["digest"] = _compute_json_digest(progress)
         draft = self._folder / f"{_PROGRESS_FILE}.new"
         draft.write_text(json.dumps(progress), encoding="utf-8")
         draft.replace(self._folder / _PROGRESS_FILE)
 
-    def add(
+    def add_documents(
         self,
         field: str,
         tokens: npt.ArrayLike,
@@ -265,7 +265,7 @@ class TokenWriter:
         self._streams[f"{field}.idx"].write(self._counts[field] + ends)
         self._counts[field] += len(values)
         if field == next(iter(self._counts)):
-            self.documents += len(ends)
+            self.num_documents += len(ends)
 
     def count_tokens(self, field: str) -> int:
         """Return the number of tokens of a field that are written so far."""
@@ -281,7 +281,7 @@ class TokenWriter:
         if self._labels is not None:
             for label in labels:
                 assert label is not None
-                self._labels.add(label, write=write)
+                self._labels.add_label(label, write=write)
 
     def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
         """Add the further numbers of documents, in the order of the columns."""
@@ -290,12 +290,12 @@ class TokenWriter:
             for index, name in enumerate(self._integer_columns):
                 self._integer_columns[name] &= all(isinstance(row[index], int) for row in rows)
 
-    def finish(self, **extra: Any) -> None:
+    def write_metadata(self, **extra: Any) -> None:
         """Write ``meta.json``, and renumber the classes in sorted order."""
         names: list[int | str] = []
         if self._labels is not None:
-            kind, width, names = self._labels.finish()
-            extra |= self._labels.facts
+            kind, width, names = self._labels.finish_labels()
+            extra |= self._labels.fraction_facts
             extra |= {} if kind == "classes" else {"label_kind": kind, "label_width": width}
         if TRAINED in self._streams:
             self._streams[TRAINED].write(np.packbits(self._bits))
@@ -305,21 +305,21 @@ class TokenWriter:
                 name: "int64" if is_integer else "float32"
                 for name, is_integer in self._integer_columns.items()
             }
-        files = {name: stream.finish() for name, stream in self._streams.items()}
+        files = {name: stream.close_and_summarize() for name, stream in self._streams.items()}
         blocks = np.concatenate([self._streams[name].blocks.to_array() for name in sorted(files)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
         meta: dict[str, Any] = {
-            "format": FORMAT,
+            "format": CACHE_FORMAT,
             "dtype": self._dtype,
-            "documents": self.documents,
+            "documents": self.num_documents,
             "tokens": self._counts,
             "label_names": names,
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
-            "fingerprint": _digest([self._dtype, names, files]),
+            "fingerprint": _compute_json_digest([self._dtype, names, files]),
             **extra,
         }
-        meta["digest"] = _digest(meta)
+        meta["digest"] = _compute_json_digest(meta)
         (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
 
@@ -331,36 +331,38 @@ class TokenWriter:
 class OpenedWriter(NamedTuple):
     """A writer of a token cache, and the facts that the process which began the cache has saved."""
 
-    writer: TokenWriter
+    writer: TokenCacheWriter
     facts: dict[str, Any]
 
 
-def open_writer(folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any) -> OpenedWriter:
+def open_or_resume_writer(
+    folder: Path, facts: Mapping[str, Any], *arguments: Any, **options: Any
+) -> OpenedWriter:
     """Open a writer that continues what a killed process has saved in the folder, if it can be continued.
 
     Args:
         folder: Folder to write into. Files that cannot be continued are removed.
         facts: Facts that the other process must have saved with equal values.
-        arguments: Further arguments of :class:`TokenWriter`.
-        options: Keyword arguments of :class:`TokenWriter`.
+        arguments: Further arguments of :class:`TokenCacheWriter`.
+        options: Keyword arguments of :class:`TokenCacheWriter`.
 
     Returns:
         The writer, and the facts that the other process has saved, or ``facts`` if nothing is continued.
     """
     with suppress(CacheDamagedError, OSError, ValueError, LookupError, TypeError, RecursionError):
         progress = json.loads((folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
-        digest = _digest({key: value for key, value in progress.items() if key != "digest"})
-        if progress["format"] == FORMAT and digest == progress["digest"]:
+        digest = _compute_json_digest({key: value for key, value in progress.items() if key != "digest"})
+        if progress["format"] == CACHE_FORMAT and digest == progress["digest"]:
             saved = dict(progress["facts"])
             if all(saved[name] == value for name, value in facts.items()):
-                return OpenedWriter(TokenWriter(folder, *arguments, **options, progress=progress), saved)
+                return OpenedWriter(TokenCacheWriter(folder, *arguments, **options, progress=progress), saved)
     for path in folder.iterdir():
         path.unlink()
-    return OpenedWriter(TokenWriter(folder, *arguments, **options), dict(facts))
+    return OpenedWriter(TokenCacheWriter(folder, *arguments, **options), dict(facts))
 
 
-_MOST_CELLS = 1 << 20
-_NO_NUMBER = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
+_MAX_CELL_CLASSES = 1 << 20
+_MISSING_NUMBER_WORDS = frozenset({"na", "n/a", "<na>", "null", "nan", "none", "#n/a", "-", "?"})
 """Words for a missing number, in lower case."""
 
 
@@ -370,7 +372,7 @@ class _LabelSummary(NamedTuple):
     Attributes:
         kind: Kind of the labels.
         width: Number of values per document. 0 for ``sets``.
-        names: Class names in the order of their numbers. Empty for ``values``.
+        names: Class names in the order of their numbers. Empty for ``label_values``.
     """
 
     kind: LabelKind
@@ -387,59 +389,63 @@ class _LabelWriter:
         """The number of each class; None once a label was not a class."""
         self._names: dict[Any, Any] = {}
         """The name of each class, once all labels are known."""
-        self._numbers = True  # all labels so far are numbers
-        self._lists: bool | None = None
-        self._repeated = False
+        self._are_numbers = True  # all labels so far are numbers
+        self._are_lists: bool | None = None
+        self._has_repeated_class = False
         self._widths: set[int] = set()
         self._count = 0
         self._fractions, self._fraction = 0, 0.0  # number of labels with a fraction, and the first
 
-    def add(self, label: Label, *, write: bool = True) -> None:
+    def add_label(self, label: Label, *, write: bool = True) -> None:
         lists = isinstance(label, tuple)
         items = label if isinstance(label, tuple) else (label,)
-        if self._lists not in (None, lists):
+        if self._are_lists not in (None, lists):
             raise UserError("data.label_field: some labels are lists and some are not; use one kind")
-        self._lists = lists
+        self._are_lists = lists
         self._count += len(items)
-        self._repeated = self._repeated or len(set(items)) < len(items)
+        self._has_repeated_class = self._has_repeated_class or len(set(items)) < len(items)
         if len(self._widths) < 2:  # two are enough to detect a difference
             self._widths.add(len(items))
-        numbers: list[Any] = [item.read_number() if isinstance(item, Cell) else item for item in items]
-        self._numbers = self._numbers and not any(isinstance(item, str | None) for item in numbers)
+        numbers: list[Any] = [item.parse_number() if isinstance(item, CsvCell) else item for item in items]
+        self._are_numbers = self._are_numbers and not any(isinstance(item, str | None) for item in numbers)
         if not lists and isinstance(numbers[0], float):
             self._fraction = numbers[0] if not self._fractions else self._fraction
             self._fractions += 1
         # Cells may turn out to be names of classes, unless there are too many to be classes.
-        many = self._class_numbers is not None and len(self._class_numbers) > _MOST_CELLS and self._fractions
+        many = (
+            self._class_numbers is not None
+            and len(self._class_numbers) > _MAX_CELL_CLASSES
+            and self._fractions
+        )
         if many or any(isinstance(item, float) for item in items):
             self._class_numbers = None
-        if self._class_numbers is None and not self._numbers:
+        if self._class_numbers is None and not self._are_numbers:
             raise _build_mixed_labels_error()
         if self._class_numbers is not None:
             classes = [self._class_numbers.setdefault(item, len(self._class_numbers)) for item in items]
             if write:
                 self._streams[LABELS].write(classes)
                 self._streams[LABEL_ENDS].write([self._count])
-        if self._numbers and write:
+        if self._are_numbers and write:
             self._streams[VALUES].write(numbers)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def fraction_facts(self) -> dict[str, Any]:
         """Number of labels that have a fraction, and the first of these labels."""
         return {"fractions": self._fractions, "fraction": self._fraction} if self._fractions else {}
 
-    def _name_cells(self) -> None:
+    def _resolve_cell_names(self) -> None:
         """Give the cells of a .csv file their kind, now that all of them are known."""
         assert self._class_numbers is not None
-        cells = [name for name in self._class_numbers if isinstance(name, Cell)]
+        cells = [name for name in self._class_numbers if isinstance(name, CsvCell)]
         self._names = dict(zip(self._class_numbers, self._class_numbers, strict=True))
-        if self._numbers and self._fractions:
+        if self._are_numbers and self._fractions:
             self._class_numbers = None
-        elif self._numbers:
-            self._names |= {cell: cell.read_number() for cell in cells}
+        elif self._are_numbers:
+            self._names |= {cell: cell.parse_number() for cell in cells}
         elif cells:
-            texts = [cell for cell in cells if cell.read_number() is None]
-            if self._fractions and all(cell.strip().casefold() in _NO_NUMBER for cell in texts):
+            texts = [cell for cell in cells if cell.parse_number() is None]
+            if self._fractions and all(cell.strip().casefold() in _MISSING_NUMBER_WORDS for cell in texts):
                 raise UserError(
                     f"data.label_field: the label {str(texts[0])!r} is not a number, and other labels are "
                     f"numbers with a fraction, such as {self._fraction:g}; remove the records without a "
@@ -447,35 +453,35 @@ class _LabelWriter:
                 )
             self._names |= {cell: str(cell) for cell in cells}
 
-    def finish(self) -> _LabelSummary:
+    def finish_labels(self) -> _LabelSummary:
         """Return the kind, values per document and class names; of the files, those of the kind stay."""
         width = min(self._widths, default=1)
         if self._class_numbers is not None:
-            self._name_cells()
+            self._resolve_cell_names()
         if self._class_numbers is None:
             if len(self._widths) > 1 or not width:
                 raise UserError(
                     "data.label_field: the lists of numbers have different lengths; give every text the same "
                     "number of values, or classes as integers or strings"
                 )
-            self._drop(LABELS, LABEL_ENDS)
+            self._delete_files(LABELS, LABEL_ENDS)
             return _LabelSummary("values", width, [])
-        names = self._sort(self._class_numbers)
-        if self._lists and self._repeated:
+        names = self._renumber_in_sorted_order(self._class_numbers)
+        if self._are_lists and self._has_repeated_class:
             raise UserError(
                 "data.label_field: a list has a class twice; give the classes of the text, or for each class "
                 "a number with a fraction (0.0, 1.0) or a boolean"
             )
-        self._drop(VALUES, *(() if self._lists else (LABEL_ENDS,)))
-        return _LabelSummary("sets", 0, names) if self._lists else _LabelSummary("classes", 1, names)
+        self._delete_files(VALUES, *(() if self._are_lists else (LABEL_ENDS,)))
+        return _LabelSummary("sets", 0, names) if self._are_lists else _LabelSummary("classes", 1, names)
 
-    def _drop(self, *names: str) -> None:
+    def _delete_files(self, *names: str) -> None:
         for name in names:
             stream = self._streams.pop(name)
             stream.close()
             stream.path.unlink()
 
-    def _sort(self, class_numbers: dict[Any, int]) -> list[int | str]:
+    def _renumber_in_sorted_order(self, class_numbers: dict[Any, int]) -> list[int | str]:
         if len({isinstance(name, str) for name in self._names.values()}) > 1:
             raise _build_mixed_labels_error()
         names = sorted(
@@ -488,7 +494,7 @@ class _LabelWriter:
         if names:
             stream = self._streams[LABELS]
             stream.close()
-            stream.blocks = _BlockSums()
+            stream.blocks = _BlockChecksums()
             stored = np.memmap(stream.path, dtype=final.dtype, mode="r+")
             for start in range(0, len(stored), 1 << 20):
                 piece = final[stored[start : start + (1 << 20)]]
@@ -498,7 +504,7 @@ class _LabelWriter:
         return names
 
 
-def _digest(content: Any) -> str:
+def _compute_json_digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -534,7 +540,7 @@ class CheckedArray:
         self._item_bytes = dtype.itemsize * (width or 1)
         self._sums = sums
         # Whether each block has been checked. Only the pages that are used take memory.
-        self._seen = mmap.mmap(-1, max(1, len(sums)))
+        self._checked_blocks = mmap.mmap(-1, max(1, len(sums)))
 
     def __len__(self) -> int:
         return len(self._values)
@@ -551,13 +557,13 @@ class CheckedArray:
         """
         if isinstance(key, slice):
             start, stop, _ = key.indices(len(self._values))
-            self._check(start, stop)
+            self._check_items(start, stop)
         elif isinstance(key, int | np.integer):
             index = int(key) + (len(self._values) if key < 0 else 0)
-            self._check(index, index + 1)
+            self._check_items(index, index + 1)
         else:
             for index in np.asarray(key).ravel().tolist():
-                self._check(index, index + 1)
+                self._check_items(index, index + 1)
         return self._values[key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -570,28 +576,28 @@ class CheckedArray:
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
         """Return the first damaged block in ``[first, last)``, or None."""
         last = len(self._sums) if last is None else last
-        while (block := self._seen.find(b"\0", first, last)) >= 0:
-            data = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+        while (block := self._checked_blocks.find(b"\0", first, last)) >= 0:
+            data = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             if isal_zlib.crc32(data.data) != self._sums[block]:
                 return block
-            self._seen[block] = 1
+            self._checked_blocks[block] = 1
             first = block + 1
         return None
 
-    def _check(self, start: int, stop: int) -> None:
+    def _check_items(self, start: int, stop: int) -> None:
         width = self._item_bytes
-        block = self.find_damaged_block(start * width // BLOCK, -(-stop * width // BLOCK))
+        block = self.find_damaged_block(start * width // BLOCK_BYTES, -(-stop * width // BLOCK_BYTES))
         if block is not None:
             # Without this file the cache is invalid, and the next launch rebuilds it.
             with suppress(OSError):
                 (self.path.parent / _META_FILE).unlink()
             raise RunError(
-                f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK:,}; run the same command to "
-                "tokenize the data again and resume from the last checkpoint"
+                f"data.cache_dir: {self.path}: damaged at byte {block * BLOCK_BYTES:,}; run the same command "
+                "to tokenize the data again and resume from the last checkpoint"
             )
 
 
-def _open_sums(path: Path, digest: str) -> npt.NDArray[Any]:
+def _open_checksums(path: Path, digest: str) -> npt.NDArray[Any]:
     """Open the checksums of all blocks.
 
     Those of a large cache are mapped and not compared with their digest, because every rank would read the
@@ -600,7 +606,7 @@ def _open_sums(path: Path, digest: str) -> npt.NDArray[Any]:
     Raises:
         CacheDamagedError: If the file is damaged.
     """
-    if path.stat().st_size > _CHECKED_SUMS:
+    if path.stat().st_size > _MAX_CHECKED_SUMS_BYTES:
         return np.memmap(path, dtype=_CRC, mode="r")
     blocks = path.read_bytes()
     if hashlib.blake2b(blocks, digest_size=16).hexdigest() != digest:
@@ -626,24 +632,27 @@ class TokenCache:
         """
         try:
             meta = json.loads((folder / _META_FILE).read_text(encoding="utf-8"))
-            if meta["format"] != FORMAT:
-                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {FORMAT}")
-            if _digest({key: value for key, value in meta.items() if key != "digest"}) != meta["digest"]:
+            if meta["format"] != CACHE_FORMAT:
+                raise CacheDamagedError(f"{folder}: format {meta['format']}, not {CACHE_FORMAT}")
+            if (
+                _compute_json_digest({key: value for key, value in meta.items() if key != "digest"})
+                != meta["digest"]
+            ):
                 raise CacheDamagedError(f"{folder / _META_FILE}: damaged")
-            sums, first_block = _open_sums(folder / _BLOCKS_FILE, meta["blocks"]), 0
+            sums, first_block = _open_checksums(folder / _BLOCKS_FILE, meta["blocks"]), 0
             dtypes = dict(_FILE_DTYPES)
             for name in meta["tokens"]:
                 dtypes |= {f"{name}.bin": _DTYPES[meta["dtype"]], f"{name}.idx": _OFFSET}
             widths = {VALUES: meta.get("label_width"), COLUMNS: len(meta.get("columns", ()))}
             arrays: dict[str, CheckedArray] = {}
             for name, file_meta in sorted(meta["files"].items()):
-                count = -(-file_meta["bytes"] // BLOCK)
+                count = -(-file_meta["bytes"] // BLOCK_BYTES)
                 if (folder / name).stat().st_size != file_meta["bytes"]:
                     raise CacheDamagedError(f"{folder / name}: damaged")
                 array = CheckedArray(
                     folder / name, dtypes[name], sums[first_block : first_block + count], widths.get(name)
                 )
-                if file_meta["bytes"] <= CHECKED_WHOLE and array.find_damaged_block() is not None:
+                if file_meta["bytes"] <= MAX_FULLY_CHECKED_BYTES and array.find_damaged_block() is not None:
                     raise CacheDamagedError(f"{folder / name}: damaged")
                 arrays[name], first_block = array, first_block + count
             cache = TokenCache(folder, meta, arrays)
@@ -680,7 +689,7 @@ class TokenCache:
         return self.arrays.get(LABEL_ENDS)
 
     @property
-    def values(self) -> CheckedArray | None:
+    def label_values(self) -> CheckedArray | None:
         """``[documents, width]`` for numeric labels."""
         return self.arrays.get(VALUES)
 
@@ -693,11 +702,11 @@ class TokenCache:
         return TokenCache.open, (self.folder,)
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         return int(self.meta["documents"])
 
     @property
-    def total_tokens(self) -> int:
+    def num_tokens(self) -> int:
         return sum(self.meta["tokens"].values())
 
     @property
@@ -721,11 +730,11 @@ class TokenCache:
         return tokens
 
     @property
-    def has_columns(self) -> bool:
+    def has_extra_columns(self) -> bool:
         """Whether documents have further numbers."""
         return COLUMNS in self.arrays
 
-    def read_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    def read_extra_columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """These numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
@@ -746,7 +755,7 @@ class TokenCache:
         bits = np.unpackbits(self.trained_bits[first : -(-stop // 8)])
         return bits[start - 8 * first : stop - 8 * first].view(bool)
 
-    def find_documents(self, field: str, start: int, stop: int) -> range:
+    def find_documents_of_tokens(self, field: str, start: int, stop: int) -> range:
         """The documents that contain the tokens ``[start, stop)`` of a field."""
         offsets = self.offsets[field]
         return range(bisect_right(offsets, start) - 1, bisect_right(offsets, stop - 1))

@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.sources.documents import RecordError, format_names
+from portable.data.sources.documents import RecordError, format_name_list
 from portable.data.tokens import bounded_tokenizer, limited_calls
 from portable.data.tokens.rendering import (
-    DAY,
+    TEMPLATE_DATE,
     AnswerContext,
-    Draft,
+    AnswerNotFoundError,
+    RenderedConversation,
     TemplateRenderer,
     TrainOn,
-    UnstableError,
+    build_answer_not_found_error,
     build_no_template_error,
     build_template_error,
-    build_unstable_error,
-    check_words,
+    check_answer_words,
 )
-from portable.data.tokens.tokenizer import CHATML, has_prefix
+from portable.data.tokens.tokenizer import CHATML, starts_with_prefix
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,28 +48,28 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Conversation, Document
     from portable.data.tokens.special_tokens import Frame
 
-BUILT_IN = {"chatml": CHATML}
-VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches
-_SPECIAL = re.compile(r"<\|[^\s<>|'\"]+\|>")
+BUILT_IN_TEMPLATES = {"chatml": CHATML}
+CONVERSION_VERSION = 4  # of the conversion of records to tokens and masks; a change rebuilds the caches
+_SPECIAL_TOKEN_PATTERN = re.compile(r"<\|[^\s<>|'\"]+\|>")
 
 
 @dataclass
-class Encoded:
+class EncodedConversations:
     """The tokens of some conversations, one sample after the other."""
 
     tokens: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    trained: list[npt.NDArray[np.bool_]] = field(default_factory=list)
-    stopping: int = 0
+    trained_masks: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    num_stopping: int = 0
     """Samples in which the token that ends the last answer is trained."""
-    ends: Counter[int] = field(default_factory=Counter)
+    end_token_counts: Counter[int] = field(default_factory=Counter)
     """How often each token ends a last answer."""
-    unstopped: str = ""
+    unstopped_example: str = ""
     """Where the trained part of a sample ends otherwise: its last tokens, and those after it."""
-    prompt_left: str = ""
+    unmatched_prompt: str = ""
     """What the generation prompt has beyond the beginning of an answer, if anything."""
-    samples: list[int] = field(default_factory=list)
+    samples_per_document: list[int] = field(default_factory=list)
     """How many each conversation became."""
-    refused: list[RecordError] = field(default_factory=list)
+    refused_records: list[RecordError] = field(default_factory=list)
     """Errors of the records that the template cannot write, which became no samples."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts. ``records``: all records; ``apart``: records for which the template changes earlier turns, and
@@ -92,8 +92,8 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
             raise build_no_template_error()
         if isinstance(tokenizer_templates, dict) and "default" not in tokenizer_templates:
             raise UserError(
-                f"data.chat_template: the tokenizer has several ({format_names(tokenizer_templates)}); set "
-                "it to one"
+                f"data.chat_template: the tokenizer has several ({format_name_list(tokenizer_templates)}); "
+                "set it to one"
             )
         return tokenizer_templates  # type: ignore[no-any-return]
     if isinstance(tokenizer_templates, dict) and setting in tokenizer_templates:
@@ -107,9 +107,9 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
             raise UserError(
                 f"data.chat_template: {setting}: cannot read it ({reason}); check the path"
             ) from error
-    if setting in BUILT_IN:
-        return BUILT_IN[setting]
-    names = [*(tokenizer_templates if isinstance(tokenizer_templates, dict) else ()), *BUILT_IN]
+    if setting in BUILT_IN_TEMPLATES:
+        return BUILT_IN_TEMPLATES[setting]
+    names = [*(tokenizer_templates if isinstance(tokenizer_templates, dict) else ()), *BUILT_IN_TEMPLATES]
     raise UserError(
         f"data.chat_template: {setting!r} is neither a file nor a template of this tokenizer; give the path "
         f"of a template file, {', '.join(names)}, or null for the template of the tokenizer"
@@ -119,7 +119,7 @@ def load_chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, s
 class _MaskedDrafts(NamedTuple):
     """Drafts of one document, their encodings from the tokenizers library, and masks of trained tokens."""
 
-    drafts: list[Draft]
+    drafts: list[RenderedConversation]
     encodings: Sequence[Any]
     masks: list[npt.NDArray[np.bool_]]
 
@@ -136,7 +136,7 @@ class _TokenMatch(NamedTuple):
     rest: list[int]
 
 
-class ChatTemplate:
+class ConversationEncoder:
     """Renders, tokenizes and masks conversations.
 
     Args:
@@ -182,17 +182,17 @@ class ChatTemplate:
         )
 
     @property
-    def key(self) -> str:
+    def cache_key(self) -> str:
         """What the tokens depend on, besides the source and the tokenizer."""
         renderer = self._renderer
         content = [
-            VERSION,
+            CONVERSION_VERSION,
             renderer.templates,
             renderer.train_on,
-            renderer.split,
+            renderer.split_turns,
             self._pairs,
             renderer.variables,
-            DAY,
+            TEMPLATE_DATE,
         ]
         return json.dumps(content, sort_keys=True, default=str)
 
@@ -201,11 +201,13 @@ class ChatTemplate:
         """What the template writes in the form of special tokens, and the tokenizer has none for."""
         templates = self._renderer.templates
         texts = templates.values() if isinstance(templates, dict) else [templates or ""]
-        written = dict.fromkeys(_SPECIAL.findall(" ".join(texts)))
+        written = dict.fromkeys(_SPECIAL_TOKEN_PATTERN.findall(" ".join(texts)))
         vocabulary = self._tokenizer.get_vocab()
         return [token for token in written if token not in vocabulary]
 
-    def encode(self, documents: Sequence[Document], *, collect: bool = False) -> Encoded:
+    def encode_documents(
+        self, documents: Sequence[Document], *, collect: bool = False
+    ) -> EncodedConversations:
         """Tokenize conversations and completions.
 
         Args:
@@ -215,7 +217,7 @@ class ChatTemplate:
         Raises:
             RecordError: naming the record, if its template fails or its mask cannot be determined.
         """
-        drafts: list[list[Draft] | RecordError] = limited_calls.call(
+        drafts: list[list[RenderedConversation] | RecordError] = limited_calls.call_within_limits(
             partial(self._renderer.render_documents, collect=collect), documents
         )
         rendered = [
@@ -224,7 +226,7 @@ class ChatTemplate:
         encodings = iter(
             self._encode_texts([draft.text for document_drafts in rendered for draft in document_drafts])
         )
-        encoded = Encoded()
+        encoded = EncodedConversations()
         size = 2 if self._pairs else 1
         for first in range(0, len(documents), size):
             samples: list[_MaskedDrafts] = []
@@ -243,19 +245,25 @@ class ChatTemplate:
                         raise
                     refusal = refusal or error
             if refusal is not None:
-                encoded.refused.append(refusal)
-                encoded.samples += [0] * len(documents[first : first + size])
+                encoded.refused_records.append(refusal)
+                encoded.samples_per_document += [0] * len(documents[first : first + size])
                 continue
             for sample in samples:
                 self._append_samples(*sample, encoded)
         if self._pairs:  # the same tokens of the prompt count for both
-            for chosen_mask, rejected_mask in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
+            for chosen_mask, rejected_mask in zip(
+                encoded.trained_masks[::2], encoded.trained_masks[1::2], strict=True
+            ):
                 first, second = int(chosen_mask.argmax()), int(rejected_mask.argmax())
                 chosen_mask[second:first] = rejected_mask[first:second] = True
         return encoded
 
     def _compute_masks(
-        self, document: Document, drafts: list[Draft], encodings: Sequence[Any], encoded: Encoded
+        self,
+        document: Document,
+        drafts: list[RenderedConversation],
+        encodings: Sequence[Any],
+        encoded: EncodedConversations,
     ) -> _MaskedDrafts:
         """Compute the masks of a document's drafts.
 
@@ -264,10 +272,12 @@ class ChatTemplate:
         """
         try:
             return _MaskedDrafts(drafts, encodings, self._build_masks(drafts, encodings, encoded))
-        except UnstableError:
-            if document.conversation is None or not drafts[0].turns:
+        except AnswerNotFoundError:
+            if document.conversation is None or not drafts[0].separable_answers:
                 raise
-        drafts = limited_calls.call(self._renderer.render_turns, document.conversation, drafts[0].turns)
+        drafts = limited_calls.call_within_limits(
+            self._renderer.render_turns, document.conversation, drafts[0].separable_answers
+        )
         encodings = self._encode_texts([draft.text for draft in drafts])
         masks = self._build_masks(drafts, encodings, encoded)
         encoded.counts.update(apart=1, turns=len(drafts))
@@ -275,27 +285,27 @@ class ChatTemplate:
 
     def _append_samples(
         self,
-        drafts: Sequence[Draft],
+        drafts: Sequence[RenderedConversation],
         encodings: Sequence[Any],
         masks: Sequence[npt.NDArray[np.bool_]],
-        encoded: Encoded,
+        encoded: EncodedConversations,
     ) -> None:
         """Append the samples of a document."""
         for draft, encoding, within in zip(drafts, encodings, masks, strict=True):
-            prefix = () if has_prefix(encoding.ids, draft.prefix) else draft.prefix
+            prefix = () if starts_with_prefix(encoding.ids, draft.prefix) else draft.prefix
             tokens = np.array([*prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
-            ends = np.full(len(prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
+            ends = np.full(len(prefix), draft.trains_all), within, np.ones(len(draft.suffix), dtype=bool)
             encoded.tokens.append(tokens)
-            encoded.trained.append(np.concatenate(ends))
-            self._count_stops(draft, tokens, encoded.trained[-1], encoded)
-        shown = [shown for draft in drafts for shown in draft.thoughts]
-        encoded.samples.append(len(drafts))
+            encoded.trained_masks.append(np.concatenate(ends))
+            self._count_end_token(draft, tokens, encoded.trained_masks[-1], encoded)
+        shown = [shown for draft in drafts for shown in draft.reasoning_shown]
+        encoded.samples_per_document.append(len(drafts))
         encoded.counts.update(
             records=1,
             think=bool(shown),
             thoughts=len(shown),
             lost=shown.count(False),
-            empty=sum(draft.empty for draft in drafts),
+            empty=sum(draft.num_empty_answers for draft in drafts),
         )
 
     # -- masks ----------------------------------------------------------------------------------------------
@@ -303,7 +313,7 @@ class ChatTemplate:
     def _encode_texts(self, texts: list[str]) -> Any:
         if not texts:
             return []
-        encoded = bounded_tokenizer.encode(
+        encoded = bounded_tokenizer.encode_text(
             self._tokenizer,
             texts,
             add_special_tokens=False,
@@ -314,55 +324,61 @@ class ChatTemplate:
         return encoded.encodings
 
     def _build_masks(
-        self, drafts: list[Draft], encodings: Sequence[Any], encoded: Encoded
+        self, drafts: list[RenderedConversation], encodings: Sequence[Any], encoded: EncodedConversations
     ) -> list[npt.NDArray[np.bool_]]:
         return [
             self._build_mask(draft, encoding, encoded)
             for draft, encoding in zip(drafts, encodings, strict=True)
         ]
 
-    def _build_mask(self, draft: Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
-        if draft.turns and len(set(draft.thoughts)) > 1 and draft.conversation is not None:
+    def _build_mask(
+        self, draft: RenderedConversation, encoding: Any, encoded: EncodedConversations
+    ) -> npt.NDArray[np.bool_]:
+        if draft.separable_answers and len(set(draft.reasoning_shown)) > 1 and draft.conversation is not None:
             # The template leaves out the reasoning of earlier answers.
-            raise build_unstable_error(draft.conversation, draft.turns[0])
+            raise build_answer_not_found_error(draft.conversation, draft.separable_answers[0])
         trained = np.zeros(len(encoding.ids), dtype=bool)
-        if draft.whole:
+        if draft.trains_all:
             trained[:] = True
-        for start, end in draft.spans:
-            trained[_find_token_at(encoding, start) : _find_token_after(encoding, end, len(draft.text))] = (
-                True
-            )
-        for index, opened, closed in zip(draft.answers, draft.opened, draft.closed, strict=True):
+        for start, end in draft.trained_spans:
+            trained[
+                _find_token_at_char(encoding, start) : _find_token_after_char(encoding, end, len(draft.text))
+            ] = True
+        for index, opened, closed in zip(
+            draft.searched_answers, draft.answer_starts, draft.answer_ends, strict=True
+        ):
             assert draft.conversation is not None
-            first = self._find_start(draft, draft.conversation, encoding, index, opened, encoded)
-            last = self._find_end(draft, draft.conversation, encoding, index, closed)
+            first = self._find_first_token(draft, draft.conversation, encoding, index, opened, encoded)
+            last = self._find_stop_token(draft, draft.conversation, encoding, index, closed)
             if last <= first:
                 raise build_template_error(
                     draft.conversation, f"the template writes nothing for message {index + 1}, an answer"
                 )
             trained[first:last] = True
-        if draft.words and draft.conversation is not None:
-            check_words(draft.conversation, draft.words, _join_trained_text(draft.text, encoding, trained))
+        if draft.answer_words and draft.conversation is not None:
+            check_answer_words(
+                draft.conversation, draft.answer_words, _join_trained_text(draft.text, encoding, trained)
+            )
         return trained
 
-    def _find_start(
+    def _find_first_token(
         self,
-        draft: Draft,
+        draft: RenderedConversation,
         conversation: Conversation,
         encoding: Any,
         index: int,
         opened: int | AnswerContext,
-        encoded: Encoded,
+        encoded: EncodedConversations,
     ) -> int:
         """The first token of an answer."""
         if isinstance(opened, int):
-            return _find_token_at(encoding, opened)
+            return _find_token_at_char(encoding, opened)
         if conversation.messages[index]["role"] != "assistant":
-            raise build_unstable_error(conversation, index)
+            raise build_answer_not_found_error(conversation, index)
         # The generation prompt may begin the answer itself, such as "<think>".
         prompted, before = opened
         if before is None:
-            raise build_unstable_error(conversation, index)
+            raise build_answer_not_found_error(conversation, index)
         context, rest = self._match_tokens(encoding, before)
         first, prompt_rest = self._match_tokens(encoding, prompted)
         ids = encoding.ids
@@ -373,19 +389,26 @@ class ChatTemplate:
         # The answer, with part of the generation prompt.
         is_within_prompt = first > context or prompted == before
         if not self._has_only_special(rest) or not is_within_prompt or first < context or first == len(ids):
-            raise build_unstable_error(conversation, index)
-        encoded.prompt_left = encoded.prompt_left or bounded_tokenizer.decode(self._tokenizer, prompt_rest)
+            raise build_answer_not_found_error(conversation, index)
+        encoded.unmatched_prompt = encoded.unmatched_prompt or bounded_tokenizer.decode(
+            self._tokenizer, prompt_rest
+        )
         return first
 
-    def _find_end(
-        self, draft: Draft, conversation: Conversation, encoding: Any, index: int, closed: int | str
+    def _find_stop_token(
+        self,
+        draft: RenderedConversation,
+        conversation: Conversation,
+        encoding: Any,
+        index: int,
+        closed: int | str,
     ) -> int:
         """The token after an answer."""
         if isinstance(closed, int):
-            return _find_token_after(encoding, closed, len(draft.text))
+            return _find_token_after_char(encoding, closed, len(draft.text))
         last, rest = self._match_tokens(encoding, closed)
         if not self._has_only_special(rest):
-            raise build_unstable_error(conversation, index)
+            raise build_answer_not_found_error(conversation, index)
         return last
 
     def _match_tokens(self, encoding: Any, text: str) -> _TokenMatch:
@@ -425,12 +448,12 @@ class ChatTemplate:
     def _has_only_special(self, tokens: list[int]) -> bool:
         return all(token in self._special_ids or self._is_blank(token) for token in tokens)
 
-    def _count_stops(
+    def _count_end_token(
         self,
-        draft: Draft,
+        draft: RenderedConversation,
         tokens: npt.NDArray[np.int64],
         trained: npt.NDArray[np.bool_],
-        encoded: Encoded,
+        encoded: EncodedConversations,
     ) -> None:
         """Whether the sample teaches the end of its last answer, and the token of that end.
 
@@ -440,7 +463,9 @@ class ChatTemplate:
         untrained = np.flatnonzero(~trained[: last + 1])
         begin = int(untrained[-1]) + 1 if len(untrained) else 0
         conversation = draft.conversation
-        spoke_last = conversation is None or len(conversation.messages) - 1 in conversation.answers
+        spoke_last = (
+            conversation is None or len(conversation.messages) - 1 in conversation.trained_message_indices
+        )
         index = (len(tokens) if spoke_last else last + 1) - 1
         while index >= begin and self._is_blank(int(tokens[index])) and tokens[index] not in self._added_ids:
             index -= 1
@@ -449,29 +474,29 @@ class ChatTemplate:
             end = index if tokens[index] in self._special_ids else end
             index -= 1
         if end is not None:
-            encoded.ends[int(tokens[end])] += 1
+            encoded.end_token_counts[int(tokens[end])] += 1
         if end is not None and trained[end]:
-            encoded.stopping += 1
-        elif not encoded.unstopped:
+            encoded.num_stopping += 1
+        elif not encoded.unstopped_example:
             decode = partial(bounded_tokenizer.decode, self._tokenizer)
             trained_end, rest = (
                 decode(tokens[trained][-8:].tolist()),
                 decode(tokens[last + 1 : last + 9].tolist()),
             )
-            encoded.unstopped = f"{trained_end!r}" + (f", and then comes {rest!r}" if rest else "")
+            encoded.unstopped_example = f"{trained_end!r}" + (f", and then comes {rest!r}" if rest else "")
 
 
-def build_notes(counts: Counter[str], prompt_left: str) -> list[str]:
+def build_template_notes(counts: Counter[str], unmatched_prompt: str) -> list[str]:
     """What a template does that may surprise, by the counts of all records; a line each.
 
     Raises:
         UserError: it leaves out all reasoning, and most records have some.
     """
     template_notes = []
-    if prompt_left:
+    if unmatched_prompt:
         template_notes.append(
-            f"its generation prompt ends in {prompt_left!r}, which it does not write before the answers of "
-            "the data: the model is trained without it"
+            f"its generation prompt ends in {unmatched_prompt!r}, which it does not write before the answers "
+            "of the data: the model is trained without it"
         )
     if counts["apart"]:
         template_notes.append(
@@ -508,7 +533,7 @@ def _join_trained_text(text: str, encoding: Any, trained: npt.NDArray[np.bool_])
     return "\n".join(parts)
 
 
-def _find_token_at(encoding: Any, char: int) -> int:
+def _find_token_at_char(encoding: Any, char: int) -> int:
     """The token that contains a character, or the next one that contains any."""
     if (token_index := encoding.char_to_token(char)) is None:  # normalized away, such as a space
         starts = ((index, span[0]) for index, span in enumerate(encoding.offsets))
@@ -516,10 +541,10 @@ def _find_token_at(encoding: Any, char: int) -> int:
     return int(token_index)
 
 
-def _find_token_after(encoding: Any, char: int, length: int) -> int:
+def _find_token_after_char(encoding: Any, char: int, length: int) -> int:
     """The first token that begins at a character or later."""
     if char >= length:
         return len(encoding.ids)
-    token_index = _find_token_at(encoding, char)
+    token_index = _find_token_at_char(encoding, char)
     starts_earlier = token_index < len(encoding.ids) and encoding.token_to_chars(token_index)[0] < char
     return token_index + 1 if starts_earlier else token_index

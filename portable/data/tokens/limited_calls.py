@@ -20,31 +20,31 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SECONDS = 20.0
+MAX_CALL_SECONDS = 20.0
 """Of computing, for a call with a quarter of a megabyte of text."""
-_MEMORY = 1 << 30
+_MAX_CALL_BYTES = 1 << 30
 """Bytes that a call may take."""
 _lock = threading.Lock()
-_workers: dict[int, parallel_map.Worker] = {}
+_workers: dict[int, parallel_map.WorkerProcess] = {}
 """The process of this one, by the id of this one."""
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_within_limits(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, all of which can be pickled.
 
     Raises:
         UserError: of the function, or since it took too much.
     """
-    if parallel_map.serves:
-        return _call_within_limits((SECONDS, function, arguments))
+    if parallel_map.is_worker_process:
+        return _apply_limits_and_call((MAX_CALL_SECONDS, function, arguments))
     with _lock:
         try:
             if os.getpid() not in _workers:
-                _workers[os.getpid()] = parallel_map.Worker(_call_within_limits)
+                _workers[os.getpid()] = parallel_map.WorkerProcess(_apply_limits_and_call)
                 atexit.register(_workers[os.getpid()].__exit__)
             worker = _workers[os.getpid()]
-            worker.send((SECONDS, function, arguments))
-            return worker.receive()
+            worker.send_item((MAX_CALL_SECONDS, function, arguments))
+            return worker.receive_result()
         except UserError:
             raise
         except BaseException as error:  # what the process would answer next is for this call
@@ -57,7 +57,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
             ) from error
 
 
-def _call_within_limits(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
+def _apply_limits_and_call(item: tuple[float, Callable[..., Any], tuple[Any, ...]]) -> Any:
     seconds, function, arguments = item
     with _limit_time(seconds), _limit_memory():
         return function(*arguments)
@@ -92,7 +92,7 @@ def _limit_memory() -> Iterator[None]:
 
     now = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if "VmData" in line)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [limit for limit in (now + _MEMORY, soft) if limit != resource.RLIM_INFINITY]
+    limits = [limit for limit in (now + _MAX_CALL_BYTES, soft) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
     try:
         yield

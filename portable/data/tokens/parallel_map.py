@@ -20,7 +20,7 @@ from multiprocessing.connection import wait as ready
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from portable.converters.interrupts import ignore_interrupts
+from portable.converters.interrupts import block_interrupts_in_children
 from portable.errors import RunError, UserError, to_one_line
 from portable.plugins import build_python_command
 
@@ -29,52 +29,52 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_AT_A_TIME = 4  # batches for each process
-serves = False
-"""Whether this process is a :class:`Worker`."""
+_BATCHES_PER_PROCESS = 4  # batches for each process
+is_worker_process = False
+"""Whether this process is a :class:`WorkerProcess`."""
 
 
 def map_in_order(
-    work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0
+    function: Callable[[T], R], items: Iterable[T], *, num_processes: int, num_local_items: int = 0
 ) -> Iterator[R]:
-    """Yield ``work(item)`` for every item, in order.
+    """Yield ``function(item)`` for every item, in order.
 
     Args:
-        work: a function, which this process calls for all items if it cannot be pickled, such as the
+        function: a function, which this process calls for all items if it cannot be pickled, such as the
             tokenizer of a model with code of its own. A ``UserError`` of it is raised here.
-        processes: how many to start; with less than two, this process does all.
-        alone: items that this process does itself before it starts others, which takes seconds.
+        num_processes: how many to start; with less than two, this process does all.
+        num_local_items: items that this process does itself before it starts others, which takes seconds.
 
     Raises:
-        RunError: a process died, or ``work`` failed in it.
+        RunError: a process died, or ``function`` failed in it.
     """
     rest = iter(items)
-    yield from map(work, rest if processes < 2 else islice(rest, alone))
+    yield from map(function, rest if num_processes < 2 else islice(rest, num_local_items))
     first = next(rest, None)
     if first is None:
         return
-    if not _is_picklable(work):
-        yield from map(work, chain((first,), rest))
+    if not _is_picklable(function):
+        yield from map(function, chain((first,), rest))
         return
     numbered = enumerate(chain((first,), rest))
     done: dict[int, R | UserError | RunError] = {}
     turn, has_items = 0, True
     with ExitStack() as stack:
-        free = [stack.enter_context(Worker(work)) for _ in range(processes)]
-        busy: dict[Worker, int] = {}
+        free = [stack.enter_context(WorkerProcess(function)) for _ in range(num_processes)]
+        busy: dict[WorkerProcess, int] = {}
         while True:
-            while has_items and free and len(busy) + len(done) < _AT_A_TIME * processes:
+            while has_items and free and len(busy) + len(done) < _BATCHES_PER_PROCESS * num_processes:
                 number, item = next(numbered, (-1, first))
                 if has_items := number >= 0:
                     worker = free.pop()
-                    worker.send(item)
+                    worker.send_item(item)
                     busy[worker] = number
             if not busy:  # each may have been done before the last item was known to be the last
                 return
-            for worker in cast("list[Worker]", ready(cast("Any", busy))):
+            for worker in cast("list[WorkerProcess]", ready(cast("Any", busy))):
                 number = busy.pop(worker)
                 try:
-                    done[number] = worker.receive()
+                    done[number] = worker.receive_result()
                     free.append(worker)
                 except (UserError, RunError) as error:  # raised when its turn has come
                     done[number] = error
@@ -94,13 +94,13 @@ def _is_picklable(work: object) -> bool:
     return True
 
 
-class Worker:
+class WorkerProcess:
     """A process that does ``work`` for one item at a time."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
         serving = "from portable.data.tokens.parallel_map import serve; serve()"
-        with ignore_interrupts():
+        with block_interrupts_in_children():
             self._process = subprocess.Popen(
                 build_python_command(serving, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
@@ -111,7 +111,7 @@ class Worker:
         self._connection = ours
         self._connection.send(work)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,13 +131,13 @@ class Worker:
     def kill(self) -> None:
         self._process.kill()
 
-    def send(self, item: Any) -> None:
+    def send_item(self, item: Any) -> None:
         try:
             self._connection.send(item)
         except OSError as error:
             raise self._build_died_error() from error
 
-    def receive(self) -> Any:
+    def receive_result(self) -> Any:
         try:
             result = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -156,8 +156,8 @@ class Worker:
 
 def serve() -> None:
     """The loop of a process."""
-    global serves
-    serves = True
+    global is_worker_process
+    is_worker_process = True
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from portable.data.sources.conversations import RARE_ROLES, SYSTEM_ROLES
 from portable.data.sources.documents import (
-    ANSWERING,
+    DEFAULT_TRAINED_ROLES,
     Conversation,
     RecordError,
-    is_context_only,
+    is_excluded_from_training,
     replace_surrogates,
 )
 from portable.errors import UserError, to_one_line
@@ -32,13 +32,16 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Document, Message
 
 TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
-DAY = "2025-01-01"
+TEMPLATE_DATE = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
-_PROBE = "What is shown of this?"
+_PROBE_TEXT = "What is shown of this?"
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|\[/THINK\]", re.IGNORECASE)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MOST_RENDERED = 1 << 30  # characters written for one conversation
-_TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
+_MAX_RENDERED_CHARS = 1 << 30  # characters written for one conversation
+_UNCHECKED_CHARS, _MAX_EXPANSION = (
+    1 << 20,
+    64,
+)  # characters that a template may write, or so many times those of a record
 _Span = tuple[int, int]
 
 
@@ -62,36 +65,36 @@ class AnswerWords(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Draft:
+class RenderedConversation:
     """A rendered conversation before it is tokenized."""
 
     text: str
     conversation: Conversation | None
     """None for a completion of plain text."""
-    spans: tuple[_Span, ...] = ()
-    answers: tuple[int, ...] = ()
+    trained_spans: tuple[_Span, ...] = ()
+    searched_answers: tuple[int, ...] = ()
     """Messages whose spans follow from prefixes."""
-    opened: tuple[int | AnswerContext, ...] = ()
+    answer_starts: tuple[int | AnswerContext, ...] = ()
     """For each where it begins: how many characters of the text the conversation before it has, with the
     generation prompt; or that conversation, where the text does not begin with it."""
-    closed: tuple[int | str, ...] = ()
+    answer_ends: tuple[int | str, ...] = ()
     """For each the conversation up to and with it, likewise."""
-    whole: bool = False
+    trains_all: bool = False
     """Whether all tokens are trained."""
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     """Tokens before and after the text; the latter are trained."""
-    thoughts: tuple[bool, ...] = ()
+    reasoning_shown: tuple[bool, ...] = ()
     """For each trained answer with reasoning, whether the text has it."""
-    turns: tuple[int, ...] = ()
+    separable_answers: tuple[int, ...] = ()
     """The trained answers, if each may become a sample of its own."""
-    words: tuple[AnswerWords, ...] = ()
+    answer_words: tuple[AnswerWords, ...] = ()
     """Message number and own words of each trained answer. The trained text must contain them."""
-    empty: int = 0
+    num_empty_answers: int = 0
     """Trained answers without words, calls and reasoning."""
 
 
-class UnstableError(RecordError):
+class AnswerNotFoundError(RecordError):
     """The tokens of an answer cannot be told in the whole."""
 
 
@@ -111,23 +114,25 @@ class TemplateRenderer:
         variables: of the templates.
         train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
             assistant says.
-        split: make a draft of each answer, with what was said before it.
+        split_turns: make a draft of each answer, with what was said before it.
         prefix, suffix: the special tokens around a completion.
-        end: the text of the tokenizer's end token.
+        end_text: the text of the tokenizer's end token.
     """
 
     templates: str | dict[str, str] | None
     variables: Mapping[str, Any] = field(default_factory=dict)
     train_on: TrainOn | None = None
-    split: bool = False
+    split_turns: bool = False
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    end: str = ""
-    _parts: dict[str, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
+    end_text: str = ""
+    _requires_parts_cache: dict[str, bool] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def render_documents(
         self, documents: Sequence[Document], *, collect: bool = False
-    ) -> list[list[Draft] | RecordError]:
+    ) -> list[list[RenderedConversation] | RecordError]:
         """Render each conversation or completion.
 
         Args:
@@ -140,7 +145,7 @@ class TemplateRenderer:
         Raises:
             RecordError: naming the record, if its template fails.
         """
-        drafts: list[list[Draft] | RecordError] = []
+        drafts: list[list[RenderedConversation] | RecordError] = []
         for document in documents:
             try:
                 drafts.append(self._render_document(document))
@@ -162,39 +167,44 @@ class TemplateRenderer:
             messages: Messages of the conversation.
             location: Name of the conversation in error messages.
         """
-        conversation = self._with_parts(Conversation(tuple(messages), location))
-        return self._render(conversation, conversation.messages, prompted=True)
+        conversation = self._convert_to_text_parts(Conversation(tuple(messages), location))
+        return self._render_messages(conversation, conversation.messages, prompted=True)
 
-    def _render_document(self, document: Document) -> list[Draft]:
+    def _render_document(self, document: Document) -> list[RenderedConversation]:
         conversation = document.conversation
         if conversation is None:
-            return [self._build_completion_draft(document.text, document.prompt_chars or 0)]
-        if not self.split:
+            return [self._build_completion_draft(document.text, document.num_prompt_chars or 0)]
+        if not self.split_turns:
             return [self._build_draft(conversation, self.train_on)]
-        begin = conversation.prompt or 0
-        return self.render_turns(conversation, [index for index in conversation.answers if index >= begin])
+        begin = conversation.num_prompt_messages or 0
+        return self.render_turns(
+            conversation, [index for index in conversation.trained_message_indices if index >= begin]
+        )
 
-    def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[Draft]:
+    def render_turns(self, conversation: Conversation, answers: Sequence[int]) -> list[RenderedConversation]:
         """Each of these answers with what was said before it."""
-        without_prompt = replace(conversation, prompt=None)
+        without_prompt = replace(conversation, num_prompt_messages=None)
         parts = (replace(without_prompt, messages=without_prompt.messages[: index + 1]) for index in answers)
         return [self._build_draft(part, "last_assistant", is_single_turn=True) for part in parts]
 
-    def _build_completion_draft(self, text: str, prompt: int) -> Draft:
+    def _build_completion_draft(self, text: str, prompt: int) -> RenderedConversation:
         """A prompt and its completion without a template, ended by the tokenizer's end token."""
         trains_prompt = self.train_on == "all"
-        suffix = () if text.endswith(self.end) else self.suffix
-        return Draft(
-            text, None, ((prompt, len(text)),), whole=trains_prompt, prefix=self.prefix, suffix=suffix
+        suffix = () if text.endswith(self.end_text) else self.suffix
+        return RenderedConversation(
+            text, None, ((prompt, len(text)),), trains_all=trains_prompt, prefix=self.prefix, suffix=suffix
         )
 
     def _build_draft(
         self, conversation: Conversation, train_on: TrainOn | None, *, is_single_turn: bool = False
-    ) -> Draft:
+    ) -> RenderedConversation:
         if train_on is None:
-            prompted = conversation.prompt is not None and conversation.roles == ANSWERING
+            prompted = (
+                conversation.num_prompt_messages is not None
+                and conversation.trained_roles == DEFAULT_TRAINED_ROLES
+            )
             train_on = "completion" if prompted else "assistant"
-        plain, conversation = conversation, self._with_calls(conversation)
+        plain, conversation = conversation, self._convert_tool_calls(conversation)
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _GENERATION_MARK.search(
             self._select_template(conversation)
@@ -202,13 +212,13 @@ class TemplateRenderer:
         text, spans = (
             self._render_marked(conversation, messages)
             if marked
-            else (self._render(conversation, messages), [])
+            else (self._render_messages(conversation, messages), [])
         )
-        _check_shown(plain, text)
-        begin = conversation.prompt if train_on == "completion" else 0
-        answers = tuple(number for number in conversation.answers if number >= (begin or 0))
+        _check_messages_shown(plain, text)
+        begin = conversation.num_prompt_messages if train_on == "completion" else 0
+        answers = tuple(number for number in conversation.trained_message_indices if number >= (begin or 0))
         answers = answers[-1:] if train_on == "last_assistant" else answers
-        thoughts = [_get_reasoning(plain.messages[number]) for number in answers]
+        thoughts = [_extract_reasoning(plain.messages[number]) for number in answers]
         shown = tuple(replace_surrogates(thought) in text for thought in thoughts if thought)
         answer_texts = [(number, strip_reasoning(plain.messages[number])) for number in answers]
         words = tuple(
@@ -222,11 +232,11 @@ class TemplateRenderer:
         )
         if train_on in ("all", "completion"):
             draft = self._build_whole_draft(conversation, text, begin, train_on, shown)
-            return replace(draft, words=words, empty=empty)
+            return replace(draft, answer_words=words, num_empty_answers=empty)
         if not answers:
             raise RecordError(
-                f"data.source: {conversation.location}: {conversation.speakers} says nothing; remove the "
-                "record"
+                f"data.source: {conversation.location}: {conversation.trained_roles_text} says nothing; "
+                "remove the record"
             )
         turns = () if is_single_turn else answers
         if marked:  # the assistant's; the others' are found by their prefixes
@@ -238,35 +248,38 @@ class TemplateRenderer:
             if marked_answers and not spans:
                 raise build_template_error(conversation, "{% generation %} marks nothing in it")
             answers = tuple(index for index in answers if index not in marked_answers)
-        if 2 * len(answers) * len(text) > _MOST_RENDERED:
+        if 2 * len(answers) * len(text) > _MAX_RENDERED_CHARS:
             raise build_template_error(
                 conversation,
                 f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
                 "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
             )
         opened_at = tuple(
-            self._find_start(
-                conversation, text, index, self._render_before(conversation, text, index, prompted=True)
+            self._find_answer_start(
+                conversation,
+                text,
+                index,
+                self._render_before_answer(conversation, text, index, prompted=True),
             )
             for index in answers
         )
         closed_at = tuple(
             len(text)
             if index + 1 == len(messages)
-            else _match_prefix(text, self._render(conversation, messages[: index + 1]))
+            else _measure_prefix(text, self._render_messages(conversation, messages[: index + 1]))
             for index in answers
         )
-        return Draft(
+        return RenderedConversation(
             text,
             conversation,
             tuple(spans),
             answers,
             opened_at,
             closed_at,
-            thoughts=shown,
-            turns=turns,
-            words=words,
-            empty=empty,
+            reasoning_shown=shown,
+            separable_answers=turns,
+            answer_words=words,
+            num_empty_answers=empty,
         )
 
     def _build_whole_draft(
@@ -276,27 +289,29 @@ class TemplateRenderer:
         begin: int | None,
         train_on: TrainOn,
         shown: tuple[bool, ...],
-    ) -> Draft:
+    ) -> RenderedConversation:
         """A text that is trained from message ``begin`` to its end."""
-        begin = _check_begin(conversation, begin, train_on)
+        begin = _select_first_trained_message(conversation, begin, train_on)
         if train_on == "all":
-            return Draft(text, conversation, whole=True, thoughts=shown)
-        opened = self._render(conversation, conversation.messages[:begin], prompted=True)
-        start = self._find_start(conversation, text, begin, opened)
-        return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
+            return RenderedConversation(text, conversation, trains_all=True, reasoning_shown=shown)
+        opened = self._render_messages(conversation, conversation.messages[:begin], prompted=True)
+        start = self._find_answer_start(conversation, text, begin, opened)
+        return RenderedConversation(
+            text, conversation, (), (begin,), (start,), (len(text),), reasoning_shown=shown
+        )
 
-    def _find_start(
+    def _find_answer_start(
         self, conversation: Conversation, text: str, index: int, opened: str
     ) -> int | AnswerContext:
-        prefix = _match_prefix(text, opened)
+        prefix = _measure_prefix(text, opened)
         if isinstance(prefix, int):
             return prefix
         try:
-            return AnswerContext(prefix, self._render_before(conversation, text, index))
-        except UnstableError:  # which matters only if the answer is looked for
+            return AnswerContext(prefix, self._render_before_answer(conversation, text, index))
+        except AnswerNotFoundError:  # which matters only if the answer is looked for
             return AnswerContext(prefix, None)
 
-    def _render_before(
+    def _render_before_answer(
         self, conversation: Conversation, text: str, index: int, *, prompted: bool = False
     ) -> str:
         """The conversation before an answer, as it stands in ``text``; before what another role says.
@@ -305,20 +320,24 @@ class TemplateRenderer:
         first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
         """
         if (message := conversation.messages[index])["role"] != "assistant":
-            other = self._with_parts(replace(conversation, messages=({**message, "content": _PROBE},)))
-            shown = self._render(conversation, [*conversation.messages[:index], *other.messages])
-            if _PROBE not in shown:
-                raise build_unstable_error(conversation, index)
-            return shown[: shown.rindex(_PROBE)]
+            other = self._convert_to_text_parts(
+                replace(conversation, messages=({**message, "content": _PROBE_TEXT},))
+            )
+            shown = self._render_messages(conversation, [*conversation.messages[:index], *other.messages])
+            if _PROBE_TEXT not in shown:
+                raise build_answer_not_found_error(conversation, index)
+            return shown[: shown.rindex(_PROBE_TEXT)]
         if index:
-            return self._render(conversation, conversation.messages[:index], prompted=prompted)
-        probe = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
-        question = self._render(probe, probe.messages)
-        header = self._render(probe, probe.messages, prompted=True)
+            return self._render_messages(conversation, conversation.messages[:index], prompted=prompted)
+        probe = self._convert_to_text_parts(
+            replace(conversation, messages=({"role": "user", "content": _PROBE_TEXT},))
+        )
+        question = self._render_messages(probe, probe.messages)
+        header = self._render_messages(probe, probe.messages, prompted=True)
         header = header[len(commonprefix([question, header])) :]  # noqa: RUF071 - of characters
         header_start = next((header[:end] for end in range(len(header), 0, -1) if header[:end] in text), "")
         if not header_start:
-            raise build_unstable_error(conversation, index)
+            raise build_answer_not_found_error(conversation, index)
         return text[: text.index(header_start)] + (header if prompted else "")
 
     def _select_template(self, conversation: Conversation) -> str:
@@ -331,7 +350,7 @@ class TemplateRenderer:
 
     def _build_variables(self, conversation: Conversation) -> dict[str, Any]:
         kwargs = {**self.variables, **conversation.template_kwargs}
-        day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
+        day = datetime.fromisoformat(str(kwargs.pop("strftime_now", TEMPLATE_DATE)))
         return {
             "strftime_now": day.strftime,
             "tools": None if conversation.tools is None else list(conversation.tools),
@@ -339,7 +358,7 @@ class TemplateRenderer:
             **kwargs,
         }
 
-    def _render(
+    def _render_messages(
         self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
     ) -> str:
         total = len(conversation.messages)
@@ -348,7 +367,7 @@ class TemplateRenderer:
             text = _compile_template(self._select_template(conversation)).render(
                 messages=list(messages), add_generation_prompt=prompted, **self._build_variables(conversation)
             )
-            return _check_length(conversation, text)
+            return _validate_length(conversation, text)
 
     def _render_marked(
         self, conversation: Conversation, messages: Sequence[Message]
@@ -357,15 +376,15 @@ class TemplateRenderer:
         if not messages:
             return "", []
         with _convert_template_errors(conversation):
-            text, spans = transformers_internals.render_with_marks(
+            text, spans = transformers_internals.render_chat_template(
                 compiled_template=_compile_template(self._select_template(conversation)),
                 messages=list(messages),
                 add_generation_prompt=False,
                 **self._build_variables(conversation),
             )
-        return _check_length(conversation, text), [(start, end) for start, end in spans if end > start]
+        return _validate_length(conversation, text), [(start, end) for start, end in spans if end > start]
 
-    def _with_parts(self, conversation: Conversation) -> Conversation:
+    def _convert_to_text_parts(self, conversation: Conversation) -> Conversation:
         """The conversation with lists of parts for texts, if the template would pass over a string."""
         if not self._requires_parts(self._select_template(conversation)):
             return conversation
@@ -374,23 +393,23 @@ class TemplateRenderer:
 
     def _requires_parts(self, template: str) -> bool:
         """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
-        if template not in self._parts:
-            message = {"role": "user", "content": _PROBE}
-            self._parts[template] = not self._is_shown(template, message) and self._is_shown(
-                template, _to_text_parts(message)
-            )
-        return self._parts[template]
+        if template not in self._requires_parts_cache:
+            message = {"role": "user", "content": _PROBE_TEXT}
+            self._requires_parts_cache[template] = not self._is_message_shown(
+                template, message
+            ) and self._is_message_shown(template, _to_text_parts(message))
+        return self._requires_parts_cache[template]
 
-    def _is_shown(self, template: str, message: Message) -> bool:
+    def _is_message_shown(self, template: str, message: Message) -> bool:
         probe = Conversation((message,), "")
         try:
-            return _PROBE in _compile_template(template).render(
+            return _PROBE_TEXT in _compile_template(template).render(
                 messages=[message], add_generation_prompt=False, **self._build_variables(probe)
             )
         except Exception:  # templates are foreign code; what they take is shown by the data
             return False
 
-    def _with_calls(self, conversation: Conversation) -> Conversation:
+    def _convert_tool_calls(self, conversation: Conversation) -> Conversation:
         """Convert calls, and the content of a call without words, to the forms that the template writes.
 
         The content is an empty string. Some templates (DeepSeek R1) write a call only if it is null.
@@ -399,9 +418,9 @@ class TemplateRenderer:
             "tool_calls" in message and not message["content"].strip() for message in conversation.messages
         ]
         try:
-            prepared = self._with_arguments(self._with_parts(conversation))
+            prepared = self._convert_call_arguments(self._convert_to_text_parts(conversation))
             if any(wordless):
-                _check_shown(conversation, self._render(prepared, prepared.messages))
+                _check_messages_shown(conversation, self._render_messages(prepared, prepared.messages))
             return prepared
         except RecordError:
             if not any(wordless):
@@ -411,15 +430,17 @@ class TemplateRenderer:
                 for message, silent in zip(conversation.messages, wordless, strict=True)
             )
             try:
-                prepared = self._with_arguments(self._with_parts(replace(conversation, messages=messages)))
-                _check_shown(conversation, self._render(prepared, prepared.messages))
+                prepared = self._convert_call_arguments(
+                    self._convert_to_text_parts(replace(conversation, messages=messages))
+                )
+                _check_messages_shown(conversation, self._render_messages(prepared, prepared.messages))
             except RecordError:
                 prepared = None
             if prepared is None:
                 raise
             return prepared
 
-    def _with_arguments(self, conversation: Conversation) -> Conversation:
+    def _convert_call_arguments(self, conversation: Conversation) -> Conversation:
         """The conversation with its calls' arguments as a string, if the template cannot take objects.
 
         Raises:
@@ -432,10 +453,10 @@ class TemplateRenderer:
             return conversation
         as_text = replace(conversation, messages=tuple(map(_to_text_arguments, conversation.messages)))
         try:
-            text = self._render(conversation, conversation.messages)
+            text = self._render_messages(conversation, conversation.messages)
         except UserError as refusal:
             try:
-                conversation, text = as_text, self._render(as_text, as_text.messages)
+                conversation, text = as_text, self._render_messages(as_text, as_text.messages)
             except UserError:
                 raise refusal from None
         objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
@@ -459,7 +480,7 @@ def _convert_template_errors(conversation: Conversation, context: str = "") -> I
 
 def _compile_template(text: str) -> Any:
     try:
-        return transformers_internals.compile_template(text)
+        return transformers_internals.compile_chat_template(text)
     except UserError:
         raise
     except Exception as error:
@@ -468,16 +489,18 @@ def _compile_template(text: str) -> Any:
         ) from error
 
 
-def _check_length(conversation: Conversation, text: str) -> str:
+def _validate_length(conversation: Conversation, text: str) -> str:
     """``text``, if a template may have written so much of a conversation."""
-    if len(text) > _TEXT and len(text) > _TIMES * (num_characters := _count_characters(conversation)):
+    if len(text) > _UNCHECKED_CHARS and len(text) > _MAX_EXPANSION * (
+        num_characters := _count_characters(conversation)
+    ):
         raise build_template_error(
             conversation, f"the template writes {len(text):,} characters of {num_characters:,}; use another"
         )
     return replace_surrogates(text)
 
 
-def _check_shown(conversation: Conversation, text: str) -> None:
+def _check_messages_shown(conversation: Conversation, text: str) -> None:
     """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
     for index, message in enumerate(conversation.messages):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
@@ -493,14 +516,14 @@ def _check_shown(conversation: Conversation, text: str) -> None:
                 raise build_template_error(conversation, f"the template leaves out {description}")
 
 
-def _check_begin(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
+def _select_first_trained_message(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
     """The message that a whole text is trained from, if it can be."""
     if begin is None:
         raise RecordError(
             f"data.train_on: {conversation.location}: completion is for records with a prompt and a "
             "completion; use assistant or last_assistant"
         )
-    if any(map(is_context_only, conversation.messages[begin:])):
+    if any(map(is_excluded_from_training, conversation.messages[begin:])):
         raise RecordError(
             f"data.train_on: {conversation.location}: a message is context only, but {train_on} trains "
             "whole texts; use assistant"
@@ -513,7 +536,7 @@ def build_template_error(conversation: Conversation, reason: str) -> RecordError
     return RecordError(f"data.chat_template: {conversation.location}: {reason}")
 
 
-def build_unstable_error(conversation: Conversation, index: int) -> UnstableError:
+def build_answer_not_found_error(conversation: Conversation, index: int) -> AnswerNotFoundError:
     """The error for an answer whose tokens cannot be told in the whole."""
     role = conversation.messages[index]["role"]
     subject = "an answer" if role == "assistant" else f"from {role}"
@@ -524,7 +547,7 @@ def build_unstable_error(conversation: Conversation, index: int) -> UnstableErro
     elif not index:
         reason = "the assistant speaks first, where the template does not write what precedes other answers"
         remedy += ", or let a user speak first"
-    return UnstableError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
+    return AnswerNotFoundError(f"data.chat_template: {conversation.location}: {reason}; {remedy}")
 
 
 def _count_characters(conversation: Conversation) -> int:
@@ -532,12 +555,12 @@ def _count_characters(conversation: Conversation) -> int:
     return len(str(conversation.messages)) + len(str(conversation.tools))
 
 
-def _match_prefix(text: str, part: str) -> int | str:
+def _measure_prefix(text: str, part: str) -> int | str:
     """How much of ``text`` is ``part``, or ``part`` where it is not the beginning."""
     return len(part) if text.startswith(part) else part
 
 
-def _get_reasoning(message: Message) -> str:
+def _extract_reasoning(message: Message) -> str:
     """What is thought before an answer; empty if it has no reasoning."""
     inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
     return str(message.get("reasoning_content") or inline).strip()
@@ -551,14 +574,16 @@ def strip_reasoning(message: Message) -> str:
     )
 
 
-def check_words(conversation: Conversation, words: Sequence[AnswerWords], trained_text: str) -> None:
+def check_answer_words(
+    conversation: Conversation, answer_words: Sequence[AnswerWords], trained_text: str
+) -> None:
     """Refuse a record if the trained text lacks the words or a call of an answer.
 
     Blanks and letter case may differ, because templates trim lines and may change case.
 
     Args:
         conversation: Record, used in the error message.
-        words: Message number and own words of each answer, in the order of the text.
+        answer_words: Message number and own words of each answer, in the order of the text.
         trained_text: Trained text.
 
     Raises:
@@ -566,13 +591,13 @@ def check_words(conversation: Conversation, words: Sequence[AnswerWords], traine
     """
     names = Counter(
         call["function"]["name"]
-        for number, _ in words
+        for number, _ in answer_words
         for call in conversation.messages[number].get("tool_calls", ())
     )
     for name, calls in names.items():
         spoken = sum(
             answer_text.count(replace_surrogates(name))
-            for _, answer_text in words
+            for _, answer_text in answer_words
             if answer_text in trained_text
         )
         if trained_text.count(replace_surrogates(name)) < calls + spoken:
@@ -581,7 +606,7 @@ def check_words(conversation: Conversation, words: Sequence[AnswerWords], traine
                 f"the template leaves out the call of {name!r}; use a template that writes calls",
             )
     place = 0
-    for _, answer_text in words:
+    for _, answer_text in answer_words:
         place = trained_text.find(answer_text, place)
         if place < 0:
             break
@@ -589,7 +614,7 @@ def check_words(conversation: Conversation, words: Sequence[AnswerWords], traine
     else:
         return
     trained_text, place = _normalize_text(trained_text), 0
-    for number, answer_text in words:
+    for number, answer_text in answer_words:
         forms = [
             _normalize_text(answer_text),
             _normalize_text(json.dumps(answer_text, ensure_ascii=False)[1:-1]),

@@ -47,9 +47,9 @@ def build_special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabul
         return Frame(vocabulary.prefix, vocabulary.suffix)
     if task != "causal-lm" and vocabulary.suffix:
         return Frame(vocabulary.prefix, vocabulary.suffix)
-    if vocabulary.end is None:
+    if vocabulary.end_token is None:
         raise UserError(
             "data.tokenizer: it has no eos_token for the end of a document; set one in its "
             "tokenizer_config.json, or use another tokenizer"
         )
-    return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
+    return Frame(vocabulary.prefix, (vocabulary.end_token,), once=task == "causal-lm")

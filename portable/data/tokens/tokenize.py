@@ -15,24 +15,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from portable.converters.writers.parallel_jobs import count_cores
-from portable.data.sources.documents import PIECE_CHARS, Document, compute_digest
+from portable.converters.writers.parallel_jobs import count_usable_cores
+from portable.data.sources.documents import PIECE_CHARS, Document, compute_text_digest
 from portable.data.sources.records import CollectedErrors, EnoughErrors
 from portable.data.sources.source import TokenSource
 from portable.data.tokens import parallel_map
-from portable.data.tokens.bounded_tokenizer import encode, encode_targets
-from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter, open_writer
+from portable.data.tokens.bounded_tokenizer import encode_targets, encode_text
+from portable.data.tokens.cache import (
+    CACHE_FORMAT,
+    CacheDamagedError,
+    TokenCache,
+    TokenCacheWriter,
+    open_or_resume_writer,
+)
 from portable.data.tokens.parallel_map import map_in_order
 from portable.data.tokens.tokenizer import (
     Vocabulary,
     compute_tokenizer_digest,
     enable_tokenizer_threads,
-    has_prefix,
+    starts_with_prefix,
 )
 from portable.errors import UserError, to_one_line
 from portable.formatting import format_bytes
-from portable.temporary_folder import open_or_build
-from portable.terminal import tell
+from portable.temporary_folder import open_or_build_cache_folder
+from portable.terminal import print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,16 +47,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from portable.data.sources.source import DataSource, SourceSettings, SourceShard
-    from portable.data.tokens.chat_template import ChatTemplate
+    from portable.data.tokens.chat_template import ConversationEncoder
     from portable.data.tokens.special_tokens import Frame
 
-TOKENS = "tokens"
+TOKENS_FOLDER = "tokens"
 """The folder of a cache with the token caches."""
 _BATCH_CHARS = 1 << 18  # small enough to keep all processes busy
 _BATCH_DOCUMENTS = 4096
-_ALONE = 16  # batches of conversations: about as long as processes take to start
-_TEXTS_ALONE = 64  # batches of texts, which threads of the tokenizer share until then
-_MOST_PROCESSES = 32  # beyond this, the process that reads the documents would be the limit
+_LOCAL_CHAT_BATCHES = 16  # batches of conversations: about as long as processes take to start
+_LOCAL_TEXT_BATCHES = 64  # batches of texts, which threads of the tokenizer share until then
+_MAX_PROCESSES = 32  # beyond this, the process that reads the documents would be the limit
 _SAVE_SECONDS = 30.0
 """Seconds of work that a kill loses at most."""
 _LARGE_BYTES = 4 << 30
@@ -90,7 +96,7 @@ class TokenizeJob:
         tokenizer, vocabulary: of the run.
         frame: the special tokens around each text.
         cache: the folder of the cache.
-        chat: what tokenizes conversations and completions, by all cores; None for plain text.
+        conversation_encoder: what tokenizes conversations and completions, by all cores; None for plain text.
     """
 
     settings: SourceSettings
@@ -98,21 +104,21 @@ class TokenizeJob:
     vocabulary: Vocabulary
     frame: Frame
     cache: Path
-    chat: ChatTemplate | None = None
+    conversation_encoder: ConversationEncoder | None = None
 
     @cached_property
     def digest(self) -> str:
         """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
-        content = f"{FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
+        content = f"{CACHE_FORMAT} {compute_tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
         content += "" if self.frame.target is None else f" {self.frame.target}"
-        content += "" if self.chat is None else f" {self.chat.key}"
-        return compute_digest(content)
+        content += "" if self.conversation_encoder is None else f" {self.conversation_encoder.cache_key}"
+        return compute_text_digest(content)
 
     def get_cache_folder(self, source: DataSource) -> Path:
         """The folder of the token cache of ``source``, whether or not it exists."""
         # Older versions gave a second prefix to texts that begin with it.
         version = " one prefix" if self.frame.prefix else ""
-        return self.cache / TOKENS / compute_digest(f"{source.key} {self.digest}{version}")
+        return self.cache / TOKENS_FOLDER / compute_text_digest(f"{source.cache_key} {self.digest}{version}")
 
     def __call__(self, shard: SourceShard) -> Path:
         """The folder of the tokens of a shard, in a process of its own."""
@@ -121,18 +127,18 @@ class TokenizeJob:
 
     def tokenize_shard(self, shard: SourceShard) -> TokenCache:
         """The tokens of a shard, from the cache if possible. No copy of its file stays."""
-        source = shard.open(self.settings)
-        if (folder := source.find_token_cache(self.cache / TOKENS, self.digest)) is None:
+        source = shard.open_source(self.settings)
+        if (folder := source.find_pretokenized_folder(self.cache / TOKENS_FOLDER, self.digest)) is None:
             try:
-                return self.tokenize(source)
+                return self.tokenize_source(source)
             finally:
-                source.release()
+                source.remove_local_copies()
         try:
             return TokenCache.open(folder)
         except CacheDamagedError as error:
             raise UserError(f"data.source: {to_one_line(error)}; run portable-data again") from error
 
-    def tokenize(self, source: DataSource, *, progress: bool = False) -> TokenCache:
+    def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
         """Return the tokens of ``source``, from the cache if possible.
 
         A damaged cache is rebuilt. One batch of documents is in memory at a time.
@@ -140,21 +146,23 @@ class TokenizeJob:
         Raises:
             UserError: if the source cannot be read or has no text, or the cache is not writable.
         """
-        write = partial(self._write, source, progress=progress)
-        return open_or_build(self.get_cache_folder(source), TokenCache.open_if_intact, write, resumes=True)
+        write = partial(self._write_cache, source, progress=progress)
+        return open_or_build_cache_folder(
+            self.get_cache_folder(source), TokenCache.open_if_intact, write, resumes=True
+        )
 
-    def _write(self, source: DataSource, folder: Path, progress: bool) -> None:
+    def _write_cache(self, source: DataSource, folder: Path, progress: bool) -> None:
         """Write the tokens of ``source``, or the rest of them if a process was killed while it wrote them."""
         fields = source.fields
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
-        writer, facts = open_writer(
+        writer, facts = open_or_resume_writer(
             folder,
             {"batch": [_BATCH_CHARS, _BATCH_DOCUMENTS, PIECE_CHARS]},
             names,
             self.vocabulary.size,
             labels=fields.label is not None,
-            masked=self.chat is not None,
+            masked=self.conversation_encoder is not None,
             columns=fields.columns,
         )
         self._report_start(source, writer)
@@ -168,34 +176,34 @@ class TokenizeJob:
         )
         with closing(writer), enable_tokenizer_threads(), bar:
             descriptions: dict[str, Any] = {}
-            fields.blank.count = 0
+            fields.blank.num_skipped = 0
             with source.check_unchanged():
                 if isinstance(source, TokenSource):
-                    _write_tokens(source, self.vocabulary, _TokenizeProgress(writer, facts, bar))
-                elif self.chat is not None:
+                    _copy_tokens(source, self.vocabulary, _TokenizeProgress(writer, facts, bar))
+                elif self.conversation_encoder is not None:
                     descriptions = _write_conversations(
-                        source, self.chat, _TokenizeProgress(writer, facts, bar)
+                        source, self.conversation_encoder, _TokenizeProgress(writer, facts, bar)
                     )
                 else:
                     _write_texts(source, self, _TokenizeProgress(writer, facts, bar))
-            if not writer.documents:
+            if not writer.num_documents:
                 raise source.build_no_text_error()
             if fields.bad is not None:
-                fields.bad.tell(source.name)
-            if blank := fields.blank.describe(source.name, fields):
+                fields.bad.print_skipped_count(source.name)
+            if blank := fields.blank.describe_skipped(source.name, fields):
                 descriptions["notes"] = [*descriptions.get("notes", ()), *blank]
-            writer.finish(suffix=list(self.frame.suffix), source=source.name, **descriptions)
+            writer.write_metadata(suffix=list(self.frame.suffix), source=source.name, **descriptions)
 
-    def _report_start(self, source: DataSource, writer: TokenWriter) -> None:
+    def _report_start(self, source: DataSource, writer: TokenCacheWriter) -> None:
         """Log where an interrupted launch is continued, and faster ways for a large source."""
-        if writer.documents:
-            tell(
-                f"note: {source.name}: continuing after {writer.documents:,} documents that an interrupted "
-                "launch has tokenized"
+        if writer.num_documents:
+            print_status(
+                f"note: {source.name}: continuing after {writer.num_documents:,} documents that an "
+                "interrupted launch has tokenized"
             )
         size = source.size_bytes or 0
-        if size >= _LARGE_BYTES and not self.settings.data.stream and not source.tokenized:
-            tell(
+        if size >= _LARGE_BYTES and not self.settings.data.stream and not source.has_tokens:
+            print_status(
                 f"note: {source.name}: {format_bytes(size)} of text are tokenized by this machine before the "
                 "first step; set data.stream: true to start at once, or run portable-data first, which can "
                 "use several machines"
@@ -203,21 +211,21 @@ class TokenizeJob:
 
     def find_end_of_turn(self, source: DataSource) -> int | None:
         """The token that ends an answer in the first records, which are refused as all of them would be."""
-        if self.chat is None:
+        if self.conversation_encoder is None:
             return None
         bad = source.fields.bad
         for batch in _iter_batches(source.iter_documents(), keep_whole=True):
-            encoded = self.chat.encode(batch, collect=True)
+            encoded = self.conversation_encoder.encode_documents(batch, collect=True)
             collected = CollectedErrors()
-            for error in encoded.refused:
-                (collected if bad is None else bad).skip(error)
+            for error in encoded.refused_records:
+                (collected if bad is None else bad).skip_record(error)
             if collected.errors:
                 raise collected.to_error(source.name)
             if not encoded.tokens:
                 continue
-            if not encoded.stopping:
-                raise _build_never_stops_error(self.chat, encoded.unstopped)
-            return _find_most_frequent(encoded.ends)
+            if not encoded.num_stopping:
+                raise _build_never_stops_error(self.conversation_encoder, encoded.unstopped_example)
+            return _find_most_frequent_token(encoded.end_token_counts)
         return None
 
 
@@ -226,11 +234,11 @@ class _TokenizeProgress:
 
     Args:
         writer: Writer of the tokens.
-        facts: Facts that the interrupted launch has saved, see :func:`open_writer`.
+        facts: Facts that the interrupted launch has saved, see :func:`open_or_resume_writer`.
         bar: Progress bar in bytes of text.
     """
 
-    def __init__(self, writer: TokenWriter, facts: Mapping[str, Any], bar: Any) -> None:
+    def __init__(self, writer: TokenCacheWriter, facts: Mapping[str, Any], bar: Any) -> None:
         self.writer = writer
         self.facts = facts
         self.bar = bar
@@ -248,13 +256,13 @@ class _TokenizeProgress:
         continues = False
         for number, batch in enumerate(batches):
             if number < self.facts.get("batches", 0):
-                labels = (document.label for document in batch if document.ends)
+                labels = (document.label for document in batch if document.is_last_piece)
                 self.writer.add_labels(list(labels), write=False)
-                self._advance(batch)
+                self._advance_bar(batch)
             else:
                 self.pending.append(batch)
                 yield DocumentBatch(batch, continues)
-            continues = not batch[-1].ends
+            continues = not batch[-1].is_last_piece
 
     def finish_batch(self, facts: Callable[[], Mapping[str, Any]] | None) -> None:
         """Count the first of the batches that are being encoded as written.
@@ -263,7 +271,7 @@ class _TokenizeProgress:
             facts: Function that returns further facts to save. None if the progress is not worth saving,
                 because the launch is about to fail.
         """
-        self._advance(self.pending.popleft())
+        self._advance_bar(self.pending.popleft())
         self._batches += 1
         if facts is not None:
             self.save_if_due(lambda: {**facts(), "batches": self._batches})
@@ -278,20 +286,20 @@ class _TokenizeProgress:
             self.writer.save_progress(**{**self.facts, **facts()})
             self._save_at = time.monotonic() + _SAVE_SECONDS
 
-    def _advance(self, batch: list[Document]) -> None:
+    def _advance_bar(self, batch: list[Document]) -> None:
         self.bar.update(sum(map(_count_bytes, batch)))
 
 
 def _count_processes() -> int:
     """Return the number of processes that encode texts; 1 in a process that others have started."""
-    return 1 if parallel_map.serves else min(count_cores(), _MOST_PROCESSES)
+    return 1 if parallel_map.is_worker_process else min(count_usable_cores(), _MAX_PROCESSES)
 
 
 def _write_conversations(
-    source: DataSource, chat: ChatTemplate, progress: _TokenizeProgress
+    source: DataSource, chat: ConversationEncoder, progress: _TokenizeProgress
 ) -> dict[str, Any]:
     """Write all records; return what is known about the ends of answers."""
-    from portable.data.tokens.chat_template import build_notes
+    from portable.data.tokens.chat_template import build_template_notes
 
     writer, saved = progress.writer, progress.facts
     stopping, prompt_left = saved.get("stopping", 0), saved.get("prompt_left", "")
@@ -302,11 +310,11 @@ def _write_conversations(
     collected = CollectedErrors()
     if bad is not None:
         for line in skipped:
-            bad.skip(UserError(line))
+            bad.skip_record(UserError(line))
     batches = (
         batch for batch, _ in progress.iter_unwritten(_iter_batches(source.iter_documents(), keep_whole=True))
     )
-    encode = partial(chat.encode, collect=True)
+    encode = partial(chat.encode_documents, collect=True)
 
     def build_facts() -> dict[str, Any]:
         return {
@@ -318,33 +326,49 @@ def _write_conversations(
             "skipped": skipped,
         }
 
-    for encoded in map_in_order(encode, batches, processes=count_cores(), alone=_ALONE):
+    for encoded in map_in_order(
+        encode, batches, num_processes=count_usable_cores(), num_local_items=_LOCAL_CHAT_BATCHES
+    ):
         try:
-            for error in encoded.refused:
-                (collected if bad is None else bad).skip(error)
+            for error in encoded.refused_records:
+                (collected if bad is None else bad).skip_record(error)
                 skipped.append(str(error))
         except EnoughErrors:
             break
         if encoded.tokens:
             lengths = [len(tokens) for tokens in encoded.tokens]
-            writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-            pairs = zip(progress.pending[0], encoded.samples, strict=True)
-            writer.add_columns([document.columns for document, samples in pairs for _ in range(samples)])
-            stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
-            prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
+            writer.add_documents(
+                "text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained_masks)
+            )
+            pairs = zip(progress.pending[0], encoded.samples_per_document, strict=True)
+            writer.add_columns(
+                [document.extra_columns for document, samples in pairs for _ in range(samples)]
+            )
+            stopping, ends, counts = (
+                stopping + encoded.num_stopping,
+                ends + encoded.end_token_counts,
+                counts + encoded.counts,
+            )
+            prompt_left, unstopped = (
+                prompt_left or encoded.unmatched_prompt,
+                unstopped or encoded.unstopped_example,
+            )
             if not stopping:  # not one of thousands: the template's, not the record's
                 raise _build_never_stops_error(chat, unstopped)
         progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
         raise collected.to_error(source.name)
-    return {"end_of_turn": _find_most_frequent(ends), "notes": build_notes(counts, prompt_left)}
+    return {
+        "end_of_turn": _find_most_frequent_token(ends),
+        "notes": build_template_notes(counts, prompt_left),
+    }
 
 
-def _find_most_frequent(ends: Counter[int]) -> int | None:
+def _find_most_frequent_token(ends: Counter[int]) -> int | None:
     return min(ends, key=lambda token: (-ends[token], token)) if ends else None
 
 
-def _build_never_stops_error(chat: ChatTemplate, unstopped: str) -> UserError:
+def _build_never_stops_error(chat: ConversationEncoder, unstopped: str) -> UserError:
     remedy = (
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )
@@ -357,11 +381,11 @@ def _build_never_stops_error(chat: ChatTemplate, unstopped: str) -> UserError:
     )
 
 
-def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
+def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _TokenizeProgress) -> None:
     """Write the tokens of a source that has no text, after the tokens that the writer continues."""
     writer = progress.writer
     written = writer.count_tokens("text")
-    for tokens, lengths in source.iter_tokens(vocabulary.size, vocabulary.end):
+    for tokens, lengths in source.iter_token_chunks(vocabulary.size, vocabulary.end_token):
         progress.bar.update(len(tokens))
         if written >= len(tokens):
             written -= len(tokens)
@@ -369,7 +393,7 @@ def _write_tokens(source: TokenSource, vocabulary: Vocabulary, progress: _Tokeni
         ends = np.cumsum(lengths, dtype=np.int64)
         if written:  # the source has yielded shorter arrays to the interrupted launch
             ends = ends[ends > written] - written
-        writer.add("text", tokens[written:], np.diff(ends, prepend=0))
+        writer.add_documents("text", tokens[written:], np.diff(ends, prepend=0))
         written = 0
         progress.save_if_due(dict)
 
@@ -378,17 +402,19 @@ def _write_texts(source: DataSource, job: TokenizeJob, progress: _TokenizeProgre
     """Write all documents of a source of plain texts."""
     writer = progress.writer
     items = progress.iter_unwritten(_iter_batches(source.iter_documents()))
-    encode = partial(_encode_texts, job.tokenizer, job.frame)
-    for encoded in map_in_order(encode, items, processes=_count_processes(), alone=_TEXTS_ALONE):
+    encode = partial(_encode_document_batch, job.tokenizer, job.frame)
+    for encoded in map_in_order(
+        encode, items, num_processes=_count_processes(), num_local_items=_LOCAL_TEXT_BATCHES
+    ):
         for name, (tokens, lengths) in encoded.items():
-            writer.add(name, tokens, lengths)
-        documents = [document for document in progress.pending[0] if document.ends]
+            writer.add_documents(name, tokens, lengths)
+        documents = [document for document in progress.pending[0] if document.is_last_piece]
         writer.add_labels([document.label for document in documents])
-        writer.add_columns([document.columns for document in documents])
+        writer.add_columns([document.extra_columns for document in documents])
         progress.finish_batch(dict)
 
 
-def _encode_texts(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str, EncodedField]:
+def _encode_document_batch(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str, EncodedField]:
     """Encode a batch of documents.
 
     Args:
@@ -402,32 +428,34 @@ def _encode_texts(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str
     batch, continues = item
     tokens: list[int] = []
     ends: list[int] = []
-    for document, ids in zip(batch, _encode(tokenizer, [document.text for document in batch]), strict=True):
-        tokens += ids if continues or has_prefix(ids, frame.prefix) else [*frame.prefix, *ids]
-        continues = not document.ends
-        if document.ends:
+    for document, ids in zip(
+        batch, _encode_batch(tokenizer, [document.text for document in batch]), strict=True
+    ):
+        tokens += ids if continues or starts_with_prefix(ids, frame.prefix) else [*frame.prefix, *ids]
+        continues = not document.is_last_piece
+        if document.is_last_piece:
             if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
                 tokens += frame.suffix
             ends.append(len(tokens))
     lengths: npt.NDArray[np.int64] = np.diff([0, *ends]).astype(np.int64)
     encoded = {"text": EncodedField(np.array(tokens, np.int64), lengths)}
-    documents = [document for document in batch if document.ends]
+    documents = [document for document in batch if document.is_last_piece]
     target_frame = frame.target or frame
     targets = [document.target for document in documents if document.target is not None]
-    pairs = [document.pair for document in documents if document.pair is not None]
+    pairs = [document.pair_text for document in documents if document.pair_text is not None]
     for name, sequences in (
         (
             "target",
             [
                 [
-                    *(() if has_prefix(ids, target_frame.prefix) else target_frame.prefix),
+                    *(() if starts_with_prefix(ids, target_frame.prefix) else target_frame.prefix),
                     *ids,
                     *target_frame.suffix,
                 ]
-                for ids in _encode(tokenizer, targets, targets=True)
+                for ids in _encode_batch(tokenizer, targets, targets=True)
             ],
         ),
-        ("pair", _encode(tokenizer, pairs)),
+        ("pair", _encode_batch(tokenizer, pairs)),
     ):
         if sequences:
             lengths = np.array([*map(len, sequences)], np.int64)
@@ -435,10 +463,10 @@ def _encode_texts(tokenizer: Any, frame: Frame, item: DocumentBatch) -> dict[str
     return encoded
 
 
-def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
+def _encode_batch(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    encoded: list[list[int]] = (encode_targets if targets else encode)(
+    encoded: list[list[int]] = (encode_targets if targets else encode_text)(
         tokenizer,
         texts,
         add_special_tokens=False,
@@ -460,7 +488,7 @@ def _iter_batches(documents: Iterator[Document], *, keep_whole: bool = False) ->
     num_chars = 0
     for document in documents if keep_whole else _iter_pieces(documents):
         batch.append(document)
-        num_chars += len(document.text) + len(document.target or "") + len(document.pair or "")
+        num_chars += len(document.text) + len(document.target or "") + len(document.pair_text or "")
         # The two of a preference stay together.
         if (num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS) and not (
             keep_whole and len(batch) % 2
@@ -478,11 +506,11 @@ def _iter_pieces(documents: Iterator[Document]) -> Iterator[Document]:
         while len(text) - start > 2 * PIECE_CHARS:
             least = start + PIECE_CHARS
             cut = text.find("\n", least, least + PIECE_CHARS) + 1 or least
-            yield Document(text[start:cut], ends=False)
+            yield Document(text[start:cut], is_last_piece=False)
             start = cut
         yield replace(document, text=text[start:])
 
 
 def _count_bytes(document: Document) -> int:
-    texts = (document.text, document.target or "", document.pair or "")
+    texts = (document.text, document.target or "", document.pair_text or "")
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)

@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.converters import CheckpointError, check_manifest, compute_manifest_entries, format_manifest
 from portable.converters.errors import raise_unless_panic
 from portable.converters.manifest import MANIFEST
-from portable.converters.similar_names import find_similar
-from portable.data.sources.documents import compute_digest, format_names
-from portable.data.tokens.bounded_tokenizer import convert_tokenizer_errors, decode, encode, encode_targets
+from portable.converters.similar_names import find_similar_names
+from portable.data.sources.documents import compute_text_digest, format_name_list
+from portable.data.tokens.bounded_tokenizer import (
+    convert_tokenizer_errors,
+    decode,
+    encode_targets,
+    encode_text,
+)
 from portable.errors import UserError, to_one_line
-from portable.hub_requests import ask_hub
-from portable.temporary_folder import create_scratch_folder, open_or_build
-from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_settings
+from portable.hub_requests import read_hub_once_per_node
+from portable.temporary_folder import create_scratch_folder, open_or_build_cache_folder
+from portable.untrusted_settings import CONFIG_FILE, TOKENIZER_FILES, check_downloaded_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
     from portable.data.sources.source import DataSource
 
-END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
+END_TOKEN, PAD_TOKEN, MASK_TOKEN = "<|endoftext|>", "<|pad|>", "<|mask|>"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}"
@@ -73,14 +78,14 @@ def load_tokenizer(
     languages = {key: code for key, code in languages.items() if code is not None}
 
     def load() -> Any:
-        check_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
+        check_downloaded_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
         # Without trust_remote_code, transformers asks on stdin.
         return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
 
     try:
-        loaded = load() if offline else ask_hub(name_or_path, "tokenizer", load)
+        loaded = load() if offline else read_hub_once_per_node(name_or_path, "tokenizer", load)
         if not isinstance(loaded, PreTrainedTokenizerBase):  # a pair of two, such as that of RAG
             raise TypeError(f"{type(loaded).__name__} does not encode texts")
         return loaded
@@ -138,7 +143,7 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
         if not language:
             raise UserError(
                 f"{name}: missing; {type(tokenizer).__name__} marks texts with their language, so set one of "
-                f"its codes ({format_names(_list_languages(tokenizer))})"
+                f"its codes ({format_name_list(_list_languages(tokenizer))})"
             )
     if is_multilingual and tokenizer.unk_token_id is not None:
         for side in ("source", "target"):
@@ -146,8 +151,8 @@ def check_languages(tokenizer: Any, *, source: str | None, target: str | None) -
             if tokenizer.unk_token_id in (*vocabulary.prefix, *vocabulary.suffix):
                 codes = _list_languages(tokenizer)
                 code = codes_by_side[side] or ""
-                near = find_similar(code, codes)
-                hint = f"did you mean {near[0]}?" if near else f"it has {format_names(codes)}"
+                near = find_similar_names(code, codes)
+                hint = f"did you mean {near[0]}?" if near else f"it has {format_name_list(codes)}"
                 raise UserError(f"data.{side}_language: the tokenizer has no language {code!r}; {hint}")
 
 
@@ -159,7 +164,7 @@ def _list_languages(tokenizer: Any) -> list[str]:
     return sorted(map(str, codes))
 
 
-def get_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
+def resolve_trained_vocab_size(vocab_size: int | None, *, mask: bool = False) -> int:
     """The vocabulary size of a trained tokenizer.
 
     Raises:
@@ -190,12 +195,12 @@ def get_trained_tokenizer_folder(
     chat: bool = False,
 ) -> Path:
     """The folder of the tokenizer trained on ``source``, whether or not it exists."""
-    content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
+    content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.cache_key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
-    return cache / "tokenizers" / compute_digest(content)
+    return cache / "tokenizers" / compute_text_digest(content)
 
 
-def is_trained(folder: Path) -> bool:
+def has_trained_tokenizer(folder: Path) -> bool:
     """Whether ``folder`` has an intact tokenizer. A damaged one may load without an error."""
     try:
         return check_manifest(folder) is not None
@@ -217,18 +222,18 @@ def train_tokenizer(
     ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
     ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens.
     """
-    size = get_trained_vocab_size(vocab_size, mask=mask)
+    size = resolve_trained_vocab_size(vocab_size, mask=mask)
     folder = get_trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
 
     def write(draft: Path) -> None:
-        _train(source, size, mask, ends, chat).save_pretrained(draft)
+        _train_bpe(source, size, mask, ends, chat).save_pretrained(draft)
         (draft / MANIFEST).write_text(format_manifest(compute_manifest_entries(draft)), "utf-8")
 
-    return open_or_build(folder, _open, write)
+    return open_or_build_cache_folder(folder, _load_trained_tokenizer, write)
 
 
-def _open(folder: Path) -> Any:
-    if not is_trained(folder):
+def _load_trained_tokenizer(folder: Path) -> Any:
+    if not has_trained_tokenizer(folder):
         return None
     try:
         return load_tokenizer(str(folder))
@@ -236,11 +241,11 @@ def _open(folder: Path) -> Any:
         return None
 
 
-def _train(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
+def _train_bpe(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = [END, PAD, *([MASK] if mask else []), *(CHATML_TOKENS if chat else ())]
+    special = [END_TOKEN, PAD_TOKEN, *([MASK_TOKEN] if mask else []), *(CHATML_TOKENS if chat else ())]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -254,16 +259,16 @@ def _train(source: DataSource, vocab_size: int, mask: bool, ends: bool, chat: bo
         bpe.train_from_iterator(_iter_training_texts(source), trainer)
     if ends:
         bpe.post_processor = processors.TemplateProcessing(
-            single=f"$A {END}",
-            pair=f"$A {END} $B {END}",
-            special_tokens=[(END, bpe.token_to_id(END))],
+            single=f"$A {END_TOKEN}",
+            pair=f"$A {END_TOKEN} $B {END_TOKEN}",
+            special_tokens=[(END_TOKEN, bpe.token_to_id(END_TOKEN))],
         )
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=bpe,
-        eos_token=END,
-        bos_token=END,
-        pad_token=PAD,
-        mask_token=MASK if mask else None,
+        eos_token=END_TOKEN,
+        bos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        mask_token=MASK_TOKEN if mask else None,
         chat_template=CHATML if chat else None,
         clean_up_tokenization_spaces=False,
         model_max_length=1 << 30,
@@ -312,11 +317,11 @@ class Vocabulary:
 
     size: int
     """One more than the largest id: the minimum size of a model's embedding."""
-    end: int | None
+    end_token: int | None
     """The end of a document: the end-of-sequence token, or BERT's separator."""
-    pad: int
-    mask: int | None
-    special: tuple[int, ...]
+    pad_token: int
+    mask_token: int | None
+    special_tokens: tuple[int, ...]
     prefix: tuple[int, ...]
     """The tokens that the tokenizer puts before a text, such as ``[CLS]``."""
     suffix: tuple[int, ...]
@@ -325,7 +330,7 @@ class Vocabulary:
     @staticmethod
     def from_tokenizer(tokenizer: Any, *, targets: bool = False) -> Vocabulary:
         """Inspect ``tokenizer`` for texts, or for the ``targets`` of a translation."""
-        encode_texts = encode_targets if targets else encode
+        encode_texts = encode_targets if targets else encode_text
         bare: list[int] = encode_texts(tokenizer, "a", add_special_tokens=False)["input_ids"]
         framed: list[int] = encode_texts(tokenizer, "a", add_special_tokens=True)["input_ids"]
         decode(tokenizer, framed)  # A decoder without end is refused now, not after the training.
@@ -335,10 +340,10 @@ class Vocabulary:
         pad = tokenizer.pad_token_id
         return Vocabulary(
             size=max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1),
-            end=end,
-            pad=pad if pad is not None else (end or 0),
-            mask=tokenizer.mask_token_id,
-            special=tuple(sorted(tokenizer.all_special_ids)),
+            end_token=end,
+            pad_token=pad if pad is not None else (end or 0),
+            mask_token=tokenizer.mask_token_id,
+            special_tokens=tuple(sorted(tokenizer.all_special_ids)),
             prefix=tuple(framed[:start]),
             suffix=tuple(framed[start + len(bare) :]) if bare else (),
         )
@@ -379,12 +384,12 @@ class PairFrame:
         first, second = "a", "b"
         has_types = "token_type_ids" in tokenizer.model_input_names
         first_ids, second_ids = (
-            encode(tokenizer, text, add_special_tokens=False)["input_ids"] for text in (first, second)
+            encode_text(tokenizer, text, add_special_tokens=False)["input_ids"] for text in (first, second)
         )
-        encoded = encode(tokenizer, first, second, return_token_type_ids=has_types)
+        encoded = encode_text(tokenizer, first, second, return_token_type_ids=has_types)
         ids: list[int] = encoded["input_ids"]
-        start = _find_sequence(ids, first_ids, 0)
-        following = _find_sequence(ids, second_ids, start + len(first_ids))
+        start = _find_subsequence(ids, first_ids, 0)
+        following = _find_subsequence(ids, second_ids, start + len(first_ids))
         if not first_ids or not second_ids or start < 0 or following < 0:
             raise UserError(
                 "data.text_pair_field: this tokenizer does not concatenate two texts; join them into one "
@@ -400,12 +405,12 @@ class PairFrame:
         return PairFrame(tuple(ids[:start]), tuple(ids[cuts[2] : following]), tuple(ids[cuts[4] :]), types)
 
     @property
-    def length(self) -> int:
+    def num_special_tokens(self) -> int:
         """The number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
-def _find_sequence(tokens: list[int], part: list[int], start: int) -> int:
+def _find_subsequence(tokens: list[int], part: list[int], start: int) -> int:
     """The index of ``part`` in ``tokens`` from ``start``, or -1."""
     return next(
         (index for index in range(start, len(tokens)) if tokens[index : index + len(part)] == part), -1
@@ -426,7 +431,7 @@ def compute_tokenizer_digest(tokenizer: Any) -> str:
         }
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     content = json.dumps([state, ids], sort_keys=True)
-    return compute_digest(content)
+    return compute_text_digest(content)
 
 
 def _compute_files_digest(tokenizer: Any) -> str:
@@ -443,7 +448,7 @@ def _compute_files_digest(tokenizer: Any) -> str:
     return hasher.hexdigest()
 
 
-def has_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
+def starts_with_prefix(ids: Sequence[int], prefix: Sequence[int]) -> bool:
     """Return whether a text has the special tokens before it already, as a rendered chat template has.
 
     Args:

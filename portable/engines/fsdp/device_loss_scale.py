@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.engines.loss_scale import STATE, LossScale
+from portable.engines.loss_scale import STATE_NAMES, LossScaleSearch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from portable.config.sections import Fp16Config
 
 
-class DeviceLossScale(LossScale):
+class DeviceLossScale(LossScaleSearch):
     """The search with device tensors.
 
     Args:
@@ -58,9 +58,12 @@ class DeviceLossScale(LossScale):
         return exhausted
 
     def read_state(self) -> dict[str, float]:
-        return {**dict(zip(STATE, self._state.tolist(), strict=True)), "overflows": int(self._overflows)}
+        return {
+            **dict(zip(STATE_NAMES, self._state.tolist(), strict=True)),
+            "overflows": int(self._overflows),
+        }
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        self._state.copy_(torch.tensor([state[name] for name in STATE], dtype=torch.float64))
+    def restore_state(self, state: Mapping[str, float]) -> None:
+        self._state.copy_(torch.tensor([state[name] for name in STATE_NAMES], dtype=torch.float64))
         self._overflows.fill_(state["overflows"])
         self.scale = self._state[0].float()

@@ -10,31 +10,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from portable import plugins
-from portable.checkpoint.match_to_model import match_stored_state
-from portable.engines.compiling import CAPTURING, CapturedMemory
+from portable.checkpoint.match_to_model import match_checkpoint_to_model
+from portable.engines.compiling import CUDA_GRAPH_MODES, CudaGraphMemory
 from portable.engines.engine_interface import COMPUTE_DTYPES
 from portable.engines.fsdp import optimizer_state
-from portable.engines.fsdp.saving import Saver
-from portable.engines.fsdp.sharding import is_replicated, shard
-from portable.engines.generation import continue_text
+from portable.engines.fsdp.saving import DcpSaver
+from portable.engines.fsdp.sharding import shard_model, uses_ddp
+from portable.engines.generation import sample_continuation
 from portable.engines.transforms import apply_transforms, build_objective
-from portable.evaluation.totals import add_to_totals
-from portable.model.layers import trains_all_parameters
-from portable.model.loss import divide_by_global_weight, forward_loss
-from portable.model.parameter_groups import assign_groups
-from portable.model.parameters import find_embedding_weights, get_state_tensors, get_stored_tensors
+from portable.evaluation.totals import compute_new_totals
+from portable.model.layers import gives_all_parameters_gradients
+from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.parameter_groups import assign_parameter_groups
+from portable.model.parameters import get_checkpointed_tensors, get_state_tensors, list_embedding_weights
 from portable.optim.local_shards import to_local
 from portable.optim.non_finite_updates import (
-    NEW_COUNTERS,
-    Health,
-    count_update,
-    find_nonfinite,
-    get_allowed_streak,
+    INITIAL_COUNTERS,
+    UpdateHealth,
+    count_update_and_decide_skip,
+    find_nonfinite_names,
+    get_max_streak,
 )
-from portable.optim.optimizers import build_optimizer, set_rates
-from portable.optim.weight_average import exchange
+from portable.optim.optimizers import build_optimizer, set_learning_rates
+from portable.optim.weight_average import swap_weights_and_averages
 from portable.private import torch_internals
-from portable.private.transformers_internals import disable_value_checks
+from portable.private.transformers_internals import skip_mask_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,33 +47,35 @@ if TYPE_CHECKING:
     from portable.batch import Batch
     from portable.config import RunConfig
     from portable.converters import Checkpoint
-    from portable.engines.engine_interface import Machine, MeasuredEngine
+    from portable.engines.engine_interface import EngineWithMetrics, RankInfo
     from portable.engines.fsdp.device_loss_scale import DeviceLossScale
-    from portable.engines.fsdp.offload import HostCopies
+    from portable.engines.fsdp.offload import HostParameterCopies
     from portable.engines.fsdp.sharding import ShardedModel
-    from portable.model.loss import MetricAccumulator, StepSums
+    from portable.model.loss import MicroBatchMeasure, StepSums
     from portable.model.weight_sources import ReadableTensor
     from portable.optim.optimizers import EngineOptimizer
 
 
-def build_engine(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
+def build_engine(
+    model: nn.Module, config: RunConfig, rank_info: RankInfo, at_stop: ExitStack
+) -> EngineWithMetrics:
     """Shard a model over the ranks and build its optimizer.
 
     Args:
         model: Model on the meta device.
         config: Config of the run.
-        machine: This process's device, rank, and world size.
+        rank_info: This process's device, rank, and world size.
         at_stop: Exit stack that the backend closes before destroying the process group.
 
     Returns:
         The engine. Its weights are still uninitialized.
     """
     # The trial runs on the plain model, before any transform.
-    all_parameters_used = is_replicated(config, machine) and trains_all_parameters(model)
+    all_parameters_used = uses_ddp(config, rank_info) and gives_all_parameters_gradients(model)
     apply_transforms(model, config, at_stop)
-    sharded = shard(model, config, machine, all_parameters_used=all_parameters_used)
+    sharded = shard_model(model, config, rank_info, all_parameters_used=all_parameters_used)
     at_stop.callback(sharded.release_process_group)
-    return TorchEngine(sharded, config, machine.device)
+    return TorchEngine(sharded, config, rank_info.device)
 
 
 class TorchEngine:
@@ -95,20 +97,20 @@ class TorchEngine:
         memory = config.memory
         # Offloaded parameters are already in host memory, so their optimizer does not need copies.
         needs_host_copies = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
-        self._host_copies: HostCopies | None = None
-        self._scaler: DeviceLossScale | None = None
+        self._host_copies: HostParameterCopies | None = None
+        self._loss_scale: DeviceLossScale | None = None
         if needs_host_copies:
-            from portable.engines.fsdp.offload import HostCopies
+            from portable.engines.fsdp.offload import HostParameterCopies
 
-            self._host_copies = HostCopies(parameters)
+            self._host_copies = HostParameterCopies(parameters)
         self._optimized = parameters if self._host_copies is None else self._host_copies.copies
-        embedding_parameters = set(find_embedding_weights(self.model))
+        embedding_parameters = set(list_embedding_weights(self.model))
         self._optimizer: EngineOptimizer = build_optimizer(
             config.train,
             self._optimized,
-            assign_groups(self.model, config.train),
+            assign_parameter_groups(self.model, config.train),
             embeddings={p for name, p in self._optimized.items() if parameters[name] in embedding_parameters},
-            compute=COMPUTE_DTYPES[config.precision],
+            compute_dtype=COMPUTE_DTYPES[config.precision],
         )
         if config.train.optimizer == "muon":
             from portable.optim.muon import Muon
@@ -119,79 +121,88 @@ class TorchEngine:
         self._trainable: list[nn.Parameter] = [
             device_parameters.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
-        uses_cuda_graphs = config.compile and config.compile_mode in CAPTURING
-        self._cuda_graph_memory = CapturedMemory() if uses_cuda_graphs else None
-        self._saver = Saver()
+        uses_cuda_graphs = config.compile and config.compile_mode in CUDA_GRAPH_MODES
+        self._cuda_graph_memory = CudaGraphMemory() if uses_cuda_graphs else None
+        self._saver = DcpSaver()
         if config.precision == "fp16":
             from portable.engines.fsdp.device_loss_scale import DeviceLossScale
 
-            self._scaler = DeviceLossScale(config.fp16, device)
+            self._loss_scale = DeviceLossScale(config.fp16, device)
         # With dynamic loss scaling, overflows are expected and merely lower the scale. The scaler reports a
         # failure if gradients overflow at the minimum scale, and a single such failure stops the run.
-        self._max_streak = get_allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
+        self._max_streak = get_max_streak(config.train.on_non_finite) if self._loss_scale is None else 1
         # The counters stay on the device and are only read when logging, because reading them triggers a
         # host-device sync.
-        self._nonfinite_counters = torch.tensor(NEW_COUNTERS, device=device)
+        self._nonfinite_counters = torch.tensor(INITIAL_COUNTERS, device=device)
 
-    def accumulate(
-        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    def accumulate_gradients(
+        self,
+        batch: Batch,
+        global_weight: Tensor,
+        *,
+        is_last_micro_batch: bool,
+        with_token_metrics: bool = False,
     ) -> StepSums:
         """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
-        with self._sharded.get_sync_context(last=last):
-            with self._sharded.autocast(), disable_value_checks():
-                output = forward_loss(
-                    self._sharded.forward, batch, self.objective, with_token_metrics=with_token_metrics
+        with self._sharded.get_sync_context(last=is_last_micro_batch):
+            with self._sharded.get_autocast_context(), skip_mask_value_checks():
+                output = compute_micro_batch_loss(
+                    self._sharded.forward_module, batch, self.objective, with_token_metrics=with_token_metrics
                 )
-                loss, sums = divide_by_global_weight(output, weight, self.objective.global_batch_size)
+                loss, sums = scale_loss_by_global_weight(
+                    output, global_weight, self.objective.global_batch_size
+                )
             # DDP averages gradients across ranks. This factor turns the average into a sum, because the loss
             # is already divided by the global token count.
-            scaled_loss = loss * self._sharded.averaging
-            (scaled_loss if self._scaler is None else scaled_loss * self._scaler.scale).backward()
+            scaled_loss = loss * self._sharded.loss_factor
+            (scaled_loss if self._loss_scale is None else scaled_loss * self._loss_scale.scale).backward()
         if self._cuda_graph_memory is not None:
-            self._cuda_graph_memory.keep_gradients(self._trainable, last=last)
+            self._cuda_graph_memory.keep_gradients(self._trainable, last=is_last_micro_batch)
         return sums
 
-    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+    def take_optimizer_step(self, learning_rate: float, max_grad_norm: float, loss: Tensor) -> Tensor:
         """Clip the gradients, take an optimizer step, and zero the gradients."""
         gradients = [p.grad for p in self._trainable if p.grad is not None]
-        if self._scaler is not None and gradients:
+        if self._loss_scale is not None and gradients:
             shards = [to_local(gradient) for gradient in gradients]
-            torch_internals.scale_(shards, self._scaler.scale.reciprocal().to(shards[0].device))
+            torch_internals.multiply_tensors_(
+                shards, self._loss_scale.scale.reciprocal().to(shards[0].device)
+            )
         self._sharded.average_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         # The gradients of offloaded parameters, and therefore their norm, are in host memory.
         norm = norm.to(self._device)
-        if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._trainable, max_norm, norm)
+        if max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._trainable, max_grad_norm, norm)
         # The norm is global, so every rank detects an overflow on any rank.
         is_finite = torch.isfinite(norm) & torch.isfinite(loss)
-        failed = ~is_finite if self._scaler is None else self._scaler.update(~is_finite)
-        self._nonfinite_counters, is_skipped = count_update(
-            self._nonfinite_counters, bad=failed, loss=loss, limit=self._max_streak
+        failed = ~is_finite if self._loss_scale is None else self._loss_scale.update(~is_finite)
+        self._nonfinite_counters, is_skipped = count_update_and_decide_skip(
+            self._nonfinite_counters, is_non_finite=failed, loss=loss, max_streak=self._max_streak
         )
-        set_rates(self._optimizer, learning_rate, self._settings)
+        set_learning_rates(self._optimizer, learning_rate, self._settings)
         # A fused optimizer leaves everything unchanged if found_inf is 1. It reads found_inf on the
         # parameters' device, so this copy only syncs the host with offloading, which syncs for the gradients
         # anyway.
         parameter_device = next(iter(self._optimized.values())).device
         self._optimizer.found_inf = (is_skipped | ~is_finite).float().to(parameter_device)
         if self._host_copies is not None:
-            self._host_copies.fetch_gradients()
+            self._host_copies.move_gradients_to_host()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._host_copies is not None:
-            self._host_copies.copy_back()
+            self._host_copies.copy_to_device()
         return norm
 
-    def read_health(self) -> Health:
+    def read_update_health(self) -> UpdateHealth:
         """Read the skipped-update counters from the device. Triggers a host-device sync."""
-        health = Health.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
-        if health.skipped_updates and self._scaler is not None:
-            raise self._scaler.build_exhausted_error()
+        health = UpdateHealth.from_counters(self._nonfinite_counters.tolist(), self._max_streak)
+        if health.skipped_updates and self._loss_scale is not None:
+            raise self._loss_scale.build_exhausted_error()
         return health
 
     def find_nonfinite_gradients(self) -> list[str]:
@@ -206,10 +217,10 @@ class TorchEngine:
 
     def find_nonfinite_state(self) -> list[str]:
         """Return the names of the trained parameters with a non-finite weight or optimizer value."""
-        self._reshard()
+        self._reshard_parameters()
         # A custom optimizer may start from infinity.
-        state = {} if plugins.names_code(self._settings.optimizer) else self._optimizer.state
-        return find_nonfinite(
+        state = {} if plugins.is_plugin_name(self._settings.optimizer) else self._optimizer.state
+        return find_nonfinite_names(
             (name, to_local(value))
             for name, parameter in self._optimized.items()
             for value in (parameter, *state.get(parameter, {}).values())
@@ -218,34 +229,39 @@ class TorchEngine:
 
     def get_metrics(self) -> dict[str, float]:
         """Return additional metrics: the fp16 loss scale, or nothing without loss scaling."""
-        return {} if self._scaler is None else self._scaler.get_metrics()
+        return {} if self._loss_scale is None else self._loss_scale.get_metrics()
 
     @torch.no_grad()
-    def evaluate(
-        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    def evaluate_batch(
+        self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run the forward pass of one evaluation micro-batch and add its metrics to ``totals``."""
         self.model.eval()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
-        with self._sharded.autocast(), disable_value_checks():
-            sums = self.objective.evaluate(self._sharded.forward, batch, measure)
+        with self._sharded.get_autocast_context(), skip_mask_value_checks():
+            sums = self.objective.measure_micro_batch(self._sharded.forward_module, batch, metric_accumulator)
         self.model.train()
-        return add_to_totals(totals, sums)
+        return compute_new_totals(totals, sums)
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """Sample a continuation of ``prompt``."""
         self.model.eval()
-        with self._sharded.autocast():
-            tokens = continue_text(
-                self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, collective=False
+        with self._sharded.get_autocast_context():
+            tokens = sample_continuation(
+                self.model,
+                prompt,
+                self._device,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                is_collective=False,
             )
         self.model.train()
         return tokens
 
     # -- Weights and checkpoints -------------------------------------------------------------------------
 
-    def _reshard(self) -> None:
+    def _reshard_parameters(self) -> None:
         """Reshard all parameters so that this rank's shards can be read and written.
 
         A forward pass without a backward pass leaves some parameters unsharded and frees the storage of their
@@ -257,33 +273,35 @@ class TorchEngine:
 
     def swap_ema_weights(self) -> None:
         """Swap the weights with their exponential moving average. Call it again to swap them back."""
-        self._reshard()
-        exchange(self._optimizer.state.items())
+        self._reshard_parameters()
+        swap_weights_and_averages(self._optimizer.state.items())
         if self._host_copies is not None:
-            self._host_copies.copy_back()
+            self._host_copies.copy_to_device()
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         """Fill this rank's shards of the parameters and persistent buffers in ``weights``."""
-        self._reshard()
+        self._reshard_parameters()
         for name, tensor in get_state_tensors(self.model).items():
             if name in weights:
-                optimizer_state.fill_shard(tensor, weights[name])
+                optimizer_state.fill_local_shard(tensor, weights[name])
         if self._host_copies is not None:
-            self._host_copies.refresh(weights)
+            self._host_copies.copy_from_device(weights)
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load the model weights, optimizer state, and fp16 loss scale from a checkpoint."""
-        stored = match_stored_state(checkpoint, self.model)
+        stored = match_checkpoint_to_model(checkpoint, self.model)
         self.load_weights(stored.weights)
-        optimizer_state.restore(self._optimizer, self._optimized, stored, checkpoint.optimizer)
-        if self._scaler is not None:
-            self._scaler.load(checkpoint.root)
+        optimizer_state.restore_optimizer_state(
+            self._optimizer, self._optimized, stored, checkpoint.optimizer
+        )
+        if self._loss_scale is not None:
+            self._loss_scale.load_state(checkpoint.root)
 
-    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+    def save_shards(self, folder: Path, *, background: bool) -> SaveHandle:
         """Write this rank's shards in torch.distributed.checkpoint (DCP) format."""
-        self._reshard()
-        optimizer_tensors = optimizer_state.to_store(self._optimizer, self._optimized)
-        state = {"model": get_stored_tensors(self.model), "optim": optimizer_tensors}
-        if self._scaler is not None and (not dist.is_initialized() or dist.get_rank() == 0):
-            self._scaler.save(folder)
+        self._reshard_parameters()
+        optimizer_tensors = optimizer_state.build_optimizer_state_dict(self._optimizer, self._optimized)
+        state = {"model": get_checkpointed_tensors(self.model), "optim": optimizer_tensors}
+        if self._loss_scale is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._loss_scale.save_state(folder)
         return self._saver.save(state, folder, background=background)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from portable.engines.communication_volume import compute_internode_bytes, count_elements
+from portable.engines.communication_volume import compute_internode_bytes, sum_elements
 from portable.errors import UserError
-from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_cost
-from portable.planner.optimizer_memory import MASTER, compute_moment_bytes
+from portable.planner.memory_model import COMPUTE_BYTES, Cluster, Footprint, Traffic, compute_muon_update_cost
+from portable.planner.optimizer_memory import FP32_BYTES, compute_optimizer_state_bytes
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.planner.parameter_inventory import Inventory
+    from portable.planner.parameter_inventory import ModelInventory
 
-HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
+HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
+STRATEGIES_KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
 
 
 class PassMemory(NamedTuple):
@@ -31,53 +31,55 @@ class PassMemory(NamedTuple):
     """At the end of the pass, when few activations are left."""
 
 
-def compute_replicated_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_replicated_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under ``no_shard``, or on one device."""
-    gradients = MASTER * count_elements(model.trained)
-    moments = model.compute_moment_bytes(config.train)
+    gradients = FP32_BYTES * sum_elements(model.trained_weights)
+    moments = model.compute_optimizer_state_bytes(config.train)
     on_host = config.memory.offload_optimizer == "cpu"
-    share = (cluster.devices - 1) / cluster.devices
+    sent_share = (cluster.devices - 1) / cluster.devices
     micro = config.train.micro_batch_size
-    several = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
+    accumulates = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
     # DDP's buckets are resident; accumulating micro-batches add gradients beside them.
-    beside = gradients if cluster.devices > 1 and several else 0
+    accumulated_bytes = gradients if cluster.devices > 1 and accumulates else 0
     compute = COMPUTE_BYTES[config.precision]
-    in_update, sent = compute_muon_cost(model, compute, cluster.devices, replicated=True)
+    in_update, sent = compute_muon_update_cost(model, compute, cluster.devices, replicated=True)
     return Footprint(
-        gathered=beside,
-        in_layers=beside,
-        parameters=sum(w.itemsize * w.elements for w in model.weights),
+        gathered=accumulated_bytes,
+        in_layers=accumulated_bytes,
+        parameters=sum(w.itemsize * w.num_elements for w in model.weights),
         gradients=gradients,
         optimizer=0 if on_host else moments,
         compute="autocast",
         host=2 * gradients + moments if on_host else 0,
         in_update=in_update,
-        links=Traffic(per_step=2 * gradients * share + sent),
+        links=Traffic(per_step=2 * gradients * sent_share + sent),
         network=Traffic(per_step=compute_internode_bytes(2 * gradients + sent, cluster)),
     )
 
 
-def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+def compute_sharded_footprint(model: ModelInventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under FSDP2."""
-    together = config.tensor_parallel_size
+    tensor_parallel_size = config.tensor_parallel_size
     tensor_parallel_traffic = _compute_tensor_parallel_traffic(model, config)
-    model = model.get_rank_share(together)
-    group = cluster.devices // together
-    if config.strategy in HYBRID:
-        group = config.fsdp.shard_group_size or max(1, min(cluster.per_node, cluster.devices) // together)
+    model = model.shard_for_tensor_parallel(tensor_parallel_size)
+    group_size = cluster.devices // tensor_parallel_size
+    if config.strategy in HYBRID_STRATEGIES:
+        group_size = config.fsdp.shard_group_size or max(
+            1, min(cluster.per_node, cluster.devices) // tensor_parallel_size
+        )
     compute = COMPUTE_BYTES[config.precision]
     parameters = gradients = moments = 0
     for weight in model.weights:
         shape = weight.shape
-        rows = -(-shape[0] // group) if shape else 1  # rank 0's shard along dim 0, padding included
-        size = rows * (weight.elements // max(1, shape[0]) if shape else 1)
-        parameters += weight.itemsize * size
-        if weight.trained:
-            gradients += MASTER * size
-            moments += compute_moment_bytes(
-                config.train, shape, rows, exact=weight.table, matrices=weight.matrices
+        rows = -(-shape[0] // group_size) if shape else 1  # rank 0's shard along dim 0, padding included
+        shard_elements = rows * (weight.num_elements // max(1, shape[0]) if shape else 1)
+        parameters += weight.itemsize * shard_elements
+        if weight.is_trained:
+            gradients += FP32_BYTES * shard_elements
+            moments += compute_optimizer_state_bytes(
+                config.train, shape, rows, keeps_fp32_moments=weight.is_embedding, uses_muon=weight.uses_muon
             )
-    gathered = _compute_gathered_bytes(model, config, group, compute)
+    gathered = _compute_pass_memory(model, config, group_size, compute)
     offload_params = config.memory.offload_params == "cpu"
     offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
     host = 0
@@ -86,14 +88,22 @@ def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Clus
         # Shards go through the device to be gathered, gradients through it to the host.
     elif offload_optimizer:
         host = 2 * gradients + moments
-    gathers = 1 if config.strategy in KEPT_AFTER_FORWARD else 2
-    share = (group - 1) / group
-    copies = cluster.devices // together // group
-    per_pass = (gathers * compute * model.elements + MASTER * count_elements(model.trained)) * share
-    reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
-    network = reduced if config.strategy in HYBRID else compute_internode_bytes(per_pass, cluster)
-    in_update, sent = compute_muon_cost(model, compute, group, replicated=False)
-    between = 0 if config.strategy in HYBRID else compute_internode_bytes(sent, cluster)
+    gathers = 1 if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD else 2
+    sent_share = (group_size - 1) / group_size
+    num_replicas = cluster.devices // tensor_parallel_size // group_size
+    per_pass = (
+        gathers * compute * model.num_elements + FP32_BYTES * sum_elements(model.trained_weights)
+    ) * sent_share
+    replica_reduce_bytes = (
+        2 * gradients * (num_replicas - 1) / num_replicas
+    )  # of a shard, across the replicas
+    network = (
+        replica_reduce_bytes
+        if config.strategy in HYBRID_STRATEGIES
+        else compute_internode_bytes(per_pass, cluster)
+    )
+    in_update, sent = compute_muon_update_cost(model, compute, group_size, replicated=False)
+    internode_bytes = 0 if config.strategy in HYBRID_STRATEGIES else compute_internode_bytes(sent, cluster)
     return Footprint(
         parameters=0 if offload_params else parameters,
         gradients=0 if offload_params else gradients,
@@ -106,13 +116,13 @@ def compute_sharded_footprint(model: Inventory, config: RunConfig, cluster: Clus
         host=host,
         links=Traffic(
             per_pass=per_pass + tensor_parallel_traffic.per_pass,
-            per_step=sent + tensor_parallel_traffic.per_step / group,
+            per_step=sent + tensor_parallel_traffic.per_step / group_size,
         ),
-        network=Traffic(per_pass=network, per_step=between),
+        network=Traffic(per_pass=network, per_step=internode_bytes),
     )
 
 
-def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> Traffic:
+def _compute_tensor_parallel_traffic(model: ModelInventory, config: RunConfig) -> Traffic:
     """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
 
     They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
@@ -120,25 +130,29 @@ def _compute_tensor_parallel_traffic(model: Inventory, config: RunConfig) -> Tra
     """
     ranks, data = config.tensor_parallel_size, config.data
     assert config.train.micro_batch_size != "auto"
-    tokens = config.train.micro_batch_size * data.sequences * data.longest
-    again = 2 if config.memory.activation_checkpointing == "full" else 1
+    tokens = config.train.micro_batch_size * data.sequences_per_sample * data.max_sequence_length
+    forward_passes = 2 if config.memory.activation_checkpointing == "full" else 1
     width = 0
     for weight in model.weights:
-        if weight.cut is None or len(weight.shape) < 2:
+        if weight.sharded_dim is None or len(weight.shape) < 2:
             continue
         if len(weight.shape) == 3:  # experts: a pair of stacks
-            width += model.hidden_size * (1 + again) // 2
+            width += model.hidden_size * (1 + forward_passes) // 2
         else:
-            width += weight.shape[1] if weight.cut == 0 else again * weight.shape[0]
-    share = 2 * (ranks - 1) / ranks
-    replicated_elements = count_elements(weight for weight in model.trained if weight.cut is None)
+            width += weight.shape[1] if weight.sharded_dim == 0 else forward_passes * weight.shape[0]
+    sent_share = 2 * (ranks - 1) / ranks
+    replicated_elements = sum_elements(
+        weight for weight in model.trained_weights if weight.sharded_dim is None
+    )
     return Traffic(
-        per_pass=share * tokens * width * COMPUTE_BYTES[config.precision],
-        per_step=share * MASTER * replicated_elements,
+        per_pass=sent_share * tokens * width * COMPUTE_BYTES[config.precision],
+        per_step=sent_share * FP32_BYTES * replicated_elements,
     )
 
 
-def _compute_gathered_bytes(model: Inventory, config: RunConfig, group: int, compute: int) -> PassMemory:
+def _compute_pass_memory(
+    model: ModelInventory, config: RunConfig, group_size: int, compute_bytes: int
+) -> PassMemory:
     """Bytes of gathered parameters and unreduced gradients: before the backward pass reaches a unit, in the
     units, and at the end.
 
@@ -146,16 +160,29 @@ def _compute_gathered_bytes(model: Inventory, config: RunConfig, group: int, com
     gradients, and an fp32 copy of them to reduce, of which a shard stays. Parameters outside units stay
     gathered; the head's gradients come first and wait for the others.
     """
-    if model.no_units is not None:
-        raise UserError(model.no_units)
-    largest = max(model.count_part_elements("unit"), default=0)
-    learning = max(model.count_part_elements("unit", trained=True), default=0)
-    outside = count_elements(w for w in model.weights if w.unit is None)
-    trained = count_elements(w for w in model.trained if w.unit is None)
-    waiting = count_elements(w for w in model.trained if w.head and w.unit is None)
-    reduced = MASTER + MASTER / group
-    in_units = model.elements - outside if config.strategy in KEPT_AFTER_FORWARD else 2 * largest
-    there = compute * (outside + in_units)
-    layers = there + compute * (waiting + learning) + reduced * learning
-    end = compute * (outside + trained) + reduced * trained
-    return PassMemory(int(there), int(layers), int(end))
+    if model.unit_error is not None:
+        raise UserError(model.unit_error)
+    largest_unit_elements = max(model.count_elements_by_part("unit"), default=0)
+    largest_trained_unit = max(model.count_elements_by_part("unit", only_trained=True), default=0)
+    outside_elements = sum_elements(w for w in model.weights if w.unit_index is None)
+    trained_outside_elements = sum_elements(w for w in model.trained_weights if w.unit_index is None)
+    waiting_head_elements = sum_elements(
+        w for w in model.trained_weights if w.is_output_head and w.unit_index is None
+    )
+    reduced_bytes_per_element = FP32_BYTES + FP32_BYTES / group_size
+    in_units = (
+        model.num_elements - outside_elements
+        if config.strategy in STRATEGIES_KEPT_AFTER_FORWARD
+        else 2 * largest_unit_elements
+    )
+    gathered_bytes = compute_bytes * (outside_elements + in_units)
+    layers = (
+        gathered_bytes
+        + compute_bytes * (waiting_head_elements + largest_trained_unit)
+        + reduced_bytes_per_element * largest_trained_unit
+    )
+    end_bytes = (
+        compute_bytes * (outside_elements + trained_outside_elements)
+        + reduced_bytes_per_element * trained_outside_elements
+    )
+    return PassMemory(int(gathered_bytes), int(layers), int(end_bytes))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HostCopies:
+class HostParameterCopies:
     """Copies in host memory of this rank's shards of the trained parameters, for the optimizer.
 
     The copy of a DTensor is a DTensor, so that optimizers and checkpoints treat both alike.
@@ -36,13 +36,13 @@ class HostCopies:
         return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
-    def refresh(self, names: Iterable[str]) -> None:
+    def copy_from_device(self, names: Iterable[str]) -> None:
         """Copy the values of ``names`` from the device."""
         for name in self._parameters.keys() & set(names):
             to_local(self.copies[name]).copy_(to_local(self._parameters[name]))
 
     @torch.no_grad()
-    def fetch_gradients(self) -> None:
+    def move_gradients_to_host(self) -> None:
         """Move all gradients from the device to the copies."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
@@ -53,16 +53,16 @@ class HostCopies:
             to_local(self._gradients[name]).copy_(to_local(parameter.grad), non_blocking=True)
             self.copies[name].grad = self._gradients[name]
             parameter.grad = None
-        _wait(self._parameters)
+        _wait_for_device(self._parameters)
 
     @torch.no_grad()
-    def copy_back(self) -> None:
+    def copy_to_device(self) -> None:
         """Copy the values back to the device, in stream order."""
         for name, parameter in self._parameters.items():
             to_local(parameter).copy_(to_local(self.copies[name]), non_blocking=True)
 
 
-def _wait(parameters: Mapping[str, nn.Parameter]) -> None:
+def _wait_for_device(parameters: Mapping[str, nn.Parameter]) -> None:
     device = next(iter(parameters.values())).device
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
@@ -72,4 +72,4 @@ def _allocate_host_tensor(tensor: Tensor) -> Tensor:
     """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
     part = to_local(tensor.detach())
     memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type != "cpu")
-    return torch_internals.shard_like(tensor, memory) if isinstance(tensor, DTensor) else memory
+    return torch_internals.build_dtensor_like(tensor, memory) if isinstance(tensor, DTensor) else memory

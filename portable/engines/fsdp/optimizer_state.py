@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from portable.converters import Tensor as StoredTensor
-from portable.model.weight_sources import fill
-from portable.optim.custom_optimizer import UserOptimizer
-from portable.optim.stored_state import cast_number, check_entry, to_plain_group
-from portable.optim.weight_average import AVERAGE
+from portable.model.weight_sources import copy_into_tensor
+from portable.optim.custom_optimizer import CustomOptimizer
+from portable.optim.stored_state import cast_number, check_state_entry, to_plain_group
+from portable.optim.weight_average import AVERAGE_KEY
 from portable.private import torch_internals
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from portable.model.weight_sources import ReadableTensor
 
 
-def restore(
+def restore_optimizer_state(
     optimizer: Any,
-    trained: Mapping[str, Tensor],
+    trained_parameters: Mapping[str, Tensor],
     stored: StoredState,
     checkpoint_state: OptimizerState | None,
 ) -> None:
@@ -33,35 +33,35 @@ def restore(
 
     Args:
         optimizer: an :class:`portable.optim.optimizers.EngineOptimizer`.
-        trained: its parameters, by name, which have the values of the checkpoint.
+        trained_parameters: its parameters, by name, which have the values of the checkpoint.
         stored: their state.
         checkpoint_state: of the checkpoint, with its parameter groups.
 
     Raises:
         CheckpointError: for state that is missing or has another shape.
     """
-    users = optimizer if isinstance(optimizer, UserOptimizer) else None
-    if users is None:
+    custom_optimizer = optimizer if isinstance(optimizer, CustomOptimizer) else None
+    if custom_optimizer is None:
         optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
     else:
-        users.begin_again(checkpoint_state)
+        custom_optimizer.reset_state(checkpoint_state)
     for name, values in stored.optimizer.items():
-        parameter = trained[name]
-        if users is None:
+        parameter = trained_parameters[name]
+        if custom_optimizer is None:
             state = optimizer.build_initial_state(parameter)
         else:
-            state = users.allocate_state(parameter, values)
+            state = custom_optimizer.allocate_state(parameter, values)
         for key, tensor in state.items():
-            if key != AVERAGE or key in values:  # it begins at the weights
-                state[key] = _fill_entry(tensor, values.get(key), f"{key} of {name}")
+            if key != AVERAGE_KEY or key in values:  # it begins at the weights
+                state[key] = _fill_state_entry(tensor, values.get(key), f"{key} of {name}")
         optimizer.state[parameter] = state
 
 
-def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+def build_optimizer_state_dict(optimizer: Any, trained_parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained_parameters.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    if isinstance(optimizer, UserOptimizer):
+    if isinstance(optimizer, CustomOptimizer):
         return {
             "state": optimizer.collect_state(),
             "param_groups": [to_plain_group(group) for group in groups],
@@ -70,19 +70,19 @@ def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _fill_entry(target: Any, value: Any, name: str) -> Any:
+def _fill_state_entry(target: Any, value: Any, entry_name: str) -> Any:
     """One entry of a parameter's state: ``target``, filled, or a number in its place."""
     shape = getattr(target, "shape", ())
-    check_entry(value, shape, name)
+    check_state_entry(value, shape, entry_name)
     if len(shape) > 0:
-        fill_shard(target, value)
+        fill_local_shard(target, value)
         return target
     return cast_number(target, value.read().item() if isinstance(value, StoredTensor) else value)
 
 
-def fill_shard(target: Tensor, source: ReadableTensor) -> None:
+def fill_local_shard(target: Tensor, source: ReadableTensor) -> None:
     """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
     if not isinstance(target, DTensor):
-        fill(target, source)
+        copy_into_tensor(target, source)
     elif (shard := target.to_local()).numel():
-        fill(shard, source, torch_internals.compute_local_slices(target))
+        copy_into_tensor(shard, source, torch_internals.compute_shard_slices(target))

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from portable.checkpoint.store import run_in_background
+from portable.checkpoint.store import start_background_call
 from portable.converters.tensors.dtypes import FROM_TORCH
 from portable.converters.writers.dcp_tables import (
     KeyEntry,
     count_elements,
-    iter_metadata,
-    write_tables_index,
+    iter_metadata_bytes,
+    write_rank_tables_index,
 )
-from portable.engines.background_saving import WriteHandle, copy_to_host
+from portable.engines.background_saving import BackgroundWriteHandle, copy_state_to_host
 from portable.engines.fsdp.shard_writer import PlannedItem, WriterProcess, write_and_sync, write_shards
 from portable.errors import to_one_line
-from portable.ranks.collectives import get_background_group
+from portable.ranks.collectives import get_or_create_background_group
 from portable.terminal import silence_checkpoint_warnings
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ silence_checkpoint_warnings()
 
 MIN_PROCESS_BYTES = 256 << 20
 """Smallest shard file that a background save writes in a process of its own."""
-_SMALL_BYTES = 1024
+_MAX_COPIED_BYTES = 1024
 """Every rank writes replicated tensors up to this size, so that a resume finds them in its own file."""
 
 
-class Saver:
+class DcpSaver:
     """Writes state dicts as DCP folders.
 
     Args:
@@ -57,42 +57,42 @@ class Saver:
 
     def __init__(self, planner: type[DefaultSavePlanner] | None = None) -> None:
         self._planner = planner
-        self._process = WriterProcess()
-        self._plans: dict[bytes, list[PlannedItem]] = {}
+        self._writer_process = WriterProcess()
+        self._items_by_digest: dict[bytes, list[PlannedItem]] = {}
 
     @cached_property
-    def _group(self) -> dist.ProcessGroup | None:
-        return get_background_group()
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return get_or_create_background_group()
 
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
-        group = self._group  # a collective: create it before a thread needs it
+        """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save_shards`."""
+        group = self._process_group  # a collective: create it before a thread needs it
         if background and self._planner is None:
-            state = copy_to_host(state)
+            state = copy_state_to_host(state)
         planner = (self._planner or DefaultSavePlanner)()
 
         def write() -> None:
-            process = self._process if background else None
-            plans = self._plans if self._planner is None else None
-            write_checkpoint(state, folder, planner, group, process, plans)
+            process = self._writer_process if background else None
+            plans = self._items_by_digest if self._planner is None else None
+            write_dcp_checkpoint(state, folder, planner, group, process, plans)
 
         if background:
-            return WriteHandle(run_in_background(write, name="checkpoint"))
+            return BackgroundWriteHandle(start_background_call(write, name="checkpoint"))
         write()
-        return WriteHandle(None)
+        return BackgroundWriteHandle(None)
 
     def close(self) -> None:
         """End the process that writes large files, if there is one."""
-        self._process.close()
+        self._writer_process.close()
 
 
-def write_checkpoint(
+def write_dcp_checkpoint(
     state: dict[str, Any],
     folder: Path,
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
-    process: WriterProcess | None = None,
-    plans: dict[bytes, list[PlannedItem]] | None = None,
+    writer_process: WriterProcess | None = None,
+    items_by_digest: dict[bytes, list[PlannedItem]] | None = None,
 ) -> None:
     """Write this rank's shards and table; rank 0 also writes ``.metadata``. A collective call.
 
@@ -101,8 +101,9 @@ def write_checkpoint(
         folder: Existing folder on this rank's host. Other ranks may use other folders.
         planner: DCP's planner.
         group: Process group of all ranks; None in a single process.
-        process: Process that writes large shard files; None to write all in this process.
-        plans: Items of earlier saves of the same engine, keyed by digest of the state dict's keys. Updated.
+        writer_process: Process that writes large shard files; None to write all in this process.
+        items_by_digest: Items of earlier saves of the same engine, keyed by digest of the state dict's keys.
+        Updated.
 
     Raises:
         OSError: On every rank, if any rank could not write its files.
@@ -110,34 +111,36 @@ def write_checkpoint(
     ranks = _SaveCollectives(group)
     keys: list[KeyEntry] = []
     holders: Mapping[str, tuple[int, ...]] = {}
-    written: list[RankTable] = []
+    written_tables: list[RankTable] = []
     digest = b""
 
-    def describe() -> bytes:
+    def describe_keys() -> bytes:
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
         nonlocal digest
-        keys.extend(_describe_keys(planner))
+        keys.extend(_build_key_entries(planner))
         digest = hashlib.blake2b(repr(keys).encode()).digest()
         return digest
 
     def write_own_shards() -> TableRecord:
         # The placements of an engine do not change, so equal keys have equal items.
-        items = plans.get(digest) if plans is not None and not holders else None
+        items = items_by_digest.get(digest) if items_by_digest is not None and not holders else None
         if items is None:
-            items = _plan_items(planner, ranks, holders)
-            if plans is not None and not holders:
-                plans.clear()  # an engine saves the same state again and again
-                plans[digest] = items
+            items = _plan_local_items(planner, ranks, holders)
+            if items_by_digest is not None and not holders:
+                items_by_digest.clear()  # an engine saves the same state again and again
+                items_by_digest[digest] = items
         nbytes = sum(item.tensor_storage_size() or 0 for item, _ in items)
-        is_large = process is not None and nbytes >= MIN_PROCESS_BYTES
-        write = process.write_shards if process is not None and is_large else write_shards
+        is_large = writer_process is not None and nbytes >= MIN_PROCESS_BYTES
+        write = writer_process.write_shards if writer_process is not None and is_large else write_shards
         table = write(folder, ranks.rank, items, keys, planner)
-        written.append(table)
+        written_tables.append(table)
         return table.record
 
     def write_metadata(records: Sequence[TableRecord]) -> None:
-        pieces = (ranks.receive(rank, record.pieces_nbytes) for rank, record in enumerate(records) if rank)
-        content = iter_metadata(written[0], pieces)
+        pieces = (
+            ranks.receive_from_rank(rank, record.pieces_nbytes) for rank, record in enumerate(records) if rank
+        )
+        content = iter_metadata_bytes(written_tables[0], pieces)
         try:
             metadata_file = write_and_sync(folder / ".metadata", content)
         finally:
@@ -146,20 +149,24 @@ def write_checkpoint(
         stored, expected = sum(record.numel for record in records), count_elements(keys)
         if stored != expected:
             raise OSError(f"{folder}: the ranks wrote {stored:,} elements of {expected:,}")
-        write_tables_index(
+        write_rank_tables_index(
             folder,
             records,
             metadata_crc32=metadata_file.crc32,
             metadata_nbytes=metadata_file.size_bytes,
         )
 
-    digests = ranks.run(describe)
+    digests = ranks.run_on_all_ranks(describe_keys)
     # The keys of ranks differ only if a custom optimizer has other state on another rank.
-    if not ranks.broadcast(digests is not None and len(set(digests)) == 1):
-        merged_keys = _merge_keys(ranks.all_gather(keys))
+    if not ranks.broadcast_from_rank_0(digests is not None and len(set(digests)) == 1):
+        merged_keys = _merge_keys(ranks.all_gather_values(keys))
         keys[:], holders = merged_keys.keys, merged_keys.holders
-    records = ranks.run(write_own_shards)
-    ranks.run(partial(ranks.send, written[0].pieces) if records is None else partial(write_metadata, records))
+    records = ranks.run_on_all_ranks(write_own_shards)
+    ranks.run_on_all_ranks(
+        partial(ranks.send_to_rank_0, written_tables[0].pieces)
+        if records is None
+        else partial(write_metadata, records)
+    )
 
 
 class _SaveCollectives:
@@ -174,7 +181,7 @@ class _SaveCollectives:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
 
-    def run(self, function: Callable[[], T]) -> list[T] | None:
+    def run_on_all_ranks(self, function: Callable[[], T]) -> list[T] | None:
         """Call a function on every rank.
 
         Returns:
@@ -189,16 +196,16 @@ class _SaveCollectives:
             result = function()
         except Exception as error:
             failure = error
-        results = self._gather((None if failure is None else to_one_line(failure), result))
+        results = self._gather_to_rank_0((None if failure is None else to_one_line(failure), result))
         failures = [(rank, reason) for rank, (reason, _) in enumerate(results or ()) if reason is not None]
-        failed = self.broadcast("; ".join(f"rank {rank}: {reason}" for rank, reason in failures))
+        failed = self.broadcast_from_rank_0("; ".join(f"rank {rank}: {reason}" for rank, reason in failures))
         if failure is not None:
             raise failure
         if failed:
             raise OSError(failed)
         return None if results is None else [result for _, result in results]
 
-    def _gather(self, value: Any) -> list[Any] | None:
+    def _gather_to_rank_0(self, value: Any) -> list[Any] | None:
         """Gather a value of a fixed size on rank 0; returns None on the other ranks."""
         if self._group is None:
             return [value]
@@ -206,26 +213,26 @@ class _SaveCollectives:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather_values(self, value: T) -> list[T]:
         """Gather a value on all ranks."""
         values = [value] * self.world_size
         if self._group is not None:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast(self, value: T) -> T:
+    def broadcast_from_rank_0(self, value: T) -> T:
         """Return the value of rank 0."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def send(self, content: bytes) -> None:
+    def send_to_rank_0(self, content: bytes) -> None:
         """Send bytes to rank 0."""
         if content:
             dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0, group=self._group)
 
-    def receive(self, rank: int, nbytes: int) -> bytes:
+    def receive_from_rank(self, rank: int, nbytes: int) -> bytes:
         """Receive bytes from a rank."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
@@ -233,7 +240,7 @@ class _SaveCollectives:
         return buffer.numpy().tobytes()
 
 
-def _describe_keys(planner: DefaultSavePlanner) -> list[KeyEntry]:
+def _build_key_entries(planner: DefaultSavePlanner) -> list[KeyEntry]:
     """Describe every key of the flattened state dict."""
     keys = []
     for key, value in planner.state_dict.items():
@@ -273,7 +280,7 @@ def _merge_keys(keys_by_rank: Sequence[list[KeyEntry]]) -> _MergedKeys:
     return _MergedKeys(list(merged.values()), incomplete)
 
 
-def _plan_items(
+def _plan_local_items(
     planner: DefaultSavePlanner, ranks: _SaveCollectives, holders: Mapping[str, tuple[int, ...]]
 ) -> list[PlannedItem]:
     """Choose the items that this rank writes: the ones that it owns, and copies of small items."""
@@ -284,7 +291,7 @@ def _plan_items(
     for item in planner.create_local_plan().items:
         data, value = item.tensor_data, planner.state_dict[item.index.fqn]
         if isinstance(value, DTensor):
-            replicas = _find_replicas(value)
+            replicas = _find_replica_ranks(value)
         elif isinstance(value, torch.Tensor) or data is None:
             replicas = holders.get(item.index.fqn, everyone)
         else:  # a planner's own type, whose pieces are on one rank each
@@ -297,12 +304,12 @@ def _plan_items(
         writer = load.index(min(load))
         load[writer] += nbytes
         is_owner = replicas[writer] == ranks.rank or is_empty
-        if is_owner or nbytes <= _SMALL_BYTES:
+        if is_owner or nbytes <= _MAX_COPIED_BYTES:
             items.append(PlannedItem(item, is_owner))
     return items
 
 
-def _find_replicas(tensor: DTensor) -> tuple[int, ...]:
+def _find_replica_ranks(tensor: DTensor) -> tuple[int, ...]:
     """Return the ranks that have the same shard of a tensor as this rank."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from portable.converters import read_item_checksums
-from portable.converters.writers.dcp_tables import WrittenPiece, build_table
+from portable.converters.writers.dcp_tables import WrittenPiece, build_rank_table
 from portable.errors import to_one_line
 from portable.private import torch_internals
 
@@ -96,7 +96,7 @@ def write_shards(
         piece = WrittenPiece(index.fqn, offsets, sizes, info.offset, info.length, checksum)
         (pieces if is_owned else copies).append(piece)
     file = next((info.relative_path for info in stored), f"__{rank}_0.distcp")
-    table, content = build_table(f"__{rank}.metadata", file, keys, pieces, copies)
+    table, content = build_rank_table(f"__{rank}.metadata", file, keys, pieces, copies)
     write_and_sync(folder / table.record.name, iter([content]))
     return table
 
@@ -119,7 +119,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent: Sequence[PlannedItem] | None = None
+        self._sent_items: Sequence[PlannedItem] | None = None
         """Items that the process knows from the file before."""
         self.connection: Connection | None = None
 
@@ -142,9 +142,9 @@ class WriterProcess:
             if self.connection is None or (self._process is not None and self._process.poll() is not None):
                 self.start()
             assert self.connection is not None
-            plan = None if self._sent is items else (list(items), list(keys))
+            plan = None if self._sent_items is items else (list(items), list(keys))
             self.connection.send((folder.absolute(), rank, plan))
-            self._sent = items
+            self._sent_items = items
             while True:
                 kind, value = self.connection.recv()
                 if kind == _DONE:
@@ -165,7 +165,7 @@ class WriterProcess:
         parts: list[memoryview] = []
         nbytes = 0
         for item, _ in items[:_BATCH_ITEMS]:
-            parts.append(_get_bytes(planner.resolve_data(item)))
+            parts.append(_view_as_bytes(planner.resolve_data(item)))
             nbytes += len(parts[-1])
             if nbytes >= _BATCH_BYTES:
                 break
@@ -179,17 +179,22 @@ class WriterProcess:
 
     def start(self) -> None:
         """Start the process."""
-        ours, theirs = Pipe()
+        parent_connection, child_connection = Pipe()
         # Not as `-m`, because classes of a main module cannot be sent to another process.
-        command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-c",
+            f"from {__name__} import main; main()",
+            str(child_connection.fileno()),
+        ]
         # The process needs no accelerator, and would allocate memory on it.
         hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
         environment = {**os.environ, **hidden, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._sent = None
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()
-        self.connection = ours
+        self._sent_items = None
+        self._process = subprocess.Popen(command, pass_fds=[child_connection.fileno()], env=environment)
+        child_connection.close()
+        self.connection = parent_connection
 
     def close(self) -> None:
         """End the process."""
@@ -200,7 +205,7 @@ class WriterProcess:
         self._process = self.connection = None
 
 
-def _get_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
+def _view_as_bytes(value: torch.Tensor | io.BytesIO) -> memoryview:
     if isinstance(value, io.BytesIO):
         return value.getbuffer()
     tensor = value.detach().cpu().contiguous().reshape(-1)
@@ -221,7 +226,7 @@ class _RemotePlanner:
         if number not in self._received:
             self._connection.send((_READ, number))
             batch: list[int] = self._connection.recv()
-            self._received = {number + i: self._receive(nbytes) for i, nbytes in enumerate(batch)}
+            self._received = {number + i: self._receive_bytes(nbytes) for i, nbytes in enumerate(batch)}
         content = self._received.pop(number)
         if item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(content)
@@ -231,7 +236,7 @@ class _RemotePlanner:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(content, dtype=dtype).reshape(sizes)
 
-    def _receive(self, nbytes: int) -> bytearray:
+    def _receive_bytes(self, nbytes: int) -> bytearray:
         content = bytearray(nbytes)
         remaining = memoryview(content)
         while remaining:
@@ -242,7 +247,7 @@ class _RemotePlanner:
         return content
 
 
-def serve(connection: Connection) -> None:
+def serve_write_requests(connection: Connection) -> None:
     """Write shard files until the training process closes the connection."""
     items: list[PlannedItem] = []
     keys: list[KeyEntry] = []
@@ -268,4 +273,4 @@ def main() -> None:
     torch.set_num_threads(1)
     os.nice(5)  # if cores are scarce, the steps come first
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(int(sys.argv[1])))
+        serve_write_requests(Connection(int(sys.argv[1])))

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from portable.engines.engine_interface import COMPUTE_DTYPES, get_dist_backend
-from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
-from portable.engines.fsdp.units import find_fsdp_units, find_unused_layers, order_prefetches
+from portable.engines.fsdp.footprint import HYBRID_STRATEGIES, STRATEGIES_KEPT_AFTER_FORWARD
+from portable.engines.fsdp.units import configure_prefetching, find_fsdp_units, find_unreached_layers
 from portable.errors import UserError
-from portable.model.parameters import materialize, replace_tensors
+from portable.model.parameters import materialize_model, replace_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from portable.config import RunConfig
-    from portable.engines.engine_interface import Machine
+    from portable.engines.engine_interface import RankInfo
 
 
 @dataclass
@@ -42,9 +42,9 @@ class ShardedModel:
 
     Attributes:
         model: the transformers model with its plain names; its parameters are DTensors if sharded.
-        forward: the module to call: the model, or DDP around it.
+        forward_module: the module to call: the model, or DDP around it.
         autocast_dtype: the compute type; None if FSDP casts the parameters, or in fp32.
-        averaging: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
+        loss_factor: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
             communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
             process group is destroyed.)
         average_gradients: Averages the gradients of parameters that are not sharded between tensor-parallel
@@ -52,13 +52,13 @@ class ShardedModel:
     """
 
     model: nn.Module
-    forward: nn.Module
+    forward_module: nn.Module
     device: torch.device
     autocast_dtype: torch.dtype | None
-    averaging: float = 1.0
+    loss_factor: float = 1.0
     average_gradients: Callable[[], None] = lambda: None
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def get_autocast_context(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
@@ -68,8 +68,8 @@ class ShardedModel:
 
         FSDP reduces after each, so that it accumulates shards and never holds all gradients on a rank.
         """
-        if isinstance(self.forward, DistributedDataParallel) and not last:
-            return self.forward.no_sync()
+        if isinstance(self.forward_module, DistributedDataParallel) and not last:
+            return self.forward_module.no_sync()
         return nullcontext()
 
     def release_process_group(self) -> None:
@@ -78,12 +78,12 @@ class ShardedModel:
         The last reference to a group joins gloo's threads. DDP's reducer would do so holding the GIL, which
         the threads may need: a deadlock.
         """
-        if isinstance(self.forward, DistributedDataParallel):
+        if isinstance(self.forward_module, DistributedDataParallel):
             for name in ("logger", "reducer", "process_group"):
-                setattr(self.forward, name, None)
+                setattr(self.forward_module, name, None)
 
 
-def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
+def compute_shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
     """The number of ranks that one copy of the state is sharded over; under hybrid strategies, of a group.
 
     Ranks that share layers count as one.
@@ -93,13 +93,17 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     """
     world_size //= config.tensor_parallel_size
     local_world_size //= config.tensor_parallel_size
-    if config.strategy not in HYBRID:
+    if config.strategy not in HYBRID_STRATEGIES:
         return world_size
     size = config.fsdp.shard_group_size or max(1, local_world_size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
-        together = config.tensor_parallel_size
-        ranks = "ranks" if together == 1 else f"groups of {together} ranks that share layers"
+        tensor_parallel_size = config.tensor_parallel_size
+        ranks = (
+            "ranks"
+            if tensor_parallel_size == 1
+            else f"groups of {tensor_parallel_size} ranks that share layers"
+        )
         raise UserError(
             f"fsdp.shard_group_size: {world_size} {ranks} are not divisible into groups of {size}; "
             f"use one of {', '.join(fitting)}"
@@ -107,8 +111,8 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     return size
 
 
-def shard(
-    model: nn.Module, config: RunConfig, machine: Machine, *, all_parameters_used: bool = False
+def shard_model(
+    model: nn.Module, config: RunConfig, rank_info: RankInfo, *, all_parameters_used: bool = False
 ) -> ShardedModel:
     """Allocate the meta-device ``model``, sharded or replicated by ``config.strategy``.
 
@@ -118,24 +122,24 @@ def shard(
     Args:
         model: The model on the meta device, after its transforms.
         config: Config of the run.
-        machine: This rank's device, rank, and world size.
+        rank_info: This rank's device, rank, and world size.
         all_parameters_used: Whether each backward pass reaches every trained parameter. Otherwise, DDP
             searches for unused parameters in each pass.
     """
-    device = machine.device
+    device = rank_info.device
     offload = config.memory.offload_params == "cpu"
-    alone = is_unsharded(machine, offload=offload)
-    replicated = is_replicated(config, machine)
+    needs_no_sharding = is_unsharded(rank_info, offload=offload)
+    replicated = uses_ddp(config, rank_info)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     size = config.tensor_parallel_size
-    group = shard_group_size(config, machine.world_size, machine.local_world_size)
-    if alone:
-        materialize(model, device)
+    group_size = compute_shard_group_size(config, rank_info.world_size, rank_info.local_world_size)
+    if needs_no_sharding:
+        materialize_model(model, device)
         return ShardedModel(model, model, device, autocast_dtype)
     if replicated:
-        materialize(model, device)
-        scale = float(machine.world_size)
+        materialize_model(model, device)
+        scale = float(rank_info.world_size)
         replica = _wrap_in_ddp(model, device, all_parameters_used=all_parameters_used)
         return ShardedModel(model, replica, device, autocast_dtype, scale)
     if not dist.is_initialized():  # FSDP needs a group even for one rank
@@ -143,99 +147,105 @@ def shard(
         dist.init_process_group(get_dist_backend(device), store=store, rank=0, world_size=1)
     # FSDP would assign their data, which no tensor takes from one of another kind of device.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
-    ordered = find_fsdp_units(model, config)  # of the plain model: it is tried
-    mesh = _build_mesh(config, machine, group)
+    units = find_fsdp_units(model, config)  # of the plain model: it is tried
+    mesh = _build_mesh(config, rank_info, group_size)
     average = ShardedModel.average_gradients
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
-        from portable.engines.fsdp.tensor_parallel import split_layers
+        from portable.engines.fsdp.tensor_parallel import shard_layers_tensor_parallel
 
-        average = split_layers(model, mesh[tensor])
+        average = shard_layers_tensor_parallel(model, mesh[tensor])
         mesh = mesh[tuple(others)]
-    _shard_units(model, config, ordered, mesh, compute, _offload_policy(offload, device))
-    materialize(model, device, parameters=torch.device("cpu") if offload else device)
+    _shard_units(model, config, units, mesh, compute, _build_offload_policy(offload, device))
+    materialize_model(model, device, storage_device=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, None, average_gradients=average)
 
 
-def is_unsharded(machine: Machine, *, offload: bool) -> bool:
+def is_unsharded(rank_info: RankInfo, *, offload: bool) -> bool:
     """Whether the model needs neither sharding nor offloading."""
-    return machine.world_size == 1 and not offload
+    return rank_info.world_size == 1 and not offload
 
 
-def is_replicated(config: RunConfig, machine: Machine) -> bool:
+def uses_ddp(config: RunConfig, rank_info: RankInfo) -> bool:
     """Return whether each of several ranks has a replica of the model, which DDP wraps."""
-    alone = is_unsharded(machine, offload=config.memory.offload_params == "cpu")
-    return config.strategy == "no_shard" and not alone
+    needs_no_sharding = is_unsharded(rank_info, offload=config.memory.offload_params == "cpu")
+    return config.strategy == "no_shard" and not needs_no_sharding
 
 
-def _build_mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
+def _build_mesh(config: RunConfig, rank_info: RankInfo, shard_group_size: int) -> DeviceMesh:
     """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it.
 
     Where ranks share layers, they are the last axis, so neighbors.
     """
     size = config.tensor_parallel_size
-    axes = {"replicate": machine.world_size // size // group} if config.strategy in HYBRID else {}
-    axes |= {"shard": group} | ({"tensor": size} if size > 1 else {})
+    axes = (
+        {"replicate": rank_info.world_size // size // shard_group_size}
+        if config.strategy in HYBRID_STRATEGIES
+        else {}
+    )
+    axes |= {"shard": shard_group_size} | ({"tensor": size} if size > 1 else {})
     # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
     # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
-    number = next(_meshes)
+    number = next(_mesh_numbers)
     names = tuple(f"{name}{number}" for name in axes)
-    return init_device_mesh(machine.device.type, tuple(axes.values()), mesh_dim_names=names)
+    return init_device_mesh(rank_info.device.type, tuple(axes.values()), mesh_dim_names=names)
 
 
-_meshes = itertools.count()
+_mesh_numbers = itertools.count()
 
 
 def _shard_units(
     model: nn.Module,
     config: RunConfig,
-    ordered: Sequence[nn.Module],
+    units: Sequence[nn.Module],
     mesh: DeviceMesh,
-    compute: torch.dtype,
-    offload: OffloadPolicy,
+    compute_dtype: torch.dtype,
+    offload_policy: OffloadPolicy,
 ) -> None:
-    model.register_forward_hook(_show_values)  # FSDP's own hook comes between the two
-    for module in [*reversed(ordered), model]:  # inner units first
+    model.register_forward_hook(_expose_output_tensors)  # FSDP's own hook comes between the two
+    for module in [*reversed(units), model]:  # inner units first
         wrapped = fully_shard(
             module,
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-            reshard_after_forward=config.strategy not in KEPT_AFTER_FORWARD,
-            offload_policy=offload,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+            reshard_after_forward=config.strategy not in STRATEGIES_KEPT_AFTER_FORWARD,
+            offload_policy=offload_policy,
         )
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    model.register_forward_hook(_take_output)
-    unused = [layer for _, layer in find_unused_layers(model)]
-    used = [m for m in (model, *ordered) if not any(m is layer for layer in unused)]
-    order_prefetches([m for m in used if isinstance(m, FSDPModule)], config)
+    model.register_forward_hook(_restore_output)
+    unused = [layer for _, layer in find_unreached_layers(model)]
+    used = [m for m in (model, *units) if not any(m is layer for layer in unused)]
+    configure_prefetching([m for m in used if isinstance(m, FSDPModule)], config)
 
 
-def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
+def _expose_output_tensors(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
     """Let FSDP see every tensor that a model returns, to gather parameters before its backward pass.
 
     Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
     """
-    return _list_values(output), lambda: output
+    return _replace_dicts_by_lists(output), lambda: output
 
 
-def _list_values(output: Any) -> Any:
+def _replace_dicts_by_lists(output: Any) -> Any:
     """Replace the mappings in the output of a model by lists of their values."""
-    return [_list_values(value) for value in output.values()] if isinstance(output, dict) else output
+    return (
+        [_replace_dicts_by_lists(value) for value in output.values()] if isinstance(output, dict) else output
+    )
 
 
-def _take_output(module: nn.Module, args: Any, shown: tuple[Any, Callable[[], Any]]) -> Any:
-    return shown[1]()
+def _restore_output(module: nn.Module, args: Any, exposed: tuple[Any, Callable[[], Any]]) -> Any:
+    return exposed[1]()
 
 
-def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
+def _build_offload_policy(is_offloading: bool, device: torch.device) -> OffloadPolicy:
     # Pinned memory needs a GPU.
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if is_offloading else OffloadPolicy()
 
 
-_SYNC_OF_BUFFERS = "broadcast_buffers"
+_BUFFER_SYNC_OPTION = "broadcast_buffers"
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # from torch 2.15
-    _SYNC_OF_BUFFERS = "forward_sync_buffers"
+    _BUFFER_SYNC_OPTION = "forward_sync_buffers"
 
 
 def _wrap_in_ddp(
@@ -247,7 +257,7 @@ def _wrap_in_ddp(
         gradient_as_bucket_view=True,
         init_sync=False,  # each rank loads the same weights itself
         find_unused_parameters=not all_parameters_used,
-        **cast("Any", {_SYNC_OF_BUFFERS: False}),
+        **cast("Any", {_BUFFER_SYNC_OPTION: False}),
     )
     if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
         replica.register_comm_hook(None, lambda _, bucket: _make_completed_future(bucket.buffer()))

@@ -35,18 +35,20 @@ def find_fsdp_units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     if fsdp.min_num_params is not None:
         return _find_large_modules(model, fsdp.min_num_params)
     if fsdp.transformer_layer_cls_to_wrap is not None:
-        chosen = _find_by_class(model, fsdp.transformer_layer_cls_to_wrap)
+        selected_modules = _find_modules_by_class(model, fsdp.transformer_layer_cls_to_wrap)
     else:
         # FSDP gathers parameters in hooks. Layers that text does not reach never run, so they stay sharded.
-        unhooked = find_layers_without_hooks(model) - {name for name, _ in find_unused_layers(model)}
-        chosen = [layer for name, layer in find_transformer_layers(model) if name not in unhooked]
-    everywhere = _count_uses(model)
+        unhooked = find_layers_without_hooks(model) - {name for name, _ in find_unreached_layers(model)}
+        selected_modules = [layer for name, layer in find_transformer_layers(model) if name not in unhooked]
+    total_uses = _count_parameter_uses(model)
     return [
-        module for module in chosen if module is not model and not _has_shared_parameters(module, everywhere)
+        module
+        for module in selected_modules
+        if module is not model and not _has_shared_parameters(module, total_uses)
     ]
 
 
-def find_unused_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_unreached_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the layers that text does not reach, such as the layers of a vision tower.
 
     Args:
@@ -63,29 +65,29 @@ def find_unused_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _find_by_class(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    there = {type(module).__name__ for module in model.modules()}
-    for name in names:
-        if name not in there:
+def _find_modules_by_class(model: nn.Module, class_names: Sequence[str]) -> list[nn.Module]:
+    present_classes = {type(module).__name__ for module in model.modules()}
+    for name in class_names:
+        if name not in present_classes:
             layers = sorted({type(layer).__name__ for _, layer in find_transformer_layers(model)})
             raise UserError(
                 f"fsdp.transformer_layer_cls_to_wrap: {type(model).__name__} has no {name}; its layers are "
                 f"{', '.join(layers)}"
             )
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__ in class_names]
 
 
-def _find_large_modules(model: nn.Module, least: int) -> list[nn.Module]:
-    """The modules with at least ``least`` parameters outside of smaller units."""
+def _find_large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """The modules with at least ``min_num_params`` parameters outside of smaller units."""
     selected: set[nn.Module] = set()
-    everywhere = _count_uses(model)
+    total_uses = _count_parameter_uses(model)
 
     def count_outside_units(module: nn.Module) -> int:
         direct = sum(p.numel() for p in module.parameters(recurse=False))
         size = direct + sum(count_outside_units(child) for child in module.children())
         # A list is never called, so its hooks never gather.
         listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if size < least or listed or module is model or _has_shared_parameters(module, everywhere):
+        if size < min_num_params or listed or module is model or _has_shared_parameters(module, total_uses):
             return size
         selected.add(module)
         return 0
@@ -94,31 +96,31 @@ def _find_large_modules(model: nn.Module, least: int) -> list[nn.Module]:
     return [module for module in model.modules() if module in selected]
 
 
-def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
+def _count_parameter_uses(module: nn.Module) -> Counter[nn.Parameter]:
     """How often each parameter occurs in ``module``."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _has_shared_parameters(module: nn.Module, everywhere: Counter[nn.Parameter]) -> bool:
+def _has_shared_parameters(module: nn.Module, total_uses: Counter[nn.Parameter]) -> bool:
     """Whether a parameter of ``module`` also occurs outside it."""
-    return any(everywhere[parameter] > uses for parameter, uses in _count_uses(module).items())
+    return any(total_uses[parameter] > uses for parameter, uses in _count_parameter_uses(module).items())
 
 
-def order_prefetches(ordered: Sequence[FSDPModule], config: RunConfig) -> None:
+def configure_prefetching(units: Sequence[FSDPModule], config: RunConfig) -> None:
     """Apply ``fsdp.forward_prefetch`` and ``fsdp.backward_prefetch``.
 
     By default FSDP2 gathers a unit when the host reaches it, ahead of the device; in the backward pass it
     gathers the next unit before computing the current gradients, which is ``backward_pre``.
 
     Args:
-        ordered: the units in the order of the forward pass.
+        units: the units in the order of the forward pass.
         config: of the run.
     """
     if config.fsdp.forward_prefetch:
-        for unit, following in pairwise(ordered):
+        for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
     if config.fsdp.backward_prefetch in ("backward_post", "no_prefetch"):
         # Prefetch the unit itself instead of the next one, which is then gathered after this unit's
         # gradients.
-        for unit in ordered:
+        for unit in units:
             unit.set_modules_to_backward_prefetch([unit])
