@@ -62,7 +62,7 @@ class TensorChange:
     source: Tensor | None = None
 
     def has_same_effect(self, other: TensorChange) -> bool:
-        """Return whether equal tensors are equal after both changes."""
+        """Return whether this change and another change turn equal tensors into equal tensors."""
         own_source, other_source = self.source, other.source
         if own_source is None or other_source is None or own_source is other_source:
             sources = own_source is other_source
@@ -104,7 +104,7 @@ class BaseChanges:
         base_names: Lookup of the base model's tensors by their names in memory.
         changes: Changes, keyed by the name of the tensor in the files.
         added_tensors: Tensors that the base model lacks.
-        config_changes: Keys of `config.json` that change with the tensors.
+        config_changes: New values in `config.json`, keyed by name.
         load_vector: Cached function that loads a tensor as a vector and multiplies it by a scaling.
     """
 
@@ -340,7 +340,17 @@ class BaseChanges:
     def cast_with_edits(
         self, tensor: Tensor, dtype: str, num_row_dims: int = 1, edits: Sequence[RowEdit] = ()
     ) -> Tensor:
-        """Apply edits to a tensor and cast the result. A tensor that does not change is returned as it is."""
+        """Apply edits to a tensor and cast the result.
+
+        Args:
+            tensor: Tensor to change.
+            dtype: Safetensors dtype of the result.
+            num_row_dims: Number of leading dimensions that are flattened to rows.
+            edits: Edits of the rows, in order.
+
+        Returns:
+            A tensor that is computed when it is read, or `tensor` itself if nothing changes.
+        """
         if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE_DTYPES):
             return tensor
         return apply_edits(tensor, dtype, min(num_row_dims, len(tensor.shape)), edits)

@@ -276,7 +276,13 @@ class _ConfigReader:
         self.matcher = PatternMatcher()
 
     def build_value_error(self, key: str, value: object, expected: str) -> CheckpointError:
-        """Build the error for a setting whose value is not as expected."""
+        """Build the error for an invalid value.
+
+        Args:
+            key: Name of the setting.
+            value: Its value.
+            expected: Description of a valid value.
+        """
         return CheckpointError(f"{self.path}: {key} is {to_printable(repr(value))[:60]}, not {expected}")
 
     def read_flag(self, key: str) -> bool:
@@ -287,7 +293,13 @@ class _ConfigReader:
         return bool(value)
 
     def read_number(self, key: str, value: Any, *, integer_only: bool = False) -> float:
-        """Check and return a number. `integer_only` requires a positive integer."""
+        """Check and return a number.
+
+        Args:
+            key: Name of the setting, used in error messages.
+            value: Its value.
+            integer_only: Whether the value must be a positive integer.
+        """
         kinds = (int,) if integer_only else (int, float)
         if type(value) not in kinds or not abs(value) < MAX_COUNT or (integer_only and value < 1):
             raise self.build_value_error(key, value, "a positive integer" if integer_only else "a number")

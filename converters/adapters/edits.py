@@ -1,8 +1,8 @@
 """Edits of an adapter to the rows of a weight, in NumPy.
 
 A weight is handled as a matrix of rows. A stack of experts consists of the rows of all its matrices. A
-convolution has one row for each output channel. Each edit has a method `apply(block, first)`, which changes a
-block of rows in place; `first` is the number of the block's first row.
+convolution has one row for each output channel. Each edit has a method `apply(block, first_row)`, which
+changes a block of rows in place. `first_row` is the number of the block's first row in the tensor.
 
 Source: `get_delta_weight` in peft/tuners/lora/layer.py, the merging of DoRA in peft/tuners/lora/variants.py,
 peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
@@ -155,6 +155,7 @@ class ColumnMagnitudeEdit:
 
     @cached_property
     def _column_factors(self) -> Array:
+        """Factor of each column: its magnitude divided by its norm before this edit."""
         before = self.build_unscaled()
         rows, columns = before.shape
         # Use float64, because the sum is over all rows, block by block.

@@ -64,7 +64,7 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
         base: Checkpoint of any format that is not quantized. Its tensors may have published names or names in
             memory.
         dtype: Dtype of the changed tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
-            base's tensor. Write the result with the same dtype.
+            base model's tensor. Write the result with the same dtype.
 
     Returns:
         A checkpoint whose changed tensors are computed when they are read. Its documents include a record of
@@ -72,7 +72,7 @@ def merge(adapter: StoredAdapter, base: Checkpoint, *, dtype: str = "keep") -> C
 
     Raises:
         CheckpointError: If this type of adapter cannot be merged, or if the adapter was already merged or
-            belongs to another base.
+            belongs to another base model.
     """
     check_mergeable_settings(adapter)
     changes = BaseChanges(adapter, base, dtype)
@@ -124,7 +124,7 @@ def _collect_changes(changes: BaseChanges) -> None:
         for module in changes.adapter.modules:
             _add_ia3_edits(changes, module)
     else:
-        _add_token_edits(changes)  # first: LoRA's layer has the one with the tokens inside it
+        _add_token_edits(changes)  # first, because LoRA wraps the layer with the trained tokens
     # Before LoRA, because peft saves the resized table inside the layer that LoRA wraps.
     for (module_name, leaf), tensor in changes.adapter.replacements.items():
         _add_replacement(changes, module_name, leaf, tensor)
@@ -216,7 +216,7 @@ def _add_token_edits(changes: BaseChanges) -> None:
     }
     paths = [module.path for module in token_modules.values()]
     for alias, owner in changes.ties.items():
-        if owner in token_modules and alias not in token_modules:  # peft gives it the owner's
+        if owner in token_modules and alias not in token_modules:  # peft gives it the owner's rows
             changes.get_or_add_change(alias, 1).edits.extend(changes.changes[owner].edits)
             paths.append(alias.removesuffix(".weight"))
     for path in paths:
@@ -295,7 +295,7 @@ def _add_ia3_edits(changes: BaseChanges, module: AdapterModule) -> None:
         scales_inputs = values.shape[0] == 1
     if len(parameter.shape) != 2 or values.shape != ((1, length) if scales_inputs else (length, 1)):
         raise changes.build_shape_error(live, parameter.shape, values)
-    # Rows are outputs, unless only the columns fit.
+    # The rows of a weight are its outputs, unless only the number of columns fits the vector.
     fits = [parameter.shape[1] == length, parameter.shape[0] == length]
     inputs_first = changes.has_inputs_first(live) if all(fits) else not fits[0 if scales_inputs else 1]
     if not any(fits):
@@ -342,7 +342,7 @@ def _check_resized_tables(changes: BaseChanges) -> None:
     """Refuse an adapter that contains one of the tables of a resized vocabulary, but not the other.
 
     Raises:
-        CheckpointError: If the embedding or the head keeps the number of rows of the base.
+        CheckpointError: If the embedding or the head keeps the number of rows of the base model.
     """
     names = [*changes.base_checkpoint.tensors, *(alias for alias in changes.ties if alias != UNNAMED_HEAD)]
     tables = [name for name in names if ends_with_name(name, (*EMBEDDING_NAMES, *HEAD_NAMES))]

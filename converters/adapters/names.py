@@ -109,7 +109,12 @@ def _split_adapter_and_leaf(tail: list[str]) -> tuple[str | None, str]:
 
 
 class _WrappedModule(NamedTuple):
-    """A module's name without wrappers, and the number of wrappers that contain a base layer."""
+    """A module's name without wrappers, and the number of wrappers that contain a base layer.
+
+    Attributes:
+        module: Name of the module.
+        num_wrappers: Number of wrappers with a base layer.
+    """
 
     module: str
     num_wrappers: int

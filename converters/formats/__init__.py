@@ -43,8 +43,8 @@ class CheckpointPath:
 
     Attributes:
         path: Folder or file.
-        tag: Name of the step folder to open, for formats with several step folders under `path`; None for the
-            step in the file `latest`, or the newest step.
+        tag: Name of the step folder to open, for formats that select it themselves; None for the folder that
+            the file `latest` names (DeepSpeed), or `path` itself.
         parameter_order: Names of the model's parameters in module order; empty if the order is not known.
         config_file: The model's `config.json`; None to look for it in the folder of the files.
         rank: Rank and world size of the reader, if each rank of a job opens the checkpoint and reads its

@@ -209,7 +209,14 @@ def read_safetensors_file(file: CheckpointFile) -> SafetensorsContent:
 
 
 class _HeaderEntry(NamedTuple):
-    """An entry of the header. `start` and `stop` are bytes after the header."""
+    """An entry of the header.
+
+    Attributes:
+        dtype: Safetensors dtype.
+        shape: Shape of the tensor.
+        start: First byte of the tensor, counted from the end of the header.
+        stop: End of the tensor, exclusive, counted from the end of the header.
+    """
 
     dtype: str
     shape: list[int]

@@ -81,7 +81,12 @@ class _TensorLayout(NamedTuple):
 
 
 class _GroupLayout(NamedTuple):
-    """Layout of a tensor on the ranks of one group."""
+    """Layout of a tensor on the ranks of one group.
+
+    Attributes:
+        ranks: Ranks of the group.
+        layout: Layout of the tensor.
+    """
 
     ranks: frozenset[int]
     layout: _TensorLayout

@@ -157,9 +157,9 @@ class Adapter:
     def map_base_weights(self, weights: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
         """Map weights of the base model to the names of the model with the adapter.
 
-        A module in ``modules_to_save`` starts from the values of the base model. The result also contains the
-        tensors of the adapter that are computed from base weights: DoRA's magnitudes and the rows of trained
-        tokens.
+        A module in ``modules_to_save`` starts from the values of the base model. Unless the run starts from
+        another adapter, the result also contains the tensors of the adapter that are computed from base
+        weights: DoRA's magnitudes and the rows of trained tokens.
 
         Args:
             weights: Weights of the base model, keyed by their names in the base model. They are read lazily.
@@ -530,8 +530,8 @@ def _have_equal_values(base_weight: ReadableTensor | None, stored: StoredTensor)
 def _compute_lora_update(**layers: Any) -> Tensor:
     """Compute the product of the LoRA factors that DoRA adds to a weight.
 
-    This replaces peft's method, which multiplies a unit matrix by both layers so that hooks of FSDP1 run. The
-    unit matrix has the size of the layer's inputs squared, and can be larger than the layer.
+    This function replaces peft's method, which multiplies a unit matrix by both layers so that hooks of FSDP1
+    run. The unit matrix ``[inputs, inputs]`` can be larger than the layer.
     """
     product: Tensor = layers["lora_B"].weight @ layers["lora_A"].weight
     return product
@@ -698,7 +698,7 @@ def _build_name_pattern(part: str) -> str:
 
 
 def _contains_any(part: str, names: list[str]) -> bool:
-    """Return whether one of the parameters belongs to a module from ``summarize_parameters``."""
+    """Return whether a module from ``summarize_parameters`` contains one of the parameters."""
     pattern = re.compile(_build_name_pattern(part) + r"(\..*)?")
     return any(pattern.fullmatch(name) for name in names)
 
@@ -891,7 +891,7 @@ def _prepare_trained_tokens(model: PreTrainedModel, tied: bool, num_base_rows: i
     layers: list[tuple[str, Any]] = [*model.named_modules()]
     for name, layer in layers:
         if hasattr(layer, "trainable_tokens_delta"):
-            layer.trainable_tokens_original = nn.ParameterDict()  # a second copy of the rows
+            layer.trainable_tokens_original = nn.ParameterDict()  # drop peft's second copy of the rows
             layer.get_merged_weights = _TableWithTrainedRows(layer)
             table, count = name.removesuffix(".token_adapter"), layer.base_layer.weight.shape[0]
             trained[table] = tokens = layer.token_indices[ADAPTER_NAME]

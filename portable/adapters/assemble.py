@@ -82,14 +82,14 @@ def assemble_model(
         from portable.adapters.adapter import inject_adapter
 
         adapter = inject_adapter(model, model_config, config, grown_from)
-    assign_parameter_groups(model, config.train)  # raises an error for patterns that match no parameter
+    assign_parameter_groups(model, config.train)  # raises an error for patterns that do not fit the model
     if config.model.task == "causal-lm":
         check_causal_attention(model)
     check_custom_rotary_layers(model, config)
     if config.data.packing == "documents":
         check_document_separation(model, seq_len=config.data.seq_len)
     check_parallel_support(model, config)
-    # A new model has no special tokens to lose.
+    # A new model had no special tokens that the tokenizer could replace.
     return AssembledModel(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 
 
@@ -122,9 +122,9 @@ class InspectedRun(NamedTuple):
 
 
 def inspect_run(config: RunConfig) -> InspectedRun:
-    """Assemble the model of a run on the meta device and inspect its data, without writing files.
+    """Assemble the model of a run on the meta device, and inspect its data.
 
-    Used by ``--dry-run`` and the planner.
+    Does not write or download data. Used by ``--dry-run`` and the planner.
 
     Raises:
         UserError: If a run would refuse the config, the model or the data.
@@ -201,6 +201,9 @@ def build_data_arguments(config: RunConfig, model_config: PretrainedConfig) -> d
 
     If ``data.tokenizer`` is null, ``build_data`` uses the tokenizer of the pretrained model, or trains a
     tokenizer with the vocabulary size of a new model.
+
+    Returns:
+        Keyword arguments of ``build_data`` and ``inspect_data_sizes``.
     """
     return {
         "model_tokenizer": config.model.name_or_path,

@@ -105,7 +105,8 @@ _PEFT_TASKS = {
 def resolve_adapter_config(config: RunConfig) -> RunConfig:
     """Return the config with the settings from the file of ``adapter.name_or_path`` or ``adapter.config``.
 
-    Folders of runs are replaced by their exported models first.
+    Folders of runs are replaced by their exported models first. If neither setting is set, nothing else
+    changes.
 
     Raises:
         UserError: If the file cannot be used or contradicts a setting.
@@ -249,6 +250,9 @@ def _read_peft_config(path: Path, key: str, folder: Path | None) -> dict[str, An
         path: Path of the file.
         key: Setting that names the file or its folder, used in error messages.
         folder: Folder that links must not leave. None if the setting names the file.
+
+    Raises:
+        UserError: If the file does not exist, cannot be read, or does not contain a mapping.
     """
     try:
         with open_file(path, folder) as file:

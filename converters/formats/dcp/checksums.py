@@ -95,7 +95,7 @@ class ShardChecksums:
         Args:
             file: Name of the shard file.
             offset: Position of the item in bytes.
-            recorded: The CRC32 that the metadata file holds, if it holds one.
+            recorded: CRC32 in the metadata file, or None if the metadata file does not record it.
 
         Raises:
             CheckpointError: If no such item is recorded.

@@ -124,6 +124,9 @@ def read_folder_metadata(folder: CheckpointFolder) -> dict[str, Entry]:
 
     If the ranks saved without communicating, their metadata files are merged.
 
+    Returns:
+        Entries, keyed by the keys of the state dict.
+
     Raises:
         CheckpointError: If the metadata is damaged or was not written by DCP, if a file is missing or too
             short, if a name points outside the folder, or if two items share bytes.

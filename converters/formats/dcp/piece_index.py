@@ -48,7 +48,7 @@ the file, or None if the processes of this node cannot share files.
 """
 _ALIGNMENT = 64
 _FACTS = 4
-"""Columns of a row after its offsets and sizes."""
+"""Number of columns of a row after its offsets and sizes."""
 
 
 class PieceIndex:
@@ -69,7 +69,7 @@ class PieceIndex:
             start = _round_up_to_alignment(file.tell())
             has_rows = file.seek(0, 2) > start
         empty = np.zeros(0, np.int64)
-        # A plain array, because slices of np.memmap are slow.
+        # Convert to a plain array, because slices of np.memmap are slow.
         self._numbers: npt.NDArray[np.int64] = (
             np.asarray(np.memmap(path, np.int64, "r", start)) if has_rows else empty
         )
@@ -123,8 +123,8 @@ def write_piece_index(entries: Mapping[str, Entry], path: Path) -> None:
         path: Path of the new file.
 
     Raises:
-        CheckpointError: If a piece has another number of dimensions than its tensor, or a checksum is not
-            one.
+        CheckpointError: If a piece does not have the number of dimensions of its tensor, or if a checksum is
+            not a CRC32.
     """
     files: dict[str, int] = {}
     keys: list[Any] = []

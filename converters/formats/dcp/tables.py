@@ -1,8 +1,9 @@
 """Tables of pieces: the metadata of each rank, read by the ranks that need it.
 
-`.metadata` describes the pieces of all ranks, a thousand times more than one of a thousand ranks needs. A
-rank that resumes begins with one table, in an unchanged world its own. It reads another table when it reads a
-slice that the tables so far do not cover; `shard_checksums.json` lists the tables that may have the rest.
+`.metadata` describes the pieces of all ranks. In a job of a thousand ranks, this is a thousand times as much
+as one rank needs. A rank that resumes begins with one table, which is its own table if the world size has not
+changed. It reads another table when it reads a slice that the previous tables do not cover.
+`shard_checksums.json` lists the tables that may contain the rest.
 
 Checkpoints of earlier versions and of other programs have no tables. One process of each node parses their
 `.metadata` and writes an index, which the other processes map

@@ -159,7 +159,7 @@ def build_deferred_optim_file(
             return {key: replace_tensors(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(replace_tensors(item, (*path, index)) for index, item in enumerate(value))
-        # A number, also one in a tensor, is the same on all ranks.
+        # Numbers, including 0-d tensors, are equal on all ranks.
         if not isinstance(value, StoredTensor) or not value.shape:
             return value
         shape = value.shape

@@ -108,6 +108,9 @@ class ExpertFiles:
         Args:
             local_names: Names of parameters on these ranks.
             rank_set_index: Index of the set of ranks.
+
+        Returns:
+            Names in the complete model, keyed by the local names. Other parameters are left out.
         """
         matches = [match for name in local_names if (match := _EXPERT.fullmatch(name))]
         count = 1 + max((int(match[2]) for match in matches), default=0)

@@ -129,6 +129,9 @@ class Stage3GroupLayout:
             flat: Pieces of all ranks.
             suffix: Suffix of the tensors' names in error messages, such as `.exp_avg`.
 
+        Returns:
+            Parameters, keyed by name without the suffix.
+
         Raises:
             CheckpointError: If a piece does not have the length of the parameters.
         """
@@ -229,6 +232,9 @@ class Stage12GroupLayout:
         Args:
             flat: Pieces of all ranks.
             suffix: Suffix of the tensors' names in error messages, such as `.exp_avg`.
+
+        Returns:
+            Parameters, keyed by name without the suffix.
 
         Raises:
             CheckpointError: If the pieces have other lengths.

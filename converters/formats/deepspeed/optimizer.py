@@ -127,7 +127,7 @@ def _get_group_states(stage: int, rank: OptimFile, num_groups: int) -> list[dict
     base = rank.state.get(_STAGE3_KEY if stage == 3 else _STAGE12_KEY)
     if base is None:
         return None
-    if isinstance(base, list):  # elastic
+    if isinstance(base, list):  # an elastic checkpoint
         group_states = base
     else:
         state = base.get("state") if isinstance(base, dict) else None
@@ -235,12 +235,15 @@ def _to_plain_settings(group: dict[Any, Any], location: str) -> dict[str, Any]:
 
 
 def build_named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], location: str) -> dict[str, Any]:
-    """Build a group with parameter names instead of indices of flat groups.
+    """Build a parameter group with names, from a group with indices of flat groups.
 
     Args:
         group: The pickled group.
         names: Parameter names of each flat group.
         location: Path of the file, used in error messages.
+
+    Returns:
+        The settings of the group as JSON values, and the names as `params`.
     """
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):

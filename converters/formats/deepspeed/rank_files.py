@@ -119,7 +119,7 @@ def find_rank_files(path: AnyPath) -> RankFileNames | None:
         raise CheckpointError(
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
         )
-    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both
+    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both kinds
         rank_independent = [(match, name) for match, name in model if match["rank"] is None]
         model = rank_independent or model
     if len({match["rank"] is None for match, _ in model}) > 1:
@@ -172,7 +172,7 @@ def _group_names_by_rank(path: AnyPath, files: list[tuple[re.Match[str], str]]) 
 
 
 def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
-    """Load the content of one rank file.
+    """Load the content of one rank file, with `StoredTensor` for tensors.
 
     Raises:
         CheckpointError: If the file is damaged, contains code, or was renamed (torch.save stores the original
@@ -188,7 +188,12 @@ def load_rank_file(folder: CheckpointFolder, name: str) -> dict[str, Any]:
 
 
 class ParallelDegrees(NamedTuple):
-    """Numbers of tensor-parallel ranks and of pipeline stages."""
+    """Degrees of model parallelism of a run.
+
+    Attributes:
+        tensor: Number of tensor-parallel ranks.
+        pipeline: Number of pipeline stages.
+    """
 
     tensor: int
     pipeline: int
@@ -243,7 +248,7 @@ class ModelFile:
         return ParallelDegrees(*degrees)
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """Return the records that must be equal in the model states of all ranks, in comparable form."""
+        """Return the records that must be equal in the model states of all ranks, keyed by name."""
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
@@ -260,7 +265,7 @@ class ModelFile:
         return value if type(value) is int else None
 
     def get_counters(self) -> dict[str, int]:
-        """Return the engine's counters that the file records."""
+        """Return the engine's counters that the file records, keyed by name."""
         counted = {key: self.get_counter(key) for key in ("global_steps", "global_samples", "skipped_steps")}
         return {key: value for key, value in counted.items() if value is not None}
 
@@ -374,7 +379,7 @@ class OptimFile:
         return int(paddings[group])
 
     def get_rank_independent_records(self) -> dict[str, Any]:
-        """Return the records that must be equal in the optimizer states of all ranks, in comparable form."""
+        """Return the records that must be equal in the optimizer states of all ranks, keyed by name."""
         record_names = (
             "zero_stage",
             "partition_count",
@@ -552,7 +557,17 @@ def to_ordered_lists(value: Any) -> Any:
 
 
 def check_equal_records(location: str, description: str, ours: Any, first: Any) -> None:
-    """Raise CheckpointError if a record that is equal on all ranks of a run differs from the first rank's."""
+    """Compare a record of one file with the record of the first rank, which must be equal.
+
+    Args:
+        location: Path of the file, used in the error message.
+        description: Name of the record, used in the error message.
+        ours: Record of the file.
+        first: Record of the first rank.
+
+    Raises:
+        CheckpointError: If the records differ, so the files are of two runs or steps.
+    """
     if ours != first:
         raise CheckpointError(
             f"{location}: its {description} differs from the first rank; files of two runs or steps"
@@ -560,7 +575,12 @@ def check_equal_records(location: str, description: str, ours: Any, first: Any) 
 
 
 def require_contiguous(value: Any, location: str, *, any_shape: bool = False) -> StoredTensor:
-    """Return a value if it is a contiguous tensor with one dimension, or with `any_shape` of any shape.
+    """Return a value after a check that it is a contiguous tensor.
+
+    Args:
+        value: Unpickled value.
+        location: Name of the value, used in error messages.
+        any_shape: Whether the tensor may have any shape, instead of exactly one dimension.
 
     Raises:
         CheckpointError: If the value is not such a tensor.

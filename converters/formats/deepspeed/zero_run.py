@@ -72,6 +72,14 @@ class SavedRun:
         rank: Data-parallel rank of the reader, which opens the files of other ranks only to read their
             values; None to open all files.
 
+    Attributes:
+        stage: ZeRO stage. BF16_Optimizer counts as stage 1.
+        world_size: Number of data-parallel ranks.
+        group_shapes: Shapes of the parameters of each flat group.
+        shares: Groups of parameters on sets of ranks.
+        layouts: Layout of each share.
+        flat_masters: Flat fp32 masters of each share.
+
     Raises:
         CheckpointError: If files are missing, damaged or of several runs, or if the layout is not supported.
     """
@@ -135,7 +143,7 @@ class SavedRun:
             share for group in range(len(self.group_shapes)) for share in self._compute_shares(group)
         ]
         self.flat_masters = self._collect_masters()
-        # Stages 1 and 2 only.
+        # Only stages 1 and 2 have slices.
         self.slice_layouts = (
             []
             if self.stage == 3
@@ -234,7 +242,7 @@ class SavedRun:
         ]
 
     def _read_zero_options(self, first: OptimFile) -> None:
-        """Read the ZeRO options of the run, and refuse options that change the layout of the data."""
+        """Set `zero_options` and `uses_mics`, and refuse options that change the layout of the data."""
         options = first.config.get("zero_optimization")
         self.zero_options: dict[str, Any] = options if isinstance(options, dict) else {}
         shards = self.zero_options.get("mics_shard_size", -1)
@@ -323,7 +331,7 @@ class SavedRun:
         total = layout.slice_numel * len(ranks) - layout.used_numel
         for index, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
             expected = layout.count_padding_elements(index)
-            if self.bf16_optimizer:  # it records all padding on the last rank
+            if self.bf16_optimizer:  # BF16_Optimizer records all padding on the last rank
                 expected = total if index == len(ranks) - 1 else 0
             if padding != expected:
                 raise CheckpointError(

@@ -170,7 +170,14 @@ class _FsdpRankFiles:
             yield rank, content
 
     def merge_rank_contents(self, kind: str) -> dict[Any, Any]:
-        """Merge the files of all ranks of a kind, with `RankParts` and `RankCopies` for tensors."""
+        """Merge the files of all ranks of a kind.
+
+        Args:
+            kind: `model` or `optim`.
+
+        Returns:
+            The nested content, with `RankParts` for sharded tensors and `RankCopies` for other tensors.
+        """
         merged: dict[Any, Any] = {}
         for rank, content in self._iter_rank_contents(kind):
             _merge_rank_into(merged, content, rank, f"{self.location}: {kind}", "")

@@ -177,7 +177,7 @@ class Extent(NamedTuple):
 def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
     """Find the position of a rank in a pickled device mesh."""
     fields = get_attributes_or_empty(mesh)
-    mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
+    mesh_tensor = fields.get("mesh", fields.get("_rank_map"))  # before and since torch 2.10
     if not isinstance(mesh_tensor, StoredTensor) or not 0 < prod(mesh_tensor.shape) <= MAX_COUNT:
         raise CheckpointError(
             f"{location}: damaged, or of a newer torch: a DTensor without its mesh of ranks"

@@ -166,6 +166,14 @@ def convert_to_transformers(
 ) -> dict[str, Tensor]:
     """Convert tensors with Megatron-Core's names (`decoder.layers.<i>...`) to transformers' names and rows.
 
+    Args:
+        tensors: Tensors of the complete model, merged from all ranks.
+        shape: Shape of the model.
+        location: Path of the checkpoint, used in error messages.
+
+    Returns:
+        Tensors, keyed by transformers' names.
+
     Raises:
         CheckpointError: If a tensor does not belong to the model or does not have its size, or if a layer is
             missing.

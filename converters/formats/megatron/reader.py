@@ -55,7 +55,12 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 class RankPosition(NamedTuple):
-    """Pipeline-parallel and tensor-parallel rank of a file."""
+    """Position of a file's rank.
+
+    Attributes:
+        pp: Pipeline-parallel rank.
+        tp: Tensor-parallel rank.
+    """
 
     pp: int
     tp: int
@@ -256,7 +261,7 @@ class MegatronRankFiles:
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
             raise CheckpointError(f"{self.location}: the tensor ranks hold different shapes of {key}")
-        if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has its gate rows, then its up rows
+        if module == "mlp.linear_fc1" and shape.is_gated:  # each rank has gate rows, then up rows
             half = tensors[0].shape[0] // 2
             gates = [slice_tensor(tensor, 0, 0, half) for tensor in tensors]
             ups = [slice_tensor(tensor, 0, half, half) for tensor in tensors]

@@ -115,5 +115,5 @@ def read_tree_metadata(folder: CheckpointFolder) -> TreeMetadata:
                 f"{folder.path}: damaged, holds {format_untrusted_value(extra)}, which {METADATA} does not "
                 "list"
             )
-    # Older versions left out chunks of zeros.
+    # Older versions of Orbax do not store chunks of zeros.
     return TreeMetadata(stored, header, complete is True, database, frozenset(scalars))

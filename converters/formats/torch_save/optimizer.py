@@ -154,7 +154,7 @@ def _map_keys_to_names(
         return {key: _require_plain_name(key, tensors, location) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{location}: damaged, its groups mix names and numbers")
-    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(
         isinstance(names, list) and len(names) == len(group)
         for names, group in zip(recorded_names, keys, strict=True)

@@ -130,7 +130,7 @@ def _map_indices_to_keys(
 
     Uses the names in the groups, or the only assignment in which all shapes fit.
     """
-    recorded_names = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
+    recorded_names = [group.get("param_names") for group in groups]  # of AdamW(model.named_parameters())
     if all(isinstance(names, (list, tuple)) for names in recorded_names):
         parameter_names = [
             str(name).replace("_fpw_module.", "") for names in recorded_names for name in names or ()

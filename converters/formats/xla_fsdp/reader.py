@@ -40,7 +40,7 @@ _SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _RANK_FILE = re.compile(r"(?P<head>.*?)rank[-_]?(?P<rank>\d+)[-_]of[-_](?P<world>\d+)(?P<tail>.*)")
 _TRAINER_MODEL, _TRAINER_OPTIMIZER = "-pytorch_model.bin", "-optimizer.pt"
 _METADATA = "shard_metadata"
-# Identifies a rank file of any name by its pickle.
+# Text in the pickle that identifies a rank file with any name.
 _MARK = _METADATA.encode()
 
 
@@ -72,7 +72,7 @@ def _has_shard_metadata(folder: CheckpointFolder, name: str) -> bool:
     """Return whether a file with any name is a rank file, judging by the text of its pickle."""
     try:
         return name.endswith(_SUFFIXES) and _MARK in TorchZip(folder.get_file(name)).read_member("data.pkl")
-    except RemoteError:  # not a property of the file
+    except RemoteError:  # the storage failed, so the error does not describe the file
         raise
     except CheckpointError:
         return False
@@ -121,7 +121,7 @@ def _list_rank_files(source: CheckpointPath, folder: CheckpointFolder) -> list[s
         if match:
             return names_by_set[_get_file_set_key(match)]
     else:
-        if len(names_by_set) > 1:  # other files may have such names
+        if len(names_by_set) > 1:  # other files may have names of this form
             names_by_set = {
                 kind: names
                 for kind, names in names_by_set.items()
