@@ -6,8 +6,8 @@ The files of a tied layer have the numbers of its layers, so this module finds t
 
 `layer_<moe layer>_expert_<expert>_mp_rank_00_model_states.pt` contains the weights of one expert of
 `deepspeed.moe.layer.MoE`. The number of the expert in its names counts the experts of the complete model, but
-the ranks number their experts from 0. So do the flat groups of their masters. Each of these groups is
-partitioned over the ranks that have the same experts.
+the ranks number their experts from 0. The flat groups of their masters use these numbers too. Each of these
+groups is partitioned over the ranks that have the same experts.
 
 Source: `_build` and `save_state_dict` in deepspeed/runtime/pipe/module.py, topology.py;
 `_save_moe_checkpoint` in deepspeed/runtime/engine.py, deepspeed/utils/groups.py.

@@ -1,8 +1,8 @@
 """DeepSpeed checkpoints without ZeRO: one file with the model and its optimizer.
 
-In fp32, the optimizer is an optimizer of torch. In 16 bits, a wrapper keeps fp32 masters without names. They
-have their shapes (`fp32_groups`) or are one flat buffer per group (`fp32_groups_flat`). This reader assigns
-them to weights in the model's order that equal their rounded values.
+In fp32, the optimizer is a plain torch optimizer. In 16 bits, a wrapper keeps fp32 masters without names,
+either with their shapes (`fp32_groups`) or as one flat buffer per group (`fp32_groups_flat`). This reader
+assigns the masters to the weights that equal their rounded values, in the order of the model.
 
 Source: deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py.
 """

@@ -64,7 +64,7 @@ def _list_model_folders(path: AnyPath) -> list[str]:
 
 
 def _find_rank_file_folders(source: CheckpointPath) -> list[AnyPath] | None:
-    """Find the folders with rank files: of the file, the folder itself, or its folders of models."""
+    """Find the folders with rank files: the parent of a file, the path itself, or its subfolders."""
     path = source.path
     if path.is_file():
         return [path.parent] if _FILE.fullmatch(path.name) else None

@@ -205,15 +205,15 @@ def _parse_mesh_position(mesh: Any, rank: int, location: str) -> _MeshPosition:
 
 
 def _parse_mesh_layout(layout: Any, num_ranks: int) -> list[list[tuple[int, int]]] | None:
-    """Parse how each dimension of a mesh divides the list of `num_ranks` ranks.
+    """Parse the layout of a device mesh, which arranges a list of `num_ranks` ranks.
 
-    A mesh is the part of that list that contains its rank, so other ranks are in other parts. torch 2.10
-    records all sizes and strides together, and later versions have a record for each dimension. A flattened
-    dimension may have several cuts.
+    A dimension of the mesh consists of one or, if it was flattened, several pairs of size and stride. The
+    layout covers the sub-group that contains the reader's rank. Other ranks are in other sub-groups with the
+    same layout. torch 2.10 records all sizes and strides together, and later versions have a record for each
+    dimension.
 
     Returns:
-        Sizes and strides of the cuts of each dimension, the outermost first; None if they do not divide the
-        list evenly.
+        Sizes and strides of each dimension, the outermost first; None if they do not divide the list evenly.
     """
     fields = get_attributes_or_empty(layout)
     axes = fields.get("axes")

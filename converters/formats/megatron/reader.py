@@ -75,6 +75,12 @@ class MegatronRankFiles:
     Args:
         folder: Folder that contains the folders of ranks.
 
+    Attributes:
+        folder_names: Name of the folder of each rank.
+        content_by_rank: Content of the file of each rank.
+        tp_size: Number of tensor-parallel ranks.
+        pp_size: Number of pipeline stages.
+
     Raises:
         CheckpointError: If files are missing, damaged or of several runs, or if the run is not supported.
     """
@@ -240,7 +246,11 @@ class MegatronRankFiles:
     def _join_tensor_parallel_shards(
         self, key: str, ranks: list[StoredTensor], shape: MegatronShape
     ) -> Tensor:
-        """Concatenate the shards of one tensor, or return its only copy."""
+        """Concatenate the shards of one tensor, or return the first copy if all ranks have equal copies.
+
+        Raises:
+            CheckpointError: If the shards do not fit each other, or if the copies differ.
+        """
         match = _IN_LAYER.fullmatch(key)
         module, _, kind = (match[2] if match else key).rpartition(".")
         dim, bias = _SHARDED_DIMS.get(module, (None, False))

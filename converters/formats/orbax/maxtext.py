@@ -150,7 +150,8 @@ class MaxTextLayout:
     def convert_moment(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
         """Convert a moment of a parameter's gradient.
 
-        A gradient is divided by the factor of its weight, and the second moment by the square of the factor.
+        If a weight is multiplied by a factor, its gradient and the first moment are divided by the factor,
+        and the second moment is divided by the square of the factor.
 
         Args:
             path: Path of the parameter in the tree.

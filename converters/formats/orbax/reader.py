@@ -64,7 +64,7 @@ _ADAM_STATES = frozenset(_MOMENTS.values())
 
 
 def _find_tree_folder(path: AnyPath) -> AnyPath | None:
-    """Find the folder of the tree: the path itself, the folder of the file, or an item of a step folder."""
+    """Find the folder of the tree: the path itself, its parent, or an item of a step folder."""
     folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
