@@ -182,7 +182,7 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
         ):
             continue
         if key == _EVAL_FRACTION and config.get(key) is not None:
-            continue  # data.eval or data.stream sets the share to 0
+            continue  # data.eval or data.stream has set the fraction to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values

@@ -78,7 +78,9 @@ REPLACED_SETTINGS = {
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }
-"""Alternative settings, by dotted key: if the key has a value, the setting that it maps to becomes null."""
+"""Settings that replace another setting, by dotted key.
+
+If the first setting has a value, the second becomes null."""
 
 
 def find_largest_divisor(dividend: int, max_divisor: int) -> int:

@@ -98,16 +98,19 @@ def _to_plain(value: object, depth: int = 0) -> object:
 
 
 def _to_text_key(key: object) -> str:
+    """Convert a key of a mapping to text. Raises ``ValueError`` for a date, for example."""
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
     raise ValueError(f"has a key of type {type(key).__name__}")
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
+    """Convert a mapping to plain values. Other values are returned unchanged, for pydantic to refuse."""
     return _to_plain(value) if isinstance(value, dict) else value
 
 
 def _wrap_single_text(value: object) -> object:
+    """Return a single string as a tuple. Other values are returned unchanged."""
     return (value,) if isinstance(value, str) else value
 
 

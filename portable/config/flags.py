@@ -32,7 +32,7 @@ class ParsedCommandLine:
     Attributes:
         options: Values of the options of the command by name, not validated yet.
         settings: Settings of the run in the order of their flags, not validated yet.
-        help: Topic of ``--help``: a section or key, or empty for everything. None without ``--help``.
+        help: Topic of ``--help``: a section or key, or empty for an overview. None without ``--help``.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def parse_flags(
     Args:
         argv: The arguments of the command.
         model: The schema of the config. Every setting has a flag.
-        options: The options of the command. They have flags without a dot, such as ``--dry-run``.
+        options: The options of the command, such as ``--dry-run``. None if it has no options.
 
     Raises:
         UserError: If a flag is unknown or has no value.
@@ -120,6 +120,7 @@ class _FlagParser:
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
+        """Prepare to parse ``argv``, which is emptied word by word."""
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -127,7 +128,7 @@ class _FlagParser:
         self._result = ParsedCommandLine()
 
     def parse(self) -> ParsedCommandLine:
-        """Parse all words."""
+        """Parse all words, and return the options and settings."""
         while self._remaining_words:
             token = self._remaining_words.pop(0)
             if token == "-h":

@@ -119,10 +119,7 @@ class SettingField:
 
     @property
     def item_schema(self) -> type[BaseModel] | None:
-        """Class of the settings in the value or in each of its items.
-
-        None if they are not groups of settings.
-        """
+        """Schema of the nested settings if the value or its items are groups of settings, otherwise None."""
         kinds = (kind for kind, _ in iter_type_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -195,6 +192,7 @@ def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField
 
 
 def _is_section(field: FieldInfo) -> bool:
+    """Return whether the value of a field is always a group of settings."""
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
@@ -250,6 +248,7 @@ def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 
 def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
+    """Describe the allowed values of one member of a union, such as ``integer >= 1``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"

@@ -1,7 +1,7 @@
 """Build a ``RunConfig`` from YAML files, settings of other programs, and flags.
 
 All values are merged into one nested mapping, with the origin (file and line, or flag) of each value. The
-mapping is validated once, at the end, so that defaults come only from the schema.
+mapping is validated once, after everything has been merged.
 """
 
 from __future__ import annotations
@@ -154,10 +154,12 @@ class _MergedSettings:
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
         """Merge the content of a later file.
 
-        Mappings are merged key by key. Any other value replaces the earlier value.
+        Mappings are merged key by key, except configs of different model types. Any other value replaces
+        the earlier value. If the file sets either ``data.source`` or ``data.sources``, the other is removed.
         """
         for section in keys.get_section_descriptions(RunConfig):
-            if section in values and values[section] is None:  # `fsdp:` without a value is an empty section
+            # A section without a value, such as `fsdp:`, is an empty section.
+            if section in values and values[section] is None:
                 values[section] = {}
         _remove_replaced_source(self.values.get("data"), values.get("data"))
         self._merge_mapping(self.values, values, (), origins)
@@ -181,7 +183,10 @@ class _MergedSettings:
             target[name] = value
 
     def add_imported(self, assignment: Assignment) -> None:
-        """Add a setting from a file of another program, unless a config file already sets the same value.
+        """Add a setting from a file of another program.
+
+        If the path leads through a value that is not a mapping, nothing is added, because the validation will
+        report that value.
 
         Raises:
             UserError: If a config file sets another value.
@@ -192,7 +197,7 @@ class _MergedSettings:
         for name in path[:-1]:
             target = target.setdefault(name, {})
             if not isinstance(target, dict):
-                return  # a value of a wrong type, which the validation reports
+                return  # the validation reports the value of the wrong type
         if target.get(path[-1], value) != value:
             earlier = self.origins.get(path)
             key, earlier_value = ".".join(path), format_short_value(target[path[-1]])

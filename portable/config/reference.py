@@ -79,6 +79,7 @@ def _format_cell(text: str) -> str:
 
 
 def _format_default(setting: keys.SettingField) -> str:
+    """Format the default of a setting for a cell, without the long default of ``model.config``."""
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return describe_default(setting, "`")

@@ -124,7 +124,7 @@ class RunConfig(Section):
             if not setting.section:  # frozen models do not allow plain assignment
                 object.__setattr__(self, setting.attribute, value)
                 continue
-            # A section may be a default that others share.
+            # Copy the section, because other configs may share it as a default.
             section = getattr(self, setting.section).model_copy(update={setting.attribute: value})
             section.model_fields_set.discard(setting.attribute)  # it does not count as set by the user
             object.__setattr__(self, setting.section, section)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def _return_no_program(values: Mapping[str, object]) -> str:
+    """Return an empty string: the default of :attr:`ForeignVocabulary.find_program`."""
     return ""
 
 

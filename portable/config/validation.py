@@ -84,7 +84,7 @@ def validate_settings(
         (_get_setting_path(detail), _convert_pydantic_error(model, values, origins, detail))
         for detail in details
     ]
-    # One line for each setting, because every alternative of a union reports the same value.
+    # Keep one message per setting, because every alternative of a union reports the same value.
     mistakes: dict[KeyPath, _Mistake] = {}
     for path, mistake in sorted(explained, key=lambda item: item[1].sort_key):
         mistakes.setdefault(path, mistake)
@@ -184,7 +184,7 @@ def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
     if path[2:3] in (
         (SINGLE_EVAL_TAG,),
         (NAMED_EVAL_TAG,),
-    ):  # deeper in the path, it would be the name of a source
+    ):  # deeper in the path, the same text would be the name of a source
         path = path[:2] + path[3:]
     return path[:-1] if path[1:] and path[-1] == "[key]" and error_type != "extra_forbidden" else path
 
@@ -231,7 +231,7 @@ def _resolve_error_path(
         if setting.item_schema is None or not path:
             return _ErrorTarget(label, setting, schema, value)
         schema = setting.item_schema
-        # A list or a mapping of groups of settings: the next part is a number or a name.
+        # In a list or a mapping of groups of settings, the next part of the path is an index or a name.
         while (
             path
             and path[0] not in keys.get_setting_fields(schema)

@@ -207,6 +207,7 @@ class _NodeConverter:
             self._open_node_ids.discard(id(node))
 
     def _convert_by_tag(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Convert a mapping, a list or a scalar. Raises ``UserError`` for a custom tag."""
         if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG_PREFIX + "map":
             return self._convert_mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG_PREFIX + "seq":
@@ -253,4 +254,5 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
+        """Build the error for a node, with its line number."""
         return UserError(to_one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

@@ -264,6 +264,9 @@ def build_offload_device_converter(
 ) -> ValueConverter:
     """Build the converter of the device to which a part of the state is offloaded.
 
+    The converter raises ``NoEffect`` at ZeRO stages that do not offload this part. At the stages 1 and 2, it
+    converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
+
     Args:
         offloaded_state: The offloaded part of the state: ``optimizer`` or ``params``.
         stage_getter: Function that returns the ZeRO stage of a file.
@@ -674,7 +677,7 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
     for name in SCHEDULER_DEFAULTS.get(scheduler, {}).keys() - get_params(file, "scheduler").keys():
         (target,) = KEYS[f"scheduler.params.{name}"].targets
         file.set_default_setting(target, SCHEDULER_DEFAULTS[scheduler][name], reason)
-    if scheduler == "OneCycle" and kind == "sgd":  # which has no betas that it could move
+    if scheduler == "OneCycle" and kind == "sgd":  # SGD has no betas, so its momentum is not cycled
         schedule_params = file.result.values.get("train.schedule_params", {})
         without_momentum = {**schedule_params, "cycle_momentum": False}
         file.set_setting(("scheduler", "type"), "train.schedule_params", without_momentum)

@@ -172,11 +172,11 @@ def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
 
 
 def _keep_file(file: ForeignFile) -> None:
-    pass
+    """Do nothing: the default of :attr:`ForeignProgram.normalize_file`."""
 
 
 def _keep_settings(file: ForeignFile, num_devices: int) -> None:
-    pass
+    """Do nothing: the default of :attr:`ForeignProgram.complete_settings`."""
 
 
 @dataclass(frozen=True)
