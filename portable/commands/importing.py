@@ -51,7 +51,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
         argv: Words after ``import``: paths of files and, after ``--``, the command line of a script.
 
     Returns:
-        Exit code: 0 if the config can be used unchanged.
+        Exit code: 0 if the config can be used unchanged, ``USER_ERROR`` if keys have no counterpart.
 
     Raises:
         UserError: If a file cannot be read, is not from a supported program, or a run would refuse the

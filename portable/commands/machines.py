@@ -1,7 +1,7 @@
 """``portable-train init --for``: write the file with which a program that rents machines starts a run.
 
 The files are templates in ``configs/machines``. ``@name@`` is a placeholder for a value. A line that begins
-with one of :data:`_LINE_CONDITIONS` in at signs is left out if the condition is false.
+with a condition, such as ``@several@``, is left out if the condition is false; see :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ _LINE_CONDITIONS = ("several", "mixed", "alike", "selected")
 TPU slice that labels select."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _UNSAFE_IN_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
-"""Characters that would end a quoted word, in the shell or in YAML."""
+"""Characters that are not safe in a word in quotes, in the shell or in YAML."""
 _VERSION = metadata.version("portable-trainer")
 _UNSAFE_IN_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
-"""Characters that would end an unquoted word, in the shell or in YAML, also inside other quotes."""
+"""Characters that are not safe in a word without quotes, in the shell or in YAML.
+
+In some templates, the word is inside the quotes of a longer text."""
 _MULTI_DEVICE_PROGRAMS = ("sky", "dstack")
 """Programs that accept several kinds of device, and rent any of them."""
 _GPU_ONLY_PROGRAMS = ("dstack", "hf-jobs", "slurm")
@@ -66,7 +68,7 @@ class RentedMachines:
     Attributes:
         device: The device, as in the planner.
         num_devices: Number of devices of all machines.
-        rental_names: Names of the device in other programs and data on its machines, from
+        rental_names: Names of the device in other programs, and facts about its machines, from
             ``configs/machines/names.yaml``.
     """
 

@@ -158,7 +158,11 @@ def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Convert the backend of torch.compile. Older files have it at the top level."""
+    """Convert the backend of torch.compile. Older files have it at the top level.
+
+    Raises:
+        NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
+    """
     if value in EMPTY_VALUES:
         return {}
     if str(value).upper() in ("NO", "FALSE"):
