@@ -162,8 +162,8 @@ def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
 def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
     """Find the settings that differ only because the command that continues a run does not set them.
 
-    :func:`portable.run.resolve.resolve_run` gives the result to the continued run, so that it keeps the values of
-    the existing run.
+    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that it
+    keeps the values of the existing run.
 
     Args:
         existing: Config of the existing run.

@@ -121,8 +121,8 @@ def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
 def classify_training_kind(config: RunConfig) -> TrainingKind:
     """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
-    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces ``auto`` by the
-    format of the first record before a default is used.
+    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces ``auto`` by
+    the format of the first record before a default is used.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
@@ -138,8 +138,8 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
     """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
 
     A setting is left out if the user has set it or its alternative, or if the default of the schema applies.
-    ``data.seq_len`` is always left out, because :func:`portable.model.build.apply_default_seq_len` chooses it for
-    the model.
+    ``data.seq_len`` is always left out, because :func:`portable.model.build.apply_default_seq_len` chooses it
+    for the model.
     """
     train, kind = config.train, classify_training_kind(config)
     is_applicable = {

@@ -240,7 +240,7 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
 def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
     """Convert a param of the dynamic loss scale.
 
-    Unless fp16 is certainly on, the param is also passed on to DeepSpeed.
+    Unless fp16 is certainly on, the param is also passed on to DeepSpeed. Returns None if fp16 is off.
     """
     is_on = parse_switch(file.get_value("fp16.enabled", False))
     if is_on is not True:

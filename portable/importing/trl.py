@@ -532,7 +532,8 @@ def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
 def _set_pair_loss(file: ForeignFile) -> None:
     """Set ``train.loss`` if the file has a key of TRL's DPO.
 
-    The keys decide, because the file does not name its trainer.
+    The keys decide, because the file does not name its trainer. The function also sets TRL's default learning
+    rate for DPO, and refuses a combination of several formulas.
     """
     key = next(
         (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),
