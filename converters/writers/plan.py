@@ -68,8 +68,7 @@ class ConversionPlan:
         documents: Contents of other small files to write, keyed by file name.
         companions: Source paths of files to copy unchanged, keyed by the file name in the output.
         reopen_tensors: Function that opens the written folder and returns its tensors, keyed by
-        `OutputTensor.name`. With
-            `--verify`, these tensors are compared with the source.
+            `OutputTensor.name`. With `--verify`, these tensors are compared with the source.
         losses: Counts of the elements that became infinite or zero when they were cast. They are updated by
             `write_plan_atomically`.
     """
