@@ -181,11 +181,16 @@ def find_model_problems(
 
 
 def _affects_only_experts(problem: CheckpointProblem) -> bool:
+    """Return whether all tensors of a problem belong to experts."""
     return bool(problem.names) and all(".experts." in name or ".expert" in name for name in problem.names)
 
 
 def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
-    """Find LoRA factors that do not fit each other."""
+    """Find LoRA factors that are empty, or whose shapes do not fit each other.
+
+    Args:
+        tensors: Tensors of an adapter, keyed by name.
+    """
     empty = tuple(name for name, tensor in tensors.items() if tensor.numel == 0)
     if empty:
         return [
@@ -218,6 +223,7 @@ def find_lora_shape_problems(tensors: Mapping[str, Tensor]) -> list[CheckpointPr
 
 
 def _find_empty_tensors(tensors: Mapping[str, Tensor]) -> list[CheckpointProblem]:
+    """Find weights and biases without elements."""
     empty = tuple(
         name
         for name, tensor in tensors.items()
@@ -365,6 +371,7 @@ def _find_missing_layers(
     config: Mapping[str, Any],
     required: Iterable[str],
 ) -> list[CheckpointProblem]:
+    """Find layers that are missing completely, and layers beyond the number in the config."""
     key, depth = layers.depth, collect_integer_settings(config).get(layers.depth or "")
     if depth is None:
         key, depth = _find_tower_depth(stack, config)
@@ -402,7 +409,7 @@ class _TowerDepth(NamedTuple):
 
     Attributes:
         key: Config key of the number, such as `vision_config.depth`. Empty if the number is unknown.
-        num_layers: The number. None if it is unknown.
+        num_layers: Number of layers. None if it is unknown.
     """
 
     key: str
