@@ -173,6 +173,7 @@ class HubRepository:
         api.auth_check(self.name, write=True)
 
     def _create_repository_once(self) -> None:
+        """Check the access and create the repository, unless this object has already created it."""
         from huggingface_hub import HfApi
 
         if self._created:

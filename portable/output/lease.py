@@ -120,6 +120,7 @@ class Lease:
         return tag
 
     def _renew_until_ended(self) -> None:
+        """Renew the lease in the background until the context ends or another run takes the lease."""
         while not self._end_event.wait(RENEWAL_SECONDS) and self._taken_by is None:
             with suppress(Exception):  # the store is unreachable; if that persists, saves raise errors
                 tag = self._detect_takeover()

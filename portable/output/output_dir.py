@@ -107,6 +107,7 @@ class RunOutput:
 
     @contextmanager
     def _lock_and_recover_folder(self) -> Iterator[None]:
+        """Lock the local folder within this context, and restore an export that was killed."""
         is_new = not self.work_folder.exists()
         with lock_run_folder(self.work_folder):
             recover_replaced_folder(self.work_folder / FINAL_FOLDER)

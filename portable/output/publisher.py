@@ -235,6 +235,7 @@ class Publisher:
         self._upload_thread.start()
 
     def _try_to_publish(self) -> None:
+        """Upload the changed files, and print a warning if the upload fails."""
         try:
             self.publish()
         except RunError as error:
