@@ -670,6 +670,7 @@ def _iter_dotted_settings(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[s
 
 
 def _format_setting_value(value: Any) -> str:
+    """Format the value of a setting as text or JSON. Long values are truncated."""
     if value is None or isinstance(value, str):
         return (value or "")[:_MAX_TEXT_LENGTH]
     return json.dumps(to_json_value(value), default=str)[:_MAX_TEXT_LENGTH]

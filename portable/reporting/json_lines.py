@@ -166,6 +166,7 @@ def _seek_next_line(file: BinaryIO, offset: int) -> int:
 
 
 def _parse_lines(lines: list[bytes], *required_keys: str) -> LogLines:
+    """Parse the lines of a log. See :func:`read_log_lines` for the arguments and the result."""
     valid_lines: list[LogLine] = []
     num_invalid = 0
     for number, line in enumerate(lines, start=1):

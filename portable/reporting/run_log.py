@@ -92,6 +92,7 @@ class RunLogHandler(logging.Handler):
         self._write_record(record)
 
     def _write_record(self, record: logging.LogRecord) -> None:
+        """Write a record to the file, or keep it in memory if the file is not open yet."""
         if self._file_handler is None:
             self._pending_records.append(record)
         elif self._rank == 0 or record.name != LOG.name:  # only rank 0 logs messages of this program

@@ -81,6 +81,10 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
 def _open_tracker(
     tracker_name: str, log: LogConfig, folder: Path, config: Mapping[str, Any], run_facts: Mapping[str, Any]
 ) -> Tracker:
+    """Open one tracker, and send the settings of the run to it.
+
+    A tracker that writes files next to ``config.yaml`` does not receive the settings.
+    """
     classes = get_tracker_classes()
     kind: Any = (
         classes[tracker_name]
