@@ -202,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _parse_byte_size(text: str) -> int:
+    """Parse a size such as `5GB`, `500MB`, `2GiB`, or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
     if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")

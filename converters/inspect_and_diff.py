@@ -236,6 +236,7 @@ def build_inspection(
 
 
 def _describe_adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Describe the adapter in a checkpoint as JSON values, or return None if there is no adapter."""
     try:
         adapter = find_adapter(checkpoint)
     except CheckpointError as error:
@@ -419,6 +420,7 @@ def compare_tensors(
 
 
 def _format_differences(document: Mapping[str, Any]) -> str:
+    """Format the result of `compare_tensors` for a terminal."""
     lines = [f"only in A: {to_printable(name)}" for name in document["only_in_a"]]
     lines += [f"only in B: {to_printable(name)}" for name in document["only_in_b"]]
     lines += [

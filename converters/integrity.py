@@ -327,6 +327,7 @@ def _rename_shapes_to_live(
 
 
 def _is_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    """Return whether weights are quantized. A `quantization_config` without quantized tensors is ignored."""
     quantized = config.get("quantization_config") is not None or any(
         tensor.dtype in QUANTIZED_DTYPES and len(tensor.shape) > 1 for tensor in tensors.values()
     )
@@ -681,6 +682,7 @@ def _find_missing_embeddings(
 
 
 def _replace_expert_numbers(rests: Iterable[str]) -> set[str]:
+    """Replace the number of the expert in each tensor name by `*`."""
     return {
         f"{match['module']}.*.{match['rest']}" if (match := _EXPERT_NAME.fullmatch(rest)) else rest
         for rest in rests
@@ -876,6 +878,7 @@ class _ExpertWeight:
         return self._read_rows(slice(row, row + 1), slice(0, _SAMPLE_ELEMENTS))
 
     def _list_row_blocks(self) -> list[slice]:
+        """Divide the rows of the weight into blocks of about 1 MiB."""
         rows = self._shape[0]
         row_bytes = max(1, self.tensor.nbytes // max(1, self.tensor.shape[0]))
         if self.index is not None:

@@ -87,6 +87,7 @@ def validate_output_path(
 
 
 def _check_output_folder(out: Path, overwrite: bool, replaceable_names: Collection[str]) -> None:
+    """Check that an existing output folder may be replaced."""
     if not os.path.lexists(str(out)):
         return
     target = out.resolve()
@@ -133,6 +134,7 @@ class FolderOutput:
         return OutputFile(self._get_path(name), lengths)
 
     def _get_path(self, name: str) -> Path:
+        """Return the path of a file in the folder, and create its parent folders."""
         path = self.folder / name
         if path.parent not in self._written_folders:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -327,6 +329,7 @@ def _create_missing_folders(folder: Path) -> list[Path]:
 
 
 def _move_to_target(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    """Move the complete output to its path, replacing an existing output if `overwrite` is True."""
     if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:

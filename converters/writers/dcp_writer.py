@@ -163,6 +163,7 @@ def _build_dcp_metadata(
 
 
 def _build_tensor_metadata(entry: OutputTensor) -> PickledObject:
+    """Build the metadata of an unsharded tensor."""
     shape = entry.tensor.shape
     chunk = {"offsets": build_torch_size((0,) * len(shape)), "sizes": build_torch_size(shape)}
     properties = (

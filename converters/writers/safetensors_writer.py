@@ -253,6 +253,7 @@ def _compute_header_padding(header_nbytes: int, entries: Iterable[OutputTensor])
 
 
 def _encode_json(value: Any) -> bytes:
+    """Encode a value as JSON. Raises CheckpointError if a string is not valid Unicode."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         return text.encode()

@@ -59,8 +59,8 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
             any writer.
 
     Returns:
-        The version of each object that was written, or that was found and may have been replaced, keyed by
-        name. The version is None if a writer that did not finish has only planned the object. Empty if the
+        The size and version of each object that was written, or that was found and may have been replaced,
+        keyed by name. None for an object that a writer has planned and may not have written. Empty if the
         folder has no valid marker.
     """
     marker = read_json_object_or_empty(folder / COMPLETE_MARKER) or read_json_object_or_empty(
@@ -81,7 +81,7 @@ def read_written_objects(folder: RemotePath, required_fact: str = "") -> dict[st
 
 
 def list_content_objects(folder: RemotePath) -> dict[str, ListedFile]:
-    """Return the version of each object below a folder, except the markers."""
+    """Return the size and version of each object below a folder, except the markers."""
     return {
         name: object_
         for name, object_ in folder.list_objects().items()
@@ -203,6 +203,7 @@ class StoreOutput(StoreUploads):
         abort_open_uploads(folder, recursive=False)
 
     def _list_present_objects(self) -> dict[str, ListedFile]:
+        """Return the size and version of each object of the output. The key of a single object is `""`."""
         if not self._single:
             return list_content_objects(self.folder)
         with suppress(FileNotFoundError):

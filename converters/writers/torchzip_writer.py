@@ -284,6 +284,7 @@ def _replace_tensors_by_calls(value: Any, entries: dict[int, _NumberedEntry]) ->
 
 
 def _build_tensor_call(entry: OutputTensor, number: int) -> PickledCall:
+    """Build the call of torch that creates a tensor on a storage of the archive."""
     width = get_itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = PickledGlobal("torch", storage) if storage else PickledGlobal("torch.storage", "UntypedStorage")
@@ -322,6 +323,7 @@ def _build_local_header(name: str, align_from: int | None = None) -> bytes:
 
 
 def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) -> bytes:
+    """Build the entry of a member in the zip directory."""
     path = f"{_ARCHIVE}/{name}".encode()
     wide = [value for value in (nbytes, nbytes, header_offset) if value >= 0xFFFFFFFF]
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
@@ -331,6 +333,7 @@ def _build_central_header(name: str, crc: int, nbytes: int, header_offset: int) 
 
 
 def _build_end_record(num_members: int, directory_nbytes: int, directory_offset: int) -> bytes:
+    """Build the end of the archive: the zip64 record, its locator, and the end record of the directory."""
     wide = _END64.pack(
         b"PK\6\6", 44, 45, 45, 0, 0, num_members, num_members, directory_nbytes, directory_offset
     )

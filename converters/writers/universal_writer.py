@@ -152,6 +152,14 @@ def _build_optimizer_common_state(
 def _build_model_states(
     checkpoint: Checkpoint, groups: list[dict[str, OutputTensor]], rest: dict[str, OutputTensor], step: int
 ) -> dict[str, Any]:
+    """Build a file of model states.
+
+    Args:
+        checkpoint: Checkpoint with the counters.
+        groups: Tensors of each parameter group, keyed by name.
+        rest: Tensors that do not belong to the optimizer, which the file contains.
+        step: Step of the engine.
+    """
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
     shapes = [
         {name: build_torch_size(entry.tensor.shape) for name, entry in group.items()} for group in groups
