@@ -363,9 +363,8 @@ def list_usage_commands(
     gguf = (
         f"portable-convert {shlex.quote(location)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
     )
-    has_resized_embeddings = (
-        adapter is not None and adapter.grown_vocab_size is not None
-    )  # vLLM and lm_eval do not resize embeddings
+    # vLLM and lm_eval do not resize embeddings.
+    has_resized_embeddings = adapter is not None and adapter.grown_vocab_size is not None
     serves_as_adapter = (
         merge and config.adapter.type == "lora" and not (has_resized_embeddings or is_url(location))
     )
