@@ -218,7 +218,7 @@ def _compute_crc32(file: CheckpointFile) -> int:
 
 
 def _compute_directory_crc32(file: CheckpointFile) -> int:
-    from portable.converters.containers.torchzip import TorchZip  # not at the top: slow to import
+    from portable.converters.containers.torchzip import TorchZip  # not at the top, because the import is slow
 
     return TorchZip(file).checksum
 

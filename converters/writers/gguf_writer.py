@@ -73,7 +73,7 @@ def plan_gguf(checkpoint: Checkpoint, choices: ContentOptions) -> ConversionPlan
         CheckpointError: If the optimizer state is requested, or if llama.cpp does not support the model, a
             setting, or a tensor.
     """
-    import gguf  # not at the top: slow to import
+    import gguf  # not at the top, because the import is slow
 
     root, matrix_type = checkpoint.root, _parse_matrix_type(choices)
     config = checkpoint.read_config()
@@ -140,7 +140,7 @@ def plan_gguf_adapter(
         CheckpointError: If the adapter is not plain LoRA of linear layers, or if llama.cpp does not support
             the base model.
     """
-    import gguf  # not at the top: slow to import
+    import gguf  # not at the top, because the import is slow
 
     root, matrix_type, lora = adapter.root, _parse_matrix_type(choices), adapter.config
     model = _get_gguf_model_type(config, root, "convert_lora_to_gguf.py")

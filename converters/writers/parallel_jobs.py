@@ -73,7 +73,10 @@ def run_jobs_in_threads(
         report_bytes: Function that receives these numbers, from one thread at a time.
         num_threads: Number of threads. None for `get_default_thread_count()`.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed  # not at the top: slow to import
+    from concurrent.futures import (
+        ThreadPoolExecutor,
+        as_completed,
+    )  # not at the top, because the import is slow
 
     stop_event, jobs_lock, progress_lock = Event(), Lock(), Lock()
 

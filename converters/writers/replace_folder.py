@@ -157,7 +157,8 @@ def replace_and_delete_folder(new: Path, target: Path) -> None:
         OSError: If renaming failed. `target` is then unchanged.
     """
     old = build_temporary_path(target, "old")
-    lock = try_lock_folder(target)  # or another process could restore it while it is missing for a moment
+    # Lock the folder, because otherwise another process could restore it while it is missing for a moment.
+    lock = try_lock_folder(target)
     try:
         move_into_place(new, target, old)
         shutil.rmtree(old, ignore_errors=True)

@@ -221,7 +221,7 @@ class StoreOutput(StoreUploads):
         if not self._overwrite and (there or self.folder.exists()):
             raise CommandError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         for name, object_ in there.items():
-            if self._objects_at_start.get(name) != object_:  # it was not there when --overwrite was checked
+            if self._objects_at_start.get(name) != object_:  # it changed after --overwrite was checked
                 raise CheckpointError(
                     f"{to_printable(self._get_path(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
