@@ -134,8 +134,8 @@ def find_model_problems(
         read_values: Whether to compare the values of experts. For most experts, this reads a few bytes. In an
             object store, only one weight of each expert is compared.
         expert_source: Checkpoint whose experts are compared. By default, `checkpoint`. If an adapter is
-        merged, the
-            base model, because reading a part of a merged weight may compute the complete weight.
+            merged, this must be the base model, because reading a part of a merged weight may compute the
+            complete weight.
 
     Returns:
         The problems. Empty if the checkpoint is complete, or if nothing certain is known about the model.

@@ -294,7 +294,7 @@ def write_plan_atomically(
     is_single_file: bool = False,
     **options: Unpack[Options],
 ) -> ConversionPlan:
-    """Write a plan atomically.
+    """Write the files of a plan, and publish the output when all files are complete.
 
     On a local disk, the output is written under a temporary name and renamed to `out` once it is complete. In
     an object store, a completion marker is added to the output folder once the folder is complete.
@@ -304,8 +304,7 @@ def write_plan_atomically(
         make_plan: Function that returns the plan. It is called after `out` has been checked.
         out: Output folder or file.
         is_single_file: Whether the plan consists of a single file. If True, `out` is the path of this file
-        instead of
-            a folder.
+            instead of a folder.
         **options: Additional options. See `Options`.
 
     Returns:

@@ -24,8 +24,7 @@ class CrcTrailer:
         nbytes: Size of the trailer in bytes.
         compute_bytes: Function that takes the CRC32 of the tensor's data and returns the trailer.
         is_written_last: Whether to write the trailer after all other parts of the plan, for example because
-        it depends
-            on the CRC32 of several tensors.
+            it depends on the CRC32 of several tensors.
     """
 
     nbytes: int
