@@ -86,9 +86,9 @@ class TrainingProgressBar(Callback):
 class RunReporter(Callback):
     """Callback that reports one launch of a run.
 
-    The constructor opens the log files and records the start of the launch. All ranks create a reporter and
-    call its hooks, because reading the loss may be a collective operation. Only rank 0 writes files and
-    prints.
+    All ranks create a reporter, because each rank reads the loss from its device and passes it to the
+    ``on_log`` hooks of its callbacks. Only rank 0 writes files and prints. On rank 0, the constructor opens
+    the log files and records the start of the launch.
 
     Args:
         run: The run that owns this callback.
