@@ -124,8 +124,8 @@ def convert_byte_level_bpe_to_gguf(
         end_token_ids: IDs of the tokens that end a text or a turn.
 
     Returns:
-        The values, keyed by the method `GGUFWriter.add_<key>`. None if llama.cpp would split texts
-        differently.
+        The values, keyed by the method `GGUFWriter.add_<key>`. None if the tokenizer is not a byte-level BPE
+        that llama.cpp supports, or if its vocabulary does not fit the config.
     """
     model, pre_tokenizer_name = (
         tokenizer.get("model"),
