@@ -1,1 +1,1 @@
-"""Data: sources, tokens, samples, and what a run makes of them."""
+"""Data of a run, from files and hub datasets to batches."""
