@@ -57,7 +57,7 @@ class DataSizes:
     trained_share: float | None = None
     """Share of the tokens of conversations that count in the loss. None if all tokens do."""
     notes: tuple[str, ...] = ()
-    """Unexpected effects of the chat template and the number of skipped records, one sentence each."""
+    """Unexpected effects of the chat template and numbers of blank records, one sentence each."""
     size_bytes: int | None = None
     """Size of files of plain text or JSON. None for compressed files and for formats that have to be read
     first.

@@ -416,7 +416,10 @@ class _TokenCacheLimiter:
         return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
     def add_prefetched_folder(self, folder: Path) -> None:
-        """Protect the tokens of a shard that was tokenized in the background. Called in another thread."""
+        """Protect the tokens of a shard that was tokenized in the background, and enforce the limit.
+
+        The threads of :class:`BackgroundTokenizer` call it.
+        """
         self._prefetched_folders.append(folder)
         self.enforce_limit(folder)
 
@@ -469,7 +472,7 @@ def _load_shard_tokens(job: TokenizeJob, shard: SourceShard, limiter: _TokenCach
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        limiter.remove_oldest_tokens(0)  # the disk is full: keep only what is in use
+        limiter.remove_oldest_tokens(0)  # the disk is full, so all tokens that are not in use are removed
         tokens = job.tokenize_shard(shard)
     if tokens.folder.parent == job.cache / TOKENS_FOLDER:  # pretokenized data of the user is not changed
         with suppress(OSError):

@@ -239,8 +239,8 @@ class TokenizationContext:
     def open_stream_source(self, source: StreamSource, name: str) -> OpenedStream:
         """Open the samples of a stream. Tokenizes its first shard.
 
-        Only local rank 0 of each machine starts processes that tokenize the next shards and keeps the cache
-        below ``data.cache_limit``.
+        Only local rank 0 of each machine starts processes that tokenize the next shards, and keeps the size
+        of the tokens below ``data.cache_limit``. The default limit is half of the free disk space.
 
         Args:
             source: Files of the stream.

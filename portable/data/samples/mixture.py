@@ -141,7 +141,8 @@ class MixtureShare:
 class MixtureSamples(Samples):
     """Samples of several sources.
 
-    The indices of the samples of each source follow those of the source before.
+    The indices of the first source's samples come first, then the indices of the second source's samples, and
+    so on.
 
     Each source has its own epochs, each in its own order. A source whose weight is larger than its number of
     samples starts its next epoch earlier. Within an epoch, no sample of a source is repeated.

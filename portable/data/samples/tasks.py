@@ -38,9 +38,9 @@ class _MaskedTokens(NamedTuple):
 class MaskedLMSamples(CacheSamples):
     """Samples for masked language modeling (Devlin et al., "BERT", 2018).
 
-    15% of the tokens that are not special are targets, at least one per sample. Of these, 80% are replaced by
-    the mask token, 10% by a random token, and 10% are unchanged. The choice depends only on seed, epoch and
-    sample.
+    15% of the tokens that are not special are targets, at least one per sample. 80% of the targets are
+    replaced by the mask token, 10% by a random token, and 10% are unchanged. The choice depends only on seed,
+    epoch and sample.
 
     Attributes:
         vocabulary: Special tokens and size of the tokenizer.

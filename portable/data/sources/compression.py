@@ -44,7 +44,7 @@ def check_decompression_ratio(decompressed_bytes: int, stored_bytes: int, name: 
     """Check that contents are not far larger than the compressed file, as in a decompression bomb.
 
     Args:
-        decompressed_bytes: Size of the contents in bytes, as far as they are decompressed.
+        decompressed_bytes: Number of bytes that are decompressed so far.
         stored_bytes: Size of the file in bytes.
         name: Name of the file, used in the error message.
 

@@ -213,7 +213,7 @@ class ShardedTokens(TokenSource):
         return cls(sharded.folder, parse_shard_layouts(sharded.index_content, names[0]), settings)
 
     def compute_digest(self) -> str:
-        """Compute a digest of the layouts, and of the contents of local files or the versions of remote files."""
+        """Compute a digest of the layouts, and of local contents or remote versions of the files."""
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]

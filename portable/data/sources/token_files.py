@@ -76,7 +76,11 @@ class TokenFilesSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFilesSource | None:
-        """Return the files if all names end with ``.bin``."""
+        """Return the files if all names end with ``.bin``, or None if none does.
+
+        Raises:
+            UserError: If only some names do, or with ``data.max_samples``.
+        """
         if not any(map(is_token_file, names)):
             return None
         if not all(map(is_token_file, names)) or settings.data.max_samples is not None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 """Time in seconds that a call may take in addition to the time for its text."""
 SECONDS_PER_CHARACTER = 1e-5
-"""Time per character in seconds, ten times as long as the slowest pipelines of the tokenizers library in use
-need.
+"""Time per character in seconds. The slowest pipelines of the tokenizers library that are in use need a tenth
+of it.
 """
 SLOW_SECONDS, SLOW_SECONDS_PER_CHARACTER = 10.0, 1e-4
 """The same limits for tokenizers that are written in Python. The first call of some of them loads a
@@ -90,7 +90,7 @@ def convert_tokenizer_errors(tokenizer: Any, action: str) -> Iterator[None]:
 
     Args:
         tokenizer: Tokenizer, whose folder or hub ID the message contains.
-        action: Verb phrase for the message, such as "encode a text".
+        action: Verb phrase for the error message, such as "encode a text".
     """
     try:
         yield

@@ -360,8 +360,8 @@ class TemplateRenderer:
 
         Templates do not support an empty conversation. For example, they may write a system prompt only with
         the first message. If the assistant speaks first, the generation prompt, or the part of it in
-        ``text``, therefore determines the start of the answer. The start of a message from another role is
-        determined by rendering a known text in its place.
+        ``text``, therefore determines the start of the answer. For a message from another role, a known text
+        is rendered instead of the message, and its position is the start.
 
         Args:
             conversation: The conversation.

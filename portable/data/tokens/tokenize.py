@@ -151,8 +151,8 @@ class TokenizeJob:
     def tokenize_source(self, source: DataSource, *, progress: bool = False) -> TokenCache:
         """Tokenize a source, or open its tokens in the cache. A damaged cache is rebuilt.
 
-        Only a few batches of documents are in memory at a time. Tokenizing continues where a killed process
-        has stopped.
+        Only a few batches of documents are in memory at a time. The batches that a killed process has written
+        are not tokenized again.
 
         Args:
             source: Source to tokenize.
@@ -253,7 +253,7 @@ class TokenizeJob:
 
 
 class _TokenizeProgress:
-    """Progress of a token cache, of which an interrupted launch may have written the first batches.
+    """Progress of a token cache. An interrupted launch may have written the first batches.
 
     Args:
         writer: Writer of the tokens.

@@ -79,7 +79,7 @@ def load_tokenizer(
 
     def load() -> Any:
         check_downloaded_settings(key, name_or_path, (*TOKENIZER_FILES, CONFIG_FILE), offline=offline)
-        # Without trust_remote_code, transformers asks on stdin.
+        # Without trust_remote_code, transformers would prompt on stdin.
         return AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=offline, trust_remote_code=bool(trust_remote_code), **languages
         )
