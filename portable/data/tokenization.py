@@ -137,7 +137,7 @@ class TokenizationContext:
 
     @property
     def required_mask_token(self) -> int:
-        """The id of the mask token.
+        """Id of the mask token.
 
         Raises:
             UserError: If the tokenizer has no mask token.

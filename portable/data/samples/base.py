@@ -121,7 +121,8 @@ class Samples(ABC):
     def compute_consumed_digest(self, position: int) -> str:
         """Compute a digest of the data that determined the samples before ``position``.
 
-        Empty unless this is only known during training, as for streams. Ranks compare their digests.
+        Empty if the data is completely known before training. A stream is not: before a checkpoint, all ranks
+        compare their digests, to find ranks that have read different data.
         """
         return ""
 

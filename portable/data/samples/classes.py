@@ -35,7 +35,11 @@ class ModelClasses:
         return any(name != f"LABEL_{index}" for index, name in enumerate(self.names))
 
     def would_rename_classes(self, names: Sequence[str]) -> bool:
-        """Return whether training would give new names to unnamed classes that may have another meaning."""
+        """Return whether the model's classes have no names, so that ``names`` may not mean the same classes.
+
+        A model with the default names LABEL_0 ... may have been trained on other classes, or on the same
+        classes in another order. The run prints a note if this returns True.
+        """
         return not self.has_custom_names and names != self.names and not all(map(_is_number, names))
 
 

@@ -111,7 +111,7 @@ class TrainLoader:
     Attributes:
         dataset: Samples to train on.
         seed: Seed of the run, which determines the order of the samples.
-        position: Number of samples of the run that are already consumed.
+        position: Number of samples that the run has consumed before. It is 0 unless the run resumes.
         global_batch_size: Number of samples per step on all ranks.
         micro_batch_size: Number of samples per micro-batch.
         rank: Rank of this process among the data-parallel ranks.
@@ -142,6 +142,7 @@ class TrainLoader:
         return count_accumulation_steps(self.global_batch_size, self.micro_batch_size, self.world_size)
 
     def _iter_positions(self) -> Iterator[RankMicroBatch]:
+        """Iterate over the positions of this rank's micro-batches, see :func:`iter_rank_positions`."""
         return iter_rank_positions(
             position=self.position,
             global_batch_size=self.global_batch_size,
@@ -151,6 +152,10 @@ class TrainLoader:
         )
 
     def _locate_samples(self, positions: list[int], num_trained: int) -> BatchIndices:
+        """Locate the samples of a micro-batch.
+
+        Filler rows after the first ``num_trained`` rows get the index ``~index``.
+        """
         indices = [self.dataset.locate_sample(position, self.seed) for position in positions]
         return indices[:num_trained] + [EpochIndex(epoch, ~index) for epoch, index in indices[num_trained:]]
 
@@ -191,6 +196,7 @@ class EvalLoader:
 
     @property
     def _num_samples(self) -> int:
+        """Number of samples to evaluate on, on all ranks."""
         return len(self.dataset) if self.max_samples is None else min(self.max_samples, len(self.dataset))
 
     def __len__(self) -> int:

@@ -216,7 +216,7 @@ class MixtureSamples(Samples):
     def epoch_samples(self) -> int:
         """Number of samples in one pass over the mixture.
 
-        If all shares have epochs, a pass contains each source this many times.
+        If the shares are epochs, a pass contains each source this many times.
         """
         return self._epoch_samples
 

@@ -305,6 +305,7 @@ def parse_conversation(
 
 
 def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``messages`` in OpenAI's format."""
     key = "conversations" if "conversations" in row and "messages" not in row else "messages"
     return _build_conversation(
         _normalize_messages(_parse_list_field(row, key, "messages", location), location), row, location
@@ -312,6 +313,7 @@ def _parse_openai_record(row: Mapping[str, Any], location: str) -> Conversation:
 
 
 def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``conversations`` in ShareGPT's format."""
     messages: list[Message] = []
     for index, turn in enumerate(_parse_list_field(row, "conversations", "sharegpt", location)):
         if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
@@ -335,6 +337,7 @@ def _parse_sharegpt_record(row: Mapping[str, Any], location: str) -> Conversatio
 
 
 def _parse_prompt_completion_record(row: Mapping[str, Any], location: str) -> Conversation | PlainCompletion:
+    """Parse a record with ``prompt`` and ``completion``, both strings or both lists of messages."""
     for key in ("prompt", "completion"):
         if key not in row:
             raise _build_missing_field_error("prompt_completion", location, key, row)
@@ -410,6 +413,10 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 
 
 def _parse_alpaca_record(row: Mapping[str, Any], location: str) -> Conversation:
+    """Parse a record with ``instruction``, ``input`` and ``output``.
+
+    An optional ``history`` contains earlier turns.
+    """
     texts: dict[str, str] = {}
     for key in ("instruction", "input", "output"):
         value = row.get(key)
@@ -673,10 +680,12 @@ def _join_with_commas(names: Any) -> str:
 
 
 def _build_record_error(location: str, reason: str) -> UserError:
+    """Build the error for a record that is not valid."""
     return RecordError(f"data.source: {location}: {to_one_line(reason)}")
 
 
 def _build_format_error(kind: RecordFormat, location: str, reason: str) -> UserError:
+    """Build the error for a record that does not have the expected format, with an example of the format."""
     return _build_record_error(
         location, f"{reason}; a record of data.format {kind} looks like {EXAMPLE_RECORDS[kind]}"
     )

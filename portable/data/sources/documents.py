@@ -60,6 +60,7 @@ class Conversation:
         return [index for index, message in enumerate(self.messages) if self._is_trained(message)]
 
     def _is_trained(self, message: Message) -> bool:
+        """Return whether a message is trained, because of its role or its own keys."""
         is_selected = message["role"] in self.trained_roles or bool(
             message.get("train") or message.get("training")
         )

@@ -72,6 +72,10 @@ class FileRangeSource(DataSource):
         return digest.hexdigest()
 
     def _has_changed(self, old_digest: str) -> bool:
+        """Return whether the file has changed.
+
+        The version of a remote file is compared without reading it.
+        """
         if not is_in_store(self._path) or self._object is None:
             return super()._has_changed(old_digest)
         # A file on the hub has no version, because its URL contains the revision.
@@ -129,6 +133,7 @@ class ParquetRangeSource(FileRangeSource):
 
     @contextmanager
     def _open_parquet(self) -> Iterator[_OpenRowGroups]:
+        """Open the file, and select the row groups that begin within the range."""
         with (
             self._open_file() as raw,
             open_parquet(raw, self._path, pre_buffer=self.downloads_to_read) as file,

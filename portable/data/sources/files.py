@@ -145,6 +145,7 @@ class RecordFiles(DataSource):
         return None if unknown else self.stored_bytes
 
     def _read_documents(self) -> Iterator[Document]:
+        """Yield the documents of all files, at most ``data.max_samples``."""
         remaining = self.settings.data.max_samples or math.inf
         for path in self._files:
             if _is_text_file(path):

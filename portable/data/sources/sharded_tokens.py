@@ -461,4 +461,5 @@ class SavedTokenDataset(TokenSource):
 
 
 def _build_not_streamed_error(source: DataSource) -> UserError:
+    """Build the error for a saved dataset with ``data.stream``."""
     return UserError(f"data.stream: {source.name} was saved with save_to_disk; set it to false")

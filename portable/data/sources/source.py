@@ -135,7 +135,10 @@ class SourceSettings:
 
     @contextmanager
     def convert_errors(self) -> Iterator[None]:
-        """Replace settings of ``data`` in error messages within this context by settings of this source."""
+        """Replace settings of ``data`` in error messages within this context by settings of this source.
+
+        For example, ``data.source`` becomes ``data.sources.news.source``.
+        """
         try:
             yield
         except UserError as error:
