@@ -75,7 +75,7 @@ class Samples(ABC):
         """Return epoch and index of the sample at a position of a run.
 
         Args:
-            position: Number of samples of the run before this one.
+            position: Position of the sample in the run, which is the number of samples before it.
             seed: Seed of the run.
         """
         return locate_sample(position, self.num_samples, seed)
@@ -167,18 +167,18 @@ class Samples(ABC):
 class SampleRange:
     """Range ``[start, start + num_samples)`` of the source's samples, which forms a dataset.
 
-    Calling it maps an index in the dataset to a number of the source's sample.
+    Calling it with an index in the dataset returns the number of the sample in the source.
     """
 
     start: int
     num_samples: int
     order: Permutation | KeptOrder | None = None
-    """Permutation of the source's samples from which the range is taken. It prevents a biased evaluation set
-    if the source is sorted. None for the order of the source.
+    """Order of the source's samples from which the range is taken. It is shuffled if samples are documents,
+    so that the held-out part of a sorted source is not biased. None for the order of the source.
     """
 
     def __call__(self, index: int) -> int:
-        """Return the number of the source's sample at ``index``."""
+        """Return the number of the sample in the source."""
         position = self.start + index
         return position if self.order is None else self.order(position)
 
@@ -383,9 +383,8 @@ class PaddedCausalSamples(CacheSamples):
 class PairSamples(PaddedCausalSamples):
     """Pairs of documents for preference losses.
 
-    The chosen and the rejected document of a pair are adjacent in the source.
-
-    Tensors are ``[batch, 2, tokens]``: chosen first, rejected second.
+    The chosen and the rejected document of a pair are adjacent in the source. Tensors are ``[batch, 2,
+    tokens]``: chosen first, rejected second.
     """
 
     sequences_per_sample = 2

@@ -212,7 +212,7 @@ def _check_labels_fit_problem_type(
     """Check that the kind of the labels fits the problem type.
 
     Raises:
-        UserError: If they do not fit.
+        UserError: If the labels do not fit.
     """
     numbers = kind == "classes" and all(isinstance(name, int) for name in names)
     fits = {
@@ -231,7 +231,7 @@ def _check_class_scores(values: npt.NDArray[Any]) -> None:
     """Check that scores of classes are from 0 to 1.
 
     Raises:
-        UserError: If a score is not.
+        UserError: If a score is less than 0 or greater than 1.
     """
     for start in range(0, len(values), 1 << 20):
         part = values[start : start + (1 << 20)]

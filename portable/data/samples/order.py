@@ -123,7 +123,7 @@ def locate_sample(position: int, num_samples: int, seed: int) -> EpochIndex:
     """Return epoch and index of the sample at a position of a run.
 
     Args:
-        position: Number of samples of the run before this one.
+        position: Position of the sample in the run, which is the number of samples before it.
         num_samples: Number of samples of the dataset.
         seed: Seed of the run.
     """

@@ -30,7 +30,7 @@ def import_datasets(purpose: str) -> Any:
         purpose: Verb phrase for the error message, such as "reading a.csv".
 
     Raises:
-        UserError: If it is not installed.
+        UserError: If the library is not installed.
     """
     try:
         import datasets
@@ -93,10 +93,10 @@ def iter_csv_rows(path: Path, name: str, fields: Fields) -> Iterator[LocatedRow]
 
 
 def _check_comma_separated(header: list[str], name: str) -> None:
-    """Check that the columns are not separated by another character than commas.
+    """Check that the columns are separated by commas.
 
     Raises:
-        UserError: If they are.
+        UserError: If another usual character separates them.
     """
     if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
         raise UserError(

@@ -244,7 +244,7 @@ class Fields:
     format: RecordFormat | None = "text"
     """Format of the records. None if each source detects it from its first record."""
     renamed: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Pairs of a field name that a format expects and the name of the field in the records."""
+    """Fields of ``data.columns``: pairs of the name that the format expects and the name in the records."""
     roles: frozenset[str] = field(default=DEFAULT_TRAINED_ROLES, repr=False)
     """Roles whose messages of a conversation are trained."""
 
@@ -262,7 +262,7 @@ class Fields:
     def cache_key(self) -> str:
         """All settings that determine the documents of a record, as text for cache keys.
 
-        An undetected format counts as text.
+        A format that is not detected yet counts as ``text``.
         """
         roles = () if self.roles == DEFAULT_TRAINED_ROLES else sorted(self.roles)
         kinds = () if self.label is None else ("whole numbers are classes",)

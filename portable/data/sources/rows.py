@@ -64,7 +64,7 @@ def _check_characters(text: str, name: str) -> None:
     Such a text is valid UTF-8 with many NUL characters.
 
     Raises:
-        UserError: If it is.
+        UserError: If the text is UTF-16.
     """
     if "\0" in text and 4 * text.count("\0") > len(text):
         raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")

@@ -273,7 +273,7 @@ class ShardedTokens(TokenSource):
 
     @contextmanager
     def _convert_read_errors(self, piece: ShardLayout) -> Iterator[None]:
-        """Context manager that converts all errors of a shard to UserError."""
+        """Convert all errors of a shard within this context to UserError."""
         try:
             yield
         except UserError:

@@ -328,19 +328,15 @@ class DataSource(ABC):
             return error if isinstance(error, UserError) else first
         if not collected.errors:  # the source has changed
             return first
-        if (
-            not has_read_record and len(collected.count_by_kind) == 1
-        ):  # all records fail for the same reason, so a setting is wrong
+        if not has_read_record and len(collected.count_by_kind) == 1:  # a setting is wrong
             return first
         return collected.to_error(self.name)
 
     @contextmanager
     def check_unchanged(self) -> Iterator[None]:
-        """Context manager for reading the source.
+        """Check on exit of this context that the source is unchanged, by its digest.
 
-        On exit, it checks that the content still has the digest ``cache_key``.
-
-        Results of the block must not be cached if this fails.
+        Read the source within the context. Do not cache the results if the check fails.
 
         Raises:
             UserError: On exit, if another program has changed the source.
@@ -399,7 +395,7 @@ class DataSource(ABC):
         """Read the first document without writing anything, unless this would download it.
 
         Raises:
-            UserError: If it cannot be read, or there is no text.
+            UserError: If the source cannot be read or contains no text.
         """
         if not self.downloads_to_read and next(self.iter_documents(), None) is None:
             raise self.build_no_text_error()
@@ -456,7 +452,7 @@ class TokenChunk(NamedTuple):
 
 
 class TokenSource(DataSource):
-    """Base class of sources whose tokens another program made."""
+    """Base class of sources that another program has tokenized."""
 
     has_tokens = True
     only_text = "files of tokens"

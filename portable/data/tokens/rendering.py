@@ -42,7 +42,7 @@ _MAX_RENDERED_CHARS = 1 << 30  # characters of all prefixes of one conversation
 _UNCHECKED_CHARS, _MAX_EXPANSION = (
     1 << 20,
     64,
-)  # limits of a text: characters, or a multiple of the characters of its record
+)  # limits: characters, and multiple of a record's characters
 _Span = tuple[int, int]
 
 
@@ -538,7 +538,7 @@ class TemplateRenderer:
 
 @contextmanager
 def _convert_template_errors(conversation: Conversation, context: str = "") -> Iterator[None]:
-    """Context manager that converts all errors of a template to an error that names the record."""
+    """Convert all errors of a template within this context to an error that names the record."""
     try:
         yield
     except UserError:
@@ -553,7 +553,7 @@ def _compile_template(text: str) -> Any:
     """Compile a template.
 
     Raises:
-        UserError: If it is not valid.
+        UserError: If the template is not valid.
     """
     try:
         return transformers_internals.compile_chat_template(text)
