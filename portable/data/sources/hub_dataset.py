@@ -47,8 +47,8 @@ class HubDataset(DataSource):
                 except Exception as error:
                     raise build_dataset_load_error(dataset_key, error) from error
 
-            # Not offline on the other ranks, because the library then chooses among cached revisions. The
-            # pickle of a dataset has the paths of its files.
+            # The other ranks read a pickle of the dataset, which contains the paths of its files. They do not
+            # load it offline, because the library would then choose among cached revisions.
             self._datasets_by_key[dataset_key] = compute_once_per_node(f"dataset {dataset_key}", load)
         return self._datasets_by_key[dataset_key]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_BATCHES_PER_PROCESS = 4  # batches for each process
+_BATCHES_PER_PROCESS = 4  # batches per process
 is_worker_process = False
 """Whether this process is a :class:`WorkerProcess`."""
 

@@ -373,7 +373,7 @@ def _write_conversations(
                 prompt_left or encoded.unmatched_prompt,
                 unstopped or encoded.unstopped_example,
             )
-            if not stopping:  # no sample of thousands, so the cause is the template and not a record
+            if not stopping:  # none of thousands of samples stops, so the cause is the template
                 raise _build_never_stops_error(chat, unstopped)
         progress.finish_batch(None if collected.errors else build_facts)
     if collected.errors:
