@@ -228,7 +228,11 @@ class StreamSamples(Samples):
         return self.locate_sample(0, self._seed)
 
     def count_epochs(self, num_samples: int) -> float | None:
-        """Convert a number of samples to epochs. Returns None until all shards are in the manifest."""
+        """Convert a number of samples to epochs.
+
+        Returns:
+            Number of epochs, with a fraction. None until all shards are in the manifest.
+        """
         return None if self._total is None else num_samples / self._total
 
     # -- the shards -------------------------------------------------------------------------------------

@@ -121,7 +121,11 @@ class TokenizationContext:
         )
 
     def build_target_frame(self, settings: SourceSettings) -> Frame | None:
-        """Build the special tokens around each target text. Returns None unless the task is seq2seq."""
+        """Build the special tokens around each target text.
+
+        Returns:
+            None unless the task is seq2seq.
+        """
         frame = self.build_frame(settings)
         return (frame.target or frame) if self.task == SEQ2SEQ else None
 

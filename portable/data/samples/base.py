@@ -91,21 +91,24 @@ class Samples(ABC):
     def count_epochs(self, num_samples: int) -> float | None:
         """Convert a number of consumed samples to epochs.
 
-        Returns None while the size of an epoch is not known.
+        Returns:
+            Number of epochs, with a fraction. None while the size of an epoch is not known.
         """
         return num_samples / self.num_samples
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
-        """Compute metrics about the first ``position`` samples of a run, keyed by name.
+        """Compute metrics about the first ``position`` samples of a run.
 
-        Empty without a mixture.
+        Returns:
+            Values to log, keyed by metric. Empty without a mixture.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint, in addition to the position.
 
-        It contains the manifests of streams, keyed by source name.
+        Returns:
+            Manifests of the streams, keyed by source name. Empty without streams.
         """
         return {}
 

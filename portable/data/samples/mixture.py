@@ -296,7 +296,11 @@ class MixtureSamples(Samples):
         return self.source_samples[source].list_document_numbers(source_index)
 
     def compute_progress_metrics(self, position: int) -> dict[str, float]:
-        """Compute the samples, epochs and trained tokens of each source, such as ``epoch/NAME``."""
+        """Compute metrics of each source about the first ``position`` samples of a run.
+
+        Returns:
+            Numbers of samples, epochs and trained tokens, with keys such as ``epoch/NAME``.
+        """
         metrics: dict[str, float] = {}
         for name, part, taken in zip(
             self.source_names, self.source_samples, self.schedule.count_per_source(position), strict=True

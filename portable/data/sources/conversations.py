@@ -376,6 +376,9 @@ def parse_preference(row: Mapping[str, Any], location: str) -> tuple[Conversatio
 
     If the record has no prompt, the messages with which both conversations begin are the prompt.
 
+    Returns:
+        The chosen and the rejected conversation.
+
     Raises:
         UserError: If the record is not valid.
     """

@@ -35,7 +35,11 @@ class CustomRecords(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> CustomRecords | None:
-        """Return the records if a name is the name of Python code, such as ``my_module:records``."""
+        """Return the records if a name is the name of Python code, such as ``my_module:records``.
+
+        Returns:
+            None if no name is.
+        """
         code_name = next(filter(plugins.is_plugin_name, names), None)
         if code_name is None:
             return None

@@ -62,7 +62,11 @@ class RecordFiles(DataSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> RecordFiles | None:
-        """Return the files if all names are URLs, or local files, folders or patterns."""
+        """Return the files if all names are URLs, or local files, folders or patterns.
+
+        Returns:
+            None if a single name has another form, such as a hub dataset.
+        """
         files_by_path: dict[AnyPath, ListedFile | None] = {}
         if any(map(is_url, names)):
             if not all(map(is_url, names)):

@@ -119,7 +119,11 @@ class PretokenizedSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> PretokenizedSource | None:
-        """Return the source if ``portable-data`` has written the folder or URL."""
+        """Return the source if ``portable-data`` has written the folder or URL.
+
+        Returns:
+            None if there is no ``tokens.json``.
+        """
         for name in names:
             if (place := find_folder_with_file(name, INDEX_FILE)) is not None:
                 if not is_in_store(place):

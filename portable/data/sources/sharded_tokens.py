@@ -202,7 +202,11 @@ class ShardedTokens(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
-        """Return the shards if the name is a folder or URL that Mosaic Streaming or litdata has written."""
+        """Return the shards if the name is a folder or URL that Mosaic Streaming or litdata has written.
+
+        Returns:
+            None if it is not, if there are several names, or with ``data.max_samples``.
+        """
         if len(names) > 1 or settings.data.max_samples is not None:
             return None
         sharded = find_sharded_folder(names[0])

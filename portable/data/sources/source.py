@@ -200,11 +200,14 @@ class DataSource(ABC):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> DataSource | None:
-        """Return the source with these names, or None if the names do not have this kind.
+        """Open the source with these names if the names have this kind.
 
         Args:
             names: Entries of ``data.source``.
             settings: Settings of the source.
+
+        Returns:
+            None if the names have another kind.
 
         Raises:
             UserError: If the names have this kind, but the source cannot be used.
@@ -434,7 +437,11 @@ class DataSource(ABC):
         return None
 
     def find_tokenizer_folder(self) -> Path | None:
-        """Return the folder of the tokenizer with which the source was tokenized. None if there is none."""
+        """Return the folder of the tokenizer with which the source was tokenized.
+
+        Returns:
+            None if the source is not tokenized, or its tokenizer is not stored with the tokens.
+        """
         return None
 
 

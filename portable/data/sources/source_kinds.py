@@ -169,7 +169,8 @@ class StreamSource(DataSource):
     def find_tokenizer_folder(self) -> Path | None:
         """Return the folder of the tokenizer that ``portable-data`` has saved.
 
-        None if no part of the stream is pretokenized.
+        Returns:
+            None if no part of the stream is pretokenized.
         """
         return next(
             (

@@ -76,7 +76,10 @@ class TokenFilesSource(TokenSource):
 
     @classmethod
     def from_names(cls, names: Sequence[str], settings: SourceSettings) -> TokenFilesSource | None:
-        """Return the files if all names end with ``.bin``, or None if none does.
+        """Return the files if all names end with ``.bin``.
+
+        Returns:
+            None if no name does.
 
         Raises:
             UserError: If only some names do, or with ``data.max_samples``.

@@ -142,7 +142,11 @@ class ChecksummedFile:
         self._file.truncate()
 
     def flush_and_get_state(self) -> dict[str, Any]:
-        """Flush the file to the disk and return the state that another process needs to continue it."""
+        """Flush the file to the disk and return the state that another process needs to continue it.
+
+        Returns:
+            Size ``bytes`` and ``digest`` of the content so far.
+        """
         self._file.flush()
         os.fsync(self._file.fileno())
         return {"bytes": self._file.tell(), "digest": self._hash.hexdigest()}
@@ -159,7 +163,11 @@ class ChecksummedFile:
         self._file.close()
 
     def close_and_summarize(self) -> dict[str, Any]:
-        """Close the file and return its entry in ``meta.json``."""
+        """Close the file and return its entry in ``meta.json``.
+
+        Returns:
+            Size ``bytes``, checksum ``probe`` of both ends, and ``digest`` of the content.
+        """
         self._file.close()
         size = self.path.stat().st_size
         return {"bytes": size, "probe": _compute_probe(self.path, size), "digest": self._hash.hexdigest()}
@@ -619,9 +627,12 @@ class CheckedArray:
         return values
 
     def find_damaged_block(self, first: int = 0, last: int | None = None) -> int | None:
-        """Return the first damaged block in ``[first, last)``, or None.
+        """Find the first damaged block in ``[first, last)``.
 
         Blocks that were verified before are skipped.
+
+        Returns:
+            Number of the block. None if all blocks are intact.
         """
         last = len(self._sums) if last is None else last
         while (block := self._checked_blocks.find(b"\0", first, last)) >= 0:
@@ -724,7 +735,11 @@ class TokenCache:
 
     @staticmethod
     def open_if_intact(folder: Path) -> TokenCache | None:
-        """Open a cache, or return None if it does not exist or is damaged."""
+        """Open a cache like :meth:`open`.
+
+        Returns:
+            None if the cache does not exist or is damaged.
+        """
         with suppress(CacheDamagedError):
             return TokenCache.open(folder)
         return None
@@ -813,14 +828,22 @@ class TokenCache:
         return {name: rows[:, index].astype(kind) for index, (name, kind) in enumerate(kinds.items())}
 
     def read_trained_mask(self, field: str, number: int) -> npt.NDArray[np.bool_] | None:
-        """Read which tokens of a document are trained. Returns None if all are."""
+        """Read which tokens of a document are trained.
+
+        Returns:
+            Mask of the trained tokens, bool ``[tokens]``. None if all tokens are trained.
+        """
         if self.trained_bits is None or field != "text":
             return None
         offsets = self.offsets[field]
         return self.read_trained_range(int(offsets[number]), int(offsets[number + 1]))
 
     def read_trained_range(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Read which of the tokens ``[start, stop)`` of all texts are trained. Returns None if all are."""
+        """Read which of the tokens ``[start, stop)`` of all texts are trained.
+
+        Returns:
+            Mask of the trained tokens, bool ``[stop - start]``. None if all tokens are trained.
+        """
         if self.trained_bits is None:
             return None
         first = start // 8
