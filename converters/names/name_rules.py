@@ -332,7 +332,7 @@ def _compile_pattern(find: str) -> re.Pattern[str]:
 
 
 class MatchedRule(NamedTuple):
-    """A `apply_convert_rule` rule that matches a name.
+    """Rule of the kind `convert` that matches a name.
 
     Attributes:
         rule_index: Index of the rule in `Renamer.rules`.
@@ -344,14 +344,14 @@ class MatchedRule(NamedTuple):
 
 
 class ConvertedName(NamedTuple):
-    """A name after the first matching `apply_convert_rule` rule, and this rule, or None if no rule matches."""
+    """Name after the first matching `convert` rule, and this rule, or None if no rule matches."""
 
     name: str
     rule: MatchedRule | None
 
 
 class _RenamedKey(NamedTuple):
-    """A name after a rule, and the source pattern of the rule that matched, or None."""
+    """Name after a rule, and the source pattern that matched, or None if the rule does not match."""
 
     key: str
     source: str | None
