@@ -126,6 +126,6 @@ def _find_option_with_settings(
             model.check_parallel_sizes(config)
         changed_planner = Planner(config, model, planner.target)
         best = changed_planner.find_best_option(changed_planner.build_options(offloading=False))
-    except UserError:  # of the model, or of the combination with another setting
+    except UserError:  # the changed settings are not supported
         return None
     return best if _fits_without_offloading(best) else None
