@@ -401,8 +401,8 @@ def _check_value_size(root: Any, limit: int) -> None:
         root: Value to check.
         limit: Maximum number of values.
     """
-    # Number of values in a container, including the container itself, and its depth, keyed by its ID. An ID
-    # is unique because all containers exist as long as the root.
+    # Number of values in a container, including the container itself, and its depth, keyed by its ID. IDs are
+    # unique because all containers exist until the root is deleted.
     measured: dict[int, tuple[int, int]] = {}
     roots = [root]
     while roots:

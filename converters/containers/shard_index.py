@@ -80,9 +80,8 @@ def check_rank_files_complete(
     """
     missing = world_size - sum(rank < world_size for rank in files_by_rank)
     if missing:
-        first = next(
-            rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank
-        )  # The world size is untrusted.
+        # Do not iterate over the world size, because it is untrusted and may be huge.
+        first = next(rank for rank in range(len(files_by_rank) + 1) if rank not in files_by_rank)
         raise CheckpointError(
             f"{path}: the {description} states of rank {first} are missing ({missing} of {world_size})"
         )

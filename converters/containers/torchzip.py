@@ -491,6 +491,7 @@ def _rebuild_list(items: Any = ()) -> list[Any]:
 
 
 def _rebuild_instance(*args: Any) -> PickledInstance:
+    """Return an instance of the class that a call to `copyreg._reconstructor` would create."""
     kind = args[0] if args and isinstance(args[0], PickledGlobal) else None
     return PickledInstance(kind.key if kind else "object", args)
 
@@ -506,6 +507,7 @@ _REBUILD: dict[str, Standin | None] = {
     "torch._utils._rebuild_parameter": _return_first,
     "torch._utils._rebuild_parameter_with_state": _return_first,
 }
+"""Stand-ins for the functions of torch that rebuild tensors, keyed by `module.name`."""
 
 TORCH_STANDINS: dict[str, Standin | None] = {
     **_REBUILD,
@@ -545,3 +547,4 @@ TORCH_STANDINS: dict[str, Standin | None] = {
     "numpy._core.multiarray._reconstruct": None,
     **{f"torch.{name}": None for name in (*FROM_TORCH, *FROM_STORAGE, "complex128", "strided")},
 }
+"""Stand-ins for all globals that torch writes into pickles, keyed by `module.name`."""

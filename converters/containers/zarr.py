@@ -143,9 +143,8 @@ def build_zarr_tensor(
     for position in product(*map(range, grid)):
         key = parsed.format_chunk_key(position)
         value = find_value(key)
-        if (
-            value is not None and parsed.inner_chunk_shape == shape and not parsed.is_sharded
-        ):  # The array has a single chunk.
+        # If the array has a single chunk, the tensor is contiguous.
+        if value is not None and parsed.inner_chunk_shape == shape and not parsed.is_sharded:
             used = prod(shape) * get_itemsize(parsed.dtype)
             view = _build_chunk_view(parsed, value, None, 0, used, f"{location}: {name}/{key}")
             return Tensor.from_source(name, parsed.dtype, shape, view.source)

@@ -33,7 +33,7 @@ _OUTER_MODEL_PREFIX, _INNER_MODEL_PREFIXES = (
 
 
 def is_parameter_index(text: str) -> bool:
-    """Return whether a text is the index of a parameter.
+    """Return whether a text is a number with at most nine digits, such as the index of a parameter.
 
     `str.isdigit` also accepts superscripts and numbers of any length.
     """
@@ -48,7 +48,16 @@ def remove_wrapper_parts(name: str) -> str:
 
 
 def check_no_flat_parameters(names: Iterable[object], location: str) -> None:
-    """Raise an error if names belong to flat parameters, which FSDP1 saves as LOCAL_STATE_DICT."""
+    """Check that no name belongs to a flat parameter, which FSDP1 saves with LOCAL_STATE_DICT.
+
+    Args:
+        names: Names in a state dict.
+        location: File of the state dict, used in error messages.
+
+    Raises:
+        CheckpointError: If there is a flat parameter, because its file does not contain the shapes of the
+            parameters.
+    """
     if any(str(name).rpartition(".")[2] == _FLAT_PARAMETER for name in names):
         raise CheckpointError(
             f"{location}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
@@ -176,7 +185,7 @@ def classify_state_dict_keys(
         location: File of the state dict, used in error messages.
 
     Raises:
-        CheckpointError: If two keys have the same name.
+        CheckpointError: If a flattened key of an optimizer's state is too long.
     """
     roles = KeyRoles()
     optimizers = _find_optimizer_containers(paths)
@@ -320,10 +329,12 @@ def find_model_container(paths: Sequence[StateDictPath]) -> StateDictPath | None
 def split_state_key(joined: str, names: Container[str]) -> StateKey:
     """Split a flattened key `<parameter>.<state>` of an optimizer's state.
 
+    The longest name of a parameter with which the key begins is used. If there is none, the key is split at
+    the last dot.
+
     Args:
         joined: Flattened key.
-        names: Names of the model's parameters. The longest one that matches is used. If none matches, the key
-            is split at the last dot.
+        names: Names of the model's parameters.
 
     Raises:
         CheckpointError: If the key is too long.

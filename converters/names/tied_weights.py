@@ -48,7 +48,7 @@ HEAD_NAMES = tuple(
     alias for alias, owners in _PAIRS if set(EMBEDDING_NAMES) <= set(owners) or alias == "output.weight"
 )
 UNNAMED_HEAD = "the head over the vocabulary"
-"""Text in place of a name for models whose output heads have different names, such as BERT."""
+"""Description that replaces the name of an output head if its name depends on the model, as in BERT."""
 _CLASS_WITH_HEAD = re.compile(
     r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)"
 )

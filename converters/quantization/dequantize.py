@@ -431,6 +431,11 @@ def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, 
 
 
 def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
+    """Read the JSON state of a weight with 4-bit codes of bitsandbytes.
+
+    Raises:
+        CheckpointError: If the tensor does not contain a valid state.
+    """
     try:
         if tensor.dtype != "U8" or tensor.nbytes > MAX_JSON_TENSOR:
             raise ValueError
@@ -465,7 +470,7 @@ class _Method(NamedTuple):
 
     Attributes:
         dequantize: Function that dequantizes all weights of a checkpoint. Its arguments are the tensors, the
-            settings, and the location for error messages.
+            settings, and the location to use in error messages.
         supported_keys: Keys of `quantization_config` that the function reads, or that do not affect the
             weights.
     """

@@ -267,7 +267,8 @@ class FileSpan:
     def _record_crc(self, start: int, data: memoryview) -> None:
         """Record the CRC of bytes that were just read, and merge it with adjacent parts.
 
-        Bytes that overlap with a recorded part are ignored, because they have been read before.
+        A range that overlaps with a recorded part is ignored. If some of its bytes were new, `verify_crc`
+        reads them again.
         """
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:

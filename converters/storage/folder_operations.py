@@ -249,8 +249,7 @@ def map_with_prefetch(folder: AnyPath, function: Callable[[T], R], items: Iterab
         yield result
 
 
-# -- complete and incomplete folders
-# ---------------------------------------------------------------------------
+# -- complete and incomplete folders -------------------------------------------------------------------------
 
 
 def find_unused_path(path: P) -> P:
@@ -276,7 +275,10 @@ def is_incomplete_folder(folder: AnyPath) -> bool:
 
 
 def is_abandoned_folder(folder: AnyPath) -> bool:
-    """Return whether a folder was left behind by an interrupted write or deletion."""
+    """Return whether a folder was left behind by an interrupted write or deletion.
+
+    This is also true while a write or a deletion is still running.
+    """
     if is_in_store(folder):
         return is_incomplete_folder(folder) and not (folder / DAMAGED_MARKER).is_file()
     return folder.name.startswith(".") and folder.name.endswith(PARTIAL_SUFFIX)
@@ -323,9 +325,8 @@ def remove_folder(folder: AnyPath) -> None:
 
         abort_open_uploads(folder)
         if names := folder.list_objects():
-            mark_folder_incomplete(
-                folder
-            )  # so that it no longer counts, and is found if the deletion is interrupted
+            # Mark the folder first, so that it is not read and can be found if the deletion is interrupted.
+            mark_folder_incomplete(folder)
             folder.remove_objects(
                 [name for name in names if name not in (COMPLETE_MARKER, INCOMPLETE_MARKER)]
             )

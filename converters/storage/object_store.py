@@ -112,6 +112,9 @@ def get_retry_seconds() -> float:
     """Return the number of seconds for which a failed request is repeated.
 
     The value comes from `PORTABLE_STORAGE_MINUTES`. The default is 3 minutes.
+
+    Raises:
+        RemoteError: If the value is not valid, or if the obsolete `PORTABLE_STORAGE_ATTEMPTS` is set.
     """
     if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
         raise RemoteError(
@@ -412,8 +415,7 @@ class RemotePath:
     def _get_retry_seconds(self) -> float:
         return min(self.bucket.max_retry_seconds, get_retry_seconds())
 
-    # -- listing and status
-    # ---------------------------------------------------------------------------------------
+    # -- listing and status ----------------------------------------------------------------------------------
 
     def _get_relative_name(self, key: str) -> str:
         """Return the name of an object or folder relative to this folder."""
@@ -423,7 +425,7 @@ class RemotePath:
         """List all objects below this folder at any depth, without using the cache.
 
         Args:
-            matches_name: Function that returns whether to include a name.
+            matches_name: Function that returns whether to include a name. By default, all names are included.
 
         Returns:
             The objects, keyed by the name relative to this folder.
@@ -588,8 +590,7 @@ class RemotePath:
         else:
             stream = self.call_store("read", lambda obs, store: obs.get(store, self.key)).stream(PART_BYTES)
             block = partial(self.call_store, "read", lambda *_: bytes(next(stream, b"")))
-            # obstore requests the blocks one by one in a thread of its own, in which obstore cannot be
-            # called.
+            # obstore requests the blocks one by one in its own thread, in which obstore cannot be called.
             target._upload(iter(lambda: run_in_thread(block).result(), b""), size, target.call_store)
 
     def move_to(self, target: RemotePath) -> None:

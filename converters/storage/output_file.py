@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from portable.converters.storage.byte_sources import FileSpan
     from portable.converters.storage.path_or_url import AnyPath
 
-# Maximum size of a write. Writes of 1 MiB took five times the CPU time, although Linux allocates larger
-# folios for larger writes.
+# Maximum size of a write in bytes. Writes of 1 MiB took five times the CPU time, because Linux allocates
+# larger folios for larger writes.
 WRITE_BYTES = 256 << 10
 # Number of written bytes between two flushes, so that the final fsync has little left to write.
 FLUSH_BYTES = 32 << 20

@@ -153,5 +153,5 @@ def expand_user_and_variables(text: str) -> str:
 def _path_exists(text: str) -> bool:
     try:
         return not is_url(text) and os.path.lexists(text)
-    except ValueError:  # a null byte
+    except ValueError:  # The path contains a null byte.
         return False

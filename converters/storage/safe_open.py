@@ -37,11 +37,11 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 
     Args:
         path: Path to resolve.
-        within: Folder that must contain the result.
+        within: Folder that must contain the result. If it is a snapshot in the cache of the Hugging Face Hub,
+            the result may also be a blob of the same repository.
 
     Raises:
-        LinkError: If the result is outside `within`, and is not a blob of the Hub repository of which
-            `within` is a snapshot.
+        LinkError: If the result is in another location.
     """
     real, root = os.path.realpath(path), os.path.realpath(within)
     if not (_is_below(real, root) or any(_is_below(real, blobs) for blobs in _list_blob_folders(root))):
@@ -55,9 +55,8 @@ def resolve_local_path_inside(path: Path, within: Path) -> str:
 def is_safe_relative_path(name: str) -> bool:
     """Return whether a file name from a checkpoint is a relative path that stays in its folder."""
     path = PurePosixPath(name)
-    has_invalid_character = any(
-        c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name
-    )  # the last range contains surrogates, which are halves of characters
+    # Surrogates (U+D800 to U+DFFF) are halves of characters.
+    has_invalid_character = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)
     return bool(name) and not (has_invalid_character or path.is_absolute() or ".." in path.parts)
 
 

@@ -125,7 +125,7 @@ def iter_cast_blocks(
         tensor: Tensor to read.
         dtype: Safetensors dtype of the blocks.
         unverified_spans: Set that collects the file spans whose CRC has not been verified yet.
-        block_bytes: Maximum block size in bytes of the tensor's own dtype.
+        block_bytes: Maximum block size in bytes before the cast.
         losses: Counters to update, if any.
 
     Yields:

@@ -73,7 +73,7 @@ class ComputedRowSource:
         shape: Shape of the tensor, with at least two dimensions.
         dtype: Safetensors dtype of the tensor.
         fill: Function that computes rows. `make_fill_function` creates it from a `RowFunction`.
-        row_alignment: Number of which the index of the first row of each block is a multiple.
+        row_alignment: Divisor of the index of the first row of each block.
         block_elements: Maximum number of elements to compute at once, unless `row_alignment` rows have more.
     """
 

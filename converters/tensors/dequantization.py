@@ -180,9 +180,8 @@ class _ScaleGrid:
             )
             return
         columns = codes.shape[1]
-        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[
-            :columns
-        ]  # start of the products of each column's block
+        # Start of the products of each column's block.
+        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.block_width)[:columns]
         # Use the smallest dtype, because NumPy adds it faster.
         tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))
         places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)

@@ -114,9 +114,8 @@ def append_zero_rows(tensor: Tensor, total_rows: int) -> Tensor:
     """
     old, *inner = tensor.shape
     added = (total_rows - old, *inner)
-    view = View(
-        InMemorySource(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added)
-    )  # One element, repeated by strides of 0
+    # One element, which is repeated by strides of 0.
+    view = View(InMemorySource(bytes(get_itemsize(tensor.dtype))), 0, (0,) * len(added))
     box = Box((old, *(0 for _ in inner)), added, view)
     return Tensor(tensor.name, tensor.dtype, (total_rows, *inner), [*tensor.boxes, box])
 

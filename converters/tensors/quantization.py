@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 _MAX_MAGNITUDES = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
 # Number of exponent bits and of mantissa bits
 _FLOAT_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}
-_MAX_RECOMPUTED_HEIGHT = (
-    # Maximum block height for which scales are computed again for each use. The magnitudes of higher blocks
-    # are kept in memory.
-    1024
-)
+# Maximum block height for which scales are computed again for each use. The magnitudes of higher blocks are
+# kept in memory.
+_MAX_RECOMPUTED_HEIGHT = 1024
 _EXPONENT_OF_FP4 = 2  # Exponent of the largest FP4 value, 6
 
 
@@ -56,10 +54,11 @@ class QuantizationScheme:
               `integrations/finegrained_fp8.py` (`Fp8Quantize`).
             - ``range``: the magnitude divided by half of the codes' range. Each operation is rounded to the
               dtype of the scales. Source: compressed-tensors `calculate_qparams`, `quantize`.
-            - ``near``: a power of two, which is rounded up from 1.75 times the power. Source:
-              compressed-tensors `generate_mx_scales`.
-            - ``floor``: the largest power of two that is not above the magnitude. Source: OCP Microscaling
-              Formats 1.0, section 6.3.
+            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value is
+              6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
+              `generate_mx_scales`.
+            - ``floor``: the same, but always rounded down. Source: OCP Microscaling Formats 1.0,
+              section 6.3.
         scale_dtype: Safetensors dtype of the scales. Empty for the dtype of the weight.
     """
 
@@ -320,7 +319,7 @@ class _BlockQuantizer:
 
     @property
     def row_alignment(self) -> int:
-        """Number of rows of which the start of each computed block must be a multiple."""
+        """Divisor of the first row of each block of rows that is computed at once."""
         return self.block_height if self.block_height <= _MAX_RECOMPUTED_HEIGHT else 1
 
 

@@ -294,6 +294,7 @@ class LiveStorageTracker:
         return self._kinds.get(torch_internals.get_storage_id(tensor.untyped_storage()))
 
     def _track_storage(self, tensor: torch.Tensor, kind: int) -> None:
+        """Count the storage of a tensor until it is freed. Does nothing if the storage is already tracked."""
         storage = tensor.untyped_storage()
         key, size = torch_internals.get_storage_id(storage), storage.nbytes()
         if key in self._kinds:
@@ -308,6 +309,7 @@ class LiveStorageTracker:
         self._live[kind] += size
 
     def _mark_complete_gradient(self, parameter: torch.Tensor) -> None:
+        """Stop counting the storage of a complete gradient."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
         key = torch_internals.get_storage_id(storage)

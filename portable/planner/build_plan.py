@@ -55,7 +55,7 @@ def resolve_target(
 
 
 def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] | None = None) -> Plan:
-    """Compute what a run needs on a target under each strategy, and recommend one of them.
+    """Compute the resources that a run requires on a target under each strategy, and recommend an option.
 
     Args:
         config: Config of the run, checked, with the backend of the target.

@@ -8,8 +8,8 @@ SHARE_KEPT_FREE = 0.1
 """Fraction of the memory that a plan leaves free, because planned activations may be wrong by about a tenth.
 """
 SHARE_NOT_SEARCHED = 0.03
-"""Fraction of the memory that the search for a micro-batch size leaves free. It measures the memory, so this
-fraction can be smaller.
+"""Fraction of the memory that the search for a micro-batch size leaves free. The search measures the memory,
+so this fraction can be smaller.
 """
 KEPT_FOR_COLLECTIVES = 1 << 30
 """Number of bytes that are left free for the buffers of collectives, which are not part of the allocator's
@@ -35,6 +35,7 @@ class Device:
     """Kind of accelerator."""
 
     name: str
+    """Name of the device in the planner's options, such as ``h100``."""
     backends: tuple[str, ...]
     """Backends that support the device. The most common backend is first."""
     memory_bytes: int
@@ -48,6 +49,7 @@ class Device:
     peak_flops_by_precision: tuple[tuple[str, float], ...] = ()
     """Pairs of a precision and the dense peak FLOP/s in the data sheet."""
     reached: ReachedUtilization = NOT_MEASURED
+    """Utilization that runs on this device have reached."""
     link_bytes_per_second: float | None = None
     """Number of bytes per second that the device can send to other devices in its node or slice, according to
     the data sheet. None if it is unknown.

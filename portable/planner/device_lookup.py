@@ -18,7 +18,7 @@ from portable.registry import BACKENDS, DEFAULT_PLANNED_BACKEND, load_backend_pa
 
 
 def build_generic_device(backend: str) -> Device:
-    """Build a device of which only the memory is known.
+    """Build a device with unknown properties except for its memory.
 
     The other properties come from a common device of the backend.
 

@@ -1,9 +1,9 @@
 """Memory of a pass that a compiler runs with fused operations.
 
-A compiler computes cheap results where they are used, so these results require no memory. First, the
-operations of the pass are recorded. Then, the memory at each point follows from the results that the compiler
-writes to memory. The backend defines which results are written, see
-:class:`portable.planner.pass_cost.CompilerModel`.
+A compiler does not store cheap results, but computes them again for each operation that reads them. So these
+results require no memory. First, the operations of the pass are recorded. Then, the memory at each point
+follows from the results that the compiler writes to memory. The backend defines which results are written,
+see :class:`portable.planner.pass_cost.CompilerModel`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _MAX_RECOMPUTED_SIZES = 5
 """Limit for recomputing a result that several operations read.
 
-The result is written to memory if the number of its readers, plus the size of the values from which it is
-computed as a multiple of its own size, exceeds this limit. Otherwise, each reader computes it.
+The result is written to memory if the number of its readers, plus the ratio between the size of the values
+from which it is computed and its size, exceeds this limit. Otherwise, each reader computes it.
 """
 
 
@@ -112,6 +112,7 @@ class OperationTape:
         return results
 
     def _set_newest(self, tensor: torch.Tensor, value: int) -> None:
+        """Record that the storage of a tensor contains a new value."""
         storage = tensor.untyped_storage()
         key = torch_internals.get_storage_id(storage)
         if key not in self._references:

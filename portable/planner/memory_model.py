@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PLACEHOLDER_DISK_PATH = "/a/folder/on/a/local/disk"
 """Value of ``memory.nvme_path`` if the config does not set it."""
 COMPUTE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+"""Element size of each precision in bytes."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,13 @@ class Footprint:
     gathered: int = 0
     """Size of gathered parameters and communication buffers until the backward pass reaches a layer."""
     in_layers: int = 0
-    """Size of the same after the backward pass has reached a layer, including unsharded gradients."""
+    """Size of gathered parameters, communication buffers, and unsharded gradients after the backward pass has
+    reached a layer.
+    """
     at_end: int = 0
-    """Size of the same at the end of the backward pass, when the activations have been freed."""
+    """Size of gathered parameters and communication buffers at the end of the backward pass, when the
+    activations have been freed.
+    """
     in_update: int = 0
     """Additional size during the update, when nothing is gathered and the activations have been freed."""
     host: int = 0

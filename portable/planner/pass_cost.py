@@ -41,7 +41,7 @@ class Activations:
     """Peaks of the two parts of a pass."""
 
     before_layers: Peak
-    """Peak of the forward pass and of the backward pass until the first layer has gradients."""
+    """Peak of the forward pass, and of the backward pass until the first layer has gradients."""
     in_layers: Peak
     """Peak of the backward pass after the first layer has gradients."""
     failure: str | None = None
@@ -58,8 +58,8 @@ class Activations:
 ResultKind = Literal["written", "product", "computed", "rows", "saved"]
 """Treatment of the result of an operation by a compiler. ``written``: the result is in memory. ``product``:
 like ``written``, but if a single elementwise operation reads the result, the result of that operation is in
-memory instead. ``computed``: the result requires no memory, because it is computed where it is read.
-``rows``: like ``computed``, after a reduction of values in memory. ``saved``: written for a backward loop.
+memory instead. ``computed``: the result requires no memory, because each reader computes it. ``rows``: like
+``computed``, after a reduction of values in memory. ``saved``: written for a backward loop.
 """
 
 
@@ -105,15 +105,21 @@ class PassRequest:
     """Pass to run, with all values on which its memory depends."""
 
     micro_batch: int
+    """Number of sequences in a micro-batch."""
     seq_len: int
+    """Number of tokens of a sequence on one device."""
     target_seq_len: int
     """Length of the labels, which is also the length of the decoder's input in an encoder-decoder model."""
     task: str
+    """Value of ``model.task``."""
     packed: bool | Literal["documents"]
+    """Value of ``data.packing``."""
     compute: ComputeMode
+    """Mode in which the compute dtype is reached."""
     precision: str
     """``fp32``, ``bf16``, or ``fp16``."""
     recompute: str
+    """Value of ``memory.activation_checkpointing``."""
     on_gpu: bool
     """Whether autocast follows the rules of CUDA, which compute more operations in fp32 than the rules of the
     CPU.

@@ -82,6 +82,7 @@ class DeviceBytes:
 
     parameters: int
     gathered: int
+    """Size of gathered parameters, communication buffers, and copies of weights at the time of the peak."""
     gradients: int
     optimizer: int
     activations: int
@@ -103,16 +104,22 @@ class PlanOption:
 
     setting: StrategySetting
     micro_batch: int
+    """Value of ``train.micro_batch_size``."""
     recompute: str
+    """Value of ``memory.activation_checkpointing``."""
     device_bytes: DeviceBytes
     host_bytes: int
     """Host memory of a node for all of its ranks."""
     disk_bytes: int
     """Space on the local disk of a node for offloading."""
     checkpoint_bytes: int
+    """Size of the tensors of a checkpoint."""
     communication_bytes: int
     """Number of bytes that a device sends in a step."""
     fits: bool | None
+    """Whether the memory of the devices, and of the hosts if it is known, is sufficient. None if the memory
+    of the devices is unknown.
+    """
     context_parallel_size: int = 1
 
     def format_config_yaml(self, config: RunConfig) -> str:
@@ -162,15 +169,15 @@ class Planner:
     def get_peak_flops(self) -> float | None:
         """Return the peak FLOP/s of a device in the run's precision, according to its data sheet.
 
-        None if unknown.
+        Returns None if the device or its peak is unknown.
         """
         device = self.target.device
         return None if device is None else dict(device.peak_flops_by_precision).get(self.config.precision)
 
     def compute_max_tokens_per_second(self) -> float | None:
-        """Compute the training throughput of all devices at their peak FLOP/s, an upper bound.
+        """Compute the training throughput of all devices at their peak FLOP/s, which is an upper bound.
 
-        None if unknown.
+        Returns None if the peak is unknown.
         """
         peak = self.get_peak_flops()
         return None if peak is None else peak * self.target.cluster.devices / self.meta_model.flops_per_token

@@ -29,6 +29,7 @@ class TrainingWork:
     """Amount of training in a run."""
 
     steps: int
+    """Number of steps."""
     tokens: int
     """Number of positions in all sequences, including padding."""
     is_upper_bound: bool = False
