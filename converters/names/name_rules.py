@@ -57,8 +57,7 @@ class NameRule:
     """A rule of transformers in both directions.
 
     Attributes:
-        kind: Kind of the rule: `apply_rename_rules` changes names, `apply_convert_rule` also rearranges
-        tensors, `prefix` adds or
+        kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
             removes the first module, `group` applies either all of its renamings or none, `shift` changes a
             layer number, and `pairs` joins two layers.
         read: Direction from files to memory.

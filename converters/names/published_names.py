@@ -117,12 +117,10 @@ def arrange_for_memory(
         shapes: Shape of each tensor, keyed by the published name.
         rules: Rules of the model.
         memory_shapes: Shapes of the model's tensors in memory, if they are known. They determine whether
-        names begin
-            with the base model's module.
+            names begin with the base model's module.
         errors: Dict that receives an error message for each tensor that cannot be rearranged.
         adapted_shapes: Shapes of the parameters that an adapter changes, keyed by the name in memory. They
-        are used
-            if `memory_shapes` is None.
+            are used if `memory_shapes` is None.
 
     Returns:
         The arrangement of each tensor, keyed by the name in memory.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
     from portable.converters.tensors.tensor import Tensor
 
-# Names of input embeddings, without the modules that contain them. `_PAIRS` contains the possible owners of
-# each alias, from transformers' `_tied_weights_keys`.
+# Ends of the names of input embeddings.
 EMBEDDING_NAMES = (
     "embed_tokens.weight",
     "wte.weight",
@@ -32,6 +31,7 @@ EMBEDDING_NAMES = (
     "shared.weight",
     "word_embedding.weight",
 )
+# Each alias with its possible owners, from transformers' `_tied_weights_keys`. These are ends of names, too.
 _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("encoder.embed_tokens.weight", ("shared.weight",)),
     ("decoder.embed_tokens.weight", ("shared.weight",)),

@@ -54,8 +54,8 @@ class QuantizationScheme:
               `integrations/finegrained_fp8.py` (`Fp8Quantize`).
             - ``range``: the magnitude divided by half of the codes' range. Each operation is rounded to the
               dtype of the scales. Source: compressed-tensors `calculate_qparams`, `quantize`.
-            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value is
-              6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
+            - ``near``: the magnitude rounded to a power of two, divided by 4, because the largest FP4 value
+              is 6. Rounding up begins at 1.75 times a power of two. Source: compressed-tensors
               `generate_mx_scales`.
             - ``floor``: the same, but always rounded down. Source: OCP Microscaling Formats 1.0,
               section 6.3.

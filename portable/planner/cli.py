@@ -233,9 +233,8 @@ def _compile_if_requested(planner: Planner, options: dict[str, Any]) -> _Compile
         device=None if target.device is None else target.device.name,
         num_devices=target.cluster.devices,
         topology=options.get("topology"),
-        min_listed_elements=planner.micro_batch
-        * planner.config.data.seq_len
-        * planner.model.vocab_size,  # number of elements of the logits
+        # Number of elements of the logits.
+        min_listed_elements=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
         stops_after_memory_report=bool(options.get("only_memory")),
     )
     compiled = load_backend_package(target.backend).compile_graphs(planner.config, wanted)

@@ -64,7 +64,7 @@ class MetaModel:
                 build_inventory(model, config.train, sharing=sharing), unit_error=str(error)
             )
         self.flops_per_token = compute_flops_per_token(model, model.config, config.data.seq_len)
-        """Forward and backward, without recomputation."""
+        """Number of FLOPs per token in the forward and backward pass, without recomputation."""
         self._model = model
         self._cached_activations: dict[PassRequest, Activations] = {}
 

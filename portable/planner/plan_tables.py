@@ -30,9 +30,10 @@ class Plan:
         planner: Planner that computed the plan.
         options: All options for running the config.
         best: Recommended option. None if no option fits, or if the memory of the devices is unknown.
-        adapter: Option that fits with an adapter. None if it was not searched, because an option without an
-            adapter fits without offloading, or if it does not fit.
-        shared: Option that fits with context parallelism on the smallest number of devices, like `adapter`.
+        adapter: Option that fits with an adapter. None if no such option fits, or if it was not searched
+            because the best option fits without offloading.
+        shared: Option that fits with the smallest `context_parallel_size`. None for the same reasons as
+            `adapter`.
         work: Amount of training, if it is known.
         price: Price of a device for an hour, if it is known.
     """

@@ -72,7 +72,7 @@ def estimate_training_work(config: RunConfig, sizes: DataSizes | None) -> Traini
         sizes: Sizes of the data. None if the data is not on this machine.
 
     Returns:
-        The amount, or None if it depends on data that is not on this machine.
+        The amount, or None if it depends on the number of samples and this number is unknown.
     """
     at_most, samples = False, None if sizes is None else sizes.train_samples
     if samples is None and config.train.epochs is not None:
