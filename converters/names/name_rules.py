@@ -54,7 +54,7 @@ class RuleDirection:
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule of transformers in both directions.
+    """Rule of transformers in both directions.
 
     Attributes:
         kind: Kind of the rule: `rename` changes names, `convert` also rearranges tensors, `prefix` adds or
@@ -75,7 +75,7 @@ class NameRule:
 
 @dataclass(frozen=True)
 class NameRules:
-    """The rules of one model.
+    """Rules of one model.
 
     Attributes:
         rules: Rules in the order in which transformers applies them when it loads the model.
@@ -151,7 +151,7 @@ def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Submodel:
-    """A submodule of a model that has its own rules.
+    """Submodule of a model with separate rules.
 
     Attributes:
         path: Path of the submodule, or an empty string for the complete model.
@@ -167,7 +167,7 @@ class _Submodel:
 
 
 class _RuleTable:
-    """The content of `published_names.json`."""
+    """Content of `published_names.json`."""
 
     def __init__(self) -> None:
         table = json.loads(_TABLE.read_bytes())
@@ -357,7 +357,7 @@ class _RenamedKey(NamedTuple):
 
 
 class Renamer:
-    """Applies rules to the names of a checkpoint, in one direction, and records which rules were used.
+    """Renamer that applies rules in one direction, and records which rules were used.
 
     Args:
         rules: Rules in the order in which to apply them.
@@ -376,14 +376,14 @@ class Renamer:
         return rule.write if self.write else rule.read
 
     def apply_convert_rule(self, key: str) -> ConvertedName:
-        """Apply the first `apply_convert_rule` rule that matches a name.
+        """Apply the first rule of the kind `convert` that matches a name.
 
         Args:
             key: Name of a tensor.
 
         Returns:
-            The name in which the first target pattern replaces the match, and the rule's index with the
-            source pattern. If no rule matches, the name is unchanged, and the second value is None.
+            The name in which the first target pattern replaces the match, and the rule. If no rule matches,
+            the name is unchanged, and the rule is None.
         """
         for index, rule in enumerate(self.rules):
             if rule.kind == CONVERT:
@@ -393,7 +393,7 @@ class Renamer:
         return ConvertedName(key, None)
 
     def apply_rename_rules(self, key: str) -> str:
-        """Apply all other rules to a name, one after the other."""
+        """Apply all rules of other kinds than `convert` to a name, one after the other."""
         for index, rule in enumerate(self.rules):
             if rule.kind != CONVERT:
                 key, _ = self._apply_rule(index, key)

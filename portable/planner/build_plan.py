@@ -30,7 +30,7 @@ def resolve_target(
 
     Args:
         config: Config of the run.
-        device: Name of the accelerator, for example ``h100``. None for the devices of this machine.
+        device: Name of the accelerator, for example ``h100``. None if it is unknown.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``. None for the memory of the named device.
         host_memory: Memory of a node, for example ``512GB``. None if it is unknown.
