@@ -411,6 +411,7 @@ class StoredTensor:
 def _rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
+    """Rebuild a tensor whose dtype is the dtype of its storage."""
     _check_math_bits(bits)
     return StoredTensor(storage, offset, size, stride)
 
@@ -425,6 +426,7 @@ def _rebuild_tensor_v3(
     dtype: Any,
     bits: Any = None,
 ) -> Any:
+    """Rebuild a tensor whose storage is untyped, so the dtype is an argument."""
     _check_math_bits(bits)
     kind = (
         dtype.key.removeprefix("torch.")
@@ -446,6 +448,7 @@ def _check_math_bits(bits: Any) -> None:
 
 
 def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
+    """Return the CPU copy of a tensor on a device without storages."""
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, PickledGlobal) else None
     if not isinstance(data, StoredTensor) or name != data.dtype:
         raise ValueError("a device tensor of another type than its copy")
@@ -453,10 +456,12 @@ def _rebuild_device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
 
 
 def _return_first(value: Any, *rest: Any) -> Any:
+    """Return the tensor of a parameter, without its other attributes."""
     return value
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Rebuild a tensor of a subclass as a plain tensor."""
     if not isinstance(function, PickledGlobal) or function.key not in _REBUILD:
         raise TypeError("not a tensor")
     return function(*args)

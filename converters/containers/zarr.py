@@ -293,6 +293,7 @@ def _parse_header(header: bytes, version: int) -> _ArrayHeader:
 
 
 def _parse_version2(header: Any) -> _ArrayHeader:
+    """Parse a header of version 2."""
     fields = _validate_header(header, 2)
     shape, chunk = require_shape(fields.get("shape"), "shape"), require_shape(fields.get("chunks"), "chunks")
     _check_chunk_shape(shape, chunk)
@@ -327,6 +328,7 @@ def _parse_version2(header: Any) -> _ArrayHeader:
 
 
 def _parse_version3(header: Any) -> _ArrayHeader:
+    """Parse a header of version 3."""
     fields = _validate_header(header, 3)
     shape = require_shape(fields.get("shape"), "shape")
     chunk = require_shape(

@@ -127,6 +127,7 @@ def serialize_rule(rule: NameRule) -> dict[str, Any]:
 
 
 def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
+    """Parse one direction of a rule from its JSON form."""
     return RuleDirection(
         value["find"],
         tuple(value["sources"]),
@@ -137,6 +138,7 @@ def _parse_direction(value: Mapping[str, Any]) -> RuleDirection:
 
 
 def _serialize_direction(direction: RuleDirection) -> dict[str, Any]:
+    """Return the JSON form of one direction of a rule."""
     value: dict[str, Any] = {
         "find": direction.pattern,
         "sources": list(direction.sources),

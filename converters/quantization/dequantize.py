@@ -287,6 +287,7 @@ _COMPRESSED_FORMATS = (
 
 
 def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize FP8 weights of transformers, and FP4 weights in the same checkpoint."""
     block = parse_block_shape(settings, location)
     weights.dequantize_scaled_bytes("_scale_inv", "_scale", block=block)
     for name, stem in weights.iter_by_suffix("_scale_inv"):  # FP4 codes, two per byte, may also be present
@@ -296,6 +297,7 @@ def _dequantize_fp8(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize MXFP4 weights of GPT-OSS."""
     for name, stem in weights.iter_by_suffix("_blocks"):
         scales = weights.pop_required_tensor(f"{stem}_scales", name)
         weights.dequantized[stem] = dequantization.dequantize_gpt_oss(
@@ -306,6 +308,7 @@ def _dequantize_mxfp4(weights: _QuantizedWeights, settings: Mapping[str, Any], l
 def _dequantize_compressed_tensors(
     weights: _QuantizedWeights, settings: Mapping[str, Any], location: str
 ) -> None:
+    """Dequantize weights of compressed-tensors, which are packed or have one code per byte."""
     for key in ("sparsity_config", "transform_config"):
         setting = settings.get(key)
         if setting and not (isinstance(setting, dict) and setting.get("format") == "dense"):
@@ -332,6 +335,17 @@ def _dequantize_compressed_tensors(
 def _dequantize_packed(
     weights: _QuantizedWeights, name: str, weight_name: str, possible_bits: set[int]
 ) -> None:
+    """Dequantize a packed weight of compressed-tensors.
+
+    Args:
+        weights: Tensors of the checkpoint.
+        name: Name of the packed codes.
+        weight_name: Name of the weight.
+        possible_bits: Numbers of bits per code in the settings.
+
+    Raises:
+        CheckpointError: If a tensor is missing, or if the shapes do not determine the number of bits.
+    """
     packed = weights.remaining.pop(name)
     scale = weights.pop_required_tensor(f"{weight_name}_scale", name)
     if packed.dtype == "U8":
@@ -371,6 +385,7 @@ def _dequantize_packed(
 
 
 def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize GPTQ weights."""
     _check_setting(settings, "pack_dtype", ("int32",), location)
     _check_setting(settings, "checkpoint_format", ("gptq", "gptq_v2"), location)
     _check_setting(settings, "format", ("gptq", "gptq_v2"), location)
@@ -393,6 +408,7 @@ def _dequantize_gptq(weights: _QuantizedWeights, settings: Mapping[str, Any], lo
 
 
 def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize AWQ weights."""
     _check_setting(settings, "version", ("gemm", "GEMM"), location)
     for key in ("bits", "w_bit"):
         _check_setting(settings, key, (4,), location)
@@ -405,6 +421,7 @@ def _dequantize_awq(weights: _QuantizedWeights, settings: Mapping[str, Any], loc
 
 
 def _dequantize_bitsandbytes(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize NF4, FP4, and LLM.int8 weights of bitsandbytes."""
     for name, weight in weights.iter_by_suffix(
         ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"
     ):
@@ -451,6 +468,7 @@ def _read_quant_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def _dequantize_modelopt(weights: _QuantizedWeights, settings: Mapping[str, Any], location: str) -> None:
+    """Dequantize NVFP4 and FP8 weights of ModelOpt."""
     _check_setting(settings, "quant_algo", ("FP8", "NVFP4"), location)
     for name, stem in weights.iter_by_suffix(".weight_scale_2"):
         weight = f"{stem}.weight"

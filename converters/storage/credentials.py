@@ -36,10 +36,16 @@ def _get_first_env(*names: str) -> str:
 
 
 def _is_env_enabled(name: str) -> bool:
+    """Return whether an environment variable has a value such as `1` or `true`."""
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
 def _build_s3_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a bucket of S3 or of a compatible store.
+
+    obstore reads keys and the role of a container from the environment. Otherwise, boto3 is used if it is
+    installed, and else the role of the machine. If the region is not set, it is requested from Amazon.
+    """
     options: dict[str, Any] = {}
     endpoint = _get_first_env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     region = _get_first_env("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -92,6 +98,11 @@ def _fetch_bucket_region(bucket: str) -> str:
 
 
 def _build_gcs_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a bucket of Google Cloud Storage.
+
+    obstore reads service accounts and tokens from the environment. Otherwise, the credentials of the gcloud
+    command are used, and else the role of the machine.
+    """
     if emulator := _get_first_env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
         return {"base_url": base.rstrip("/"), "skip_signature": True}
@@ -123,6 +134,10 @@ def _build_gcs_options(bucket: str) -> dict[str, Any]:
 
 
 def _build_azure_options(bucket: str) -> dict[str, Any]:
+    """Return the arguments for a container of Azure.
+
+    Without a key or a token, the credentials of the package `azure-identity` are used, such as a login.
+    """
     pairs = [part.partition("=") for part in _get_first_env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
     connection_fields = {name: value for name, _, value in pairs}
     account = connection_fields.get("AccountName") or _get_first_env(

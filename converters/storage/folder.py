@@ -65,6 +65,7 @@ class CheckpointFolder:
         return file
 
     def _create_file(self, name: str) -> CheckpointFile:
+        """Create the object for a file, which is opened at the first read. Checks the name and the file."""
         if not is_safe_relative_path(name):
             raise CheckpointError(
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
@@ -83,6 +84,7 @@ class CheckpointFolder:
 
 
 def _get_regular_file_size(path: Path) -> int:
+    """Return the size of a file in bytes. Raises a CheckpointError if the file is not a regular file."""
     try:
         status = path.stat()
     except OSError as error:

@@ -646,6 +646,7 @@ def dequantize_bnb_4bit(
     check_tensor(tensors["quant_map"].shape == (16,), tensors["quant_map"], "is no table of 16 values")
 
     def read_flat(tensor: Tensor, low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        """Read the elements [low, high) of a tensor with one dimension or with the shape (n, 1)."""
         # The tensors may be stored with the shape (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
         return read_region(tensor, (low, *(0 for _ in ends)), (high - low, *ends), unverified_spans).reshape(
@@ -653,11 +654,13 @@ def dequantize_bnb_4bit(
         )
 
     def read_codes(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        """Read the bytes [low, high) of the codes."""
         first = low // width
         elements = np.ascontiguousarray(read_flat(packed, first, -(-high // width), unverified_spans))
         return elements.view(np.uint8)[low - first * width : high - first * width]
 
     def read_maxima(low: int, high: int, unverified_spans: UnverifiedSpans) -> Array:
+        """Read the maxima of the blocks [low, high), and dequantize them if they are quantized."""
         quantized = read_flat(tensors["absmax"], low, high, unverified_spans)
         if nested is None:
             return _to_finite_scale(tensors["absmax"], quantized)

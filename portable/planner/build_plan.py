@@ -86,6 +86,7 @@ def build_plan(config: RunConfig, target: PlanTarget, prices: dict[str, float] |
 
 
 def _fits_without_offloading(option: PlanOption | None) -> bool:
+    """Return whether there is an option, and it does not use offloading."""
     return option is not None and not option.setting.offload_targets
 
 

@@ -201,6 +201,7 @@ def _print_cost_table(config: RunConfig, options: dict[str, Any], prices: dict[s
 
 
 def _check_compile_options(options: dict[str, Any]) -> None:
+    """Check that options for the compiler are only set with ``--compile``."""
     compiles = options.get("compile")
     require(
         compiles or "topology" not in options,

@@ -47,6 +47,7 @@ def add_remedy_to_problems(compiled: CompiledRun, remedy: str) -> CompiledRun:
 
 
 def _describe_largest_value(compiled: CompiledRun) -> str:
+    """Describe the largest value of all graphs. Empty if there are no large values."""
     values = [value for graph in compiled.graphs for value in graph.large_values]
     if not values:
         return ""
@@ -153,6 +154,7 @@ def format_report(compiled: CompiledRun, compared: Sequence[Comparison]) -> str:
 
 
 def _format_graphs(compiled: CompiledRun) -> str:
+    """Format a table with the sizes of each graph."""
     head = ("graph", "arguments", "results", "aliased", "temporary", "code", "TFLOP", "accessed", "seconds")
     lines = [
         (
@@ -172,6 +174,7 @@ def _format_graphs(compiled: CompiledRun) -> str:
 
 
 def _format_collectives(compiled: CompiledRun) -> str:
+    """Format a table with the collectives of each graph. Empty if there are none."""
     head = ("graph", "collective", "count", "sends", "asynchronous", "overlapped")
     lines = [
         (
@@ -189,6 +192,11 @@ def _format_collectives(compiled: CompiledRun) -> str:
 
 
 def _format_findings(graph: CompiledGraph) -> list[str]:
+    """Format the large values, host transfers, and notes of a graph as one block of lines.
+
+    Returns:
+        A list with the block. Empty if there are no findings.
+    """
     lines = [
         f"{graph.name}: {value.count} x {value.shape} ({format_bytes(value.bytes)}), as large as the logits"
         + (f": {' '.join(filter(None, (value.operation, value.source)))}" if value.operation else "")

@@ -87,6 +87,7 @@ def _compute_state_bytes_without_average(
     keeps_fp32_moments: bool,
     uses_muon: bool,
 ) -> int:
+    """Compute the size of the optimizer state without the average, see `compute_optimizer_state_bytes`."""
     row, step = math.prod(shape[1:]), FP32_BYTES
     if is_plugin_name(train.optimizer):
         return sum(compute_custom_state_bytes(train, shape, elements))

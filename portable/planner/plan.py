@@ -229,6 +229,7 @@ class Planner:
         )
 
     def _get_footprint(self, config: RunConfig) -> Footprint:
+        """Return the footprint of a config. Results are cached."""
         key = (
             StrategySetting.from_config(config),
             config.train.micro_batch_size,
@@ -241,6 +242,10 @@ class Planner:
         return self._footprints[key]
 
     def _measure_activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
+        """Measure the activations of a config.
+
+        If the result is an estimate, the reason is stored in ``failure``.
+        """
         request = PassRequest.from_config(
             config,
             micro_batch=micro_batch,

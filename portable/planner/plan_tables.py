@@ -96,6 +96,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _option_to_json(option: PlanOption) -> dict[str, Any]:
+    """Convert an option to plain values for JSON."""
     return {
         **asdict(option.setting),
         "context_parallel_size": option.context_parallel_size,
@@ -213,6 +214,7 @@ def format_option_table(plan: Plan, *, wide: bool = False) -> str:
 
 
 def _format_cells(option: PlanOption, star: str) -> dict[str, str]:
+    """Format the cells of an option's row in the table, keyed by column."""
     size = option.device_bytes
     numbers = {name: getattr(size, name) for name in _MEMORY_COLUMNS}
     numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
@@ -333,6 +335,7 @@ def _list_backend_remedies(planner: Planner) -> list[str]:
 
 
 def _describe_last_resorts(planner: Planner) -> str:
+    """Describe the settings to change if even the smallest option does not fit."""
     more = [*_list_backend_remedies(planner), "more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")
