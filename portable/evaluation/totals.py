@@ -20,7 +20,10 @@ def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add ``sums`` to ``totals`` by name, on the device: int64 for integers, float64 for floats."""
+    """Return ``totals`` plus ``sums`` by name, on the device.
+
+    Totals of integers are int64, of floats float64.
+    """
     wide = {name: value.detach().to(_get_accumulation_dtype(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
 
