@@ -1,4 +1,4 @@
-"""Rules about the schedule of the learning rate."""
+"""Checks of the settings of the learning-rate schedule."""
 
 from __future__ import annotations
 
