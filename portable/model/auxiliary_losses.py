@@ -1,4 +1,4 @@
-"""The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy."""
+"""Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class OutputWithAuxiliaryLoss(NamedTuple):
 
 
 class AuxiliaryLosses:
-    """The losses that a model's own ``forward(labels=...)`` adds to its cross-entropy.
+    """Auxiliary losses that a model's ``forward(labels=...)`` adds to its cross-entropy.
 
-    The model gets its labels, and its cross-entropy is replaced by 0. The loss that it returns is then the
-    sum of its auxiliary losses.
+    The model receives the labels, but its cross-entropy is replaced by 0. The loss that it returns is then
+    the sum of its auxiliary losses.
 
     Args:
         model: A transformers model, not wrapped.
@@ -138,7 +138,11 @@ _LABEL_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binar
 
 
 class _LabelLossReplacement(TorchFunctionMode):
-    """Replaces cross-entropy and other losses of labels by ``value`` within this context."""
+    """Mode that replaces cross-entropy and other losses of labels by a constant.
+
+    Args:
+        value: The constant.
+    """
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -169,10 +173,10 @@ def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConf
 
 
 def needs_last_token_as_input(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether the last token of a text matters to the other tokens although it only is a label.
+    """Return whether the model needs the last token of a text as an input although it is only a label.
 
     The router loss of a mixture of experts is a mean over all tokens of a text, and rotary embeddings may
-    depend on the length of a text. Such a model gets the last token of each text, as in transformers.
+    depend on the length of a text. Such a model receives the last token of each text, as in transformers.
 
     Args:
         config: The transformers config of the model.

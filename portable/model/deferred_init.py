@@ -1,13 +1,13 @@
 """Initial weights whose slices are computed when they are read.
 
 While a model is built, :class:`InitializationRecording` creates large tensors without values (torch's fake
-tensors) and records the operations that give them values: constructors, ``_init_weights`` and custom code run
+tensors) and records the operations that give them values. Constructors, ``_init_weights`` and custom code run
 unchanged. Afterwards, each rank computes the elements of its shards. An element depends only on the seed and
 its position, because every tensor is divided into fixed tiles, and each tile has a separate seed for its
 random numbers.
 
-Operations on whole tensors, such as the QR decomposition of an orthogonal initialization, are computed whole,
-one tensor at a time, whenever a slice of their result is read.
+Operations on complete tensors, such as the QR decomposition of an orthogonal initialization, are computed
+completely, one tensor at a time, whenever a slice of their result is read.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _RecordedView:
 
 
 class InitializationRecording:
-    """The operations by which a model's large tensors get their values.
+    """Recording of the operations that give the large tensors of a model their values.
 
     Args:
         seed: Seed of the random numbers.
@@ -153,7 +153,10 @@ class InitializationRecording:
 
     @cached_property
     def _fake_tensors(self) -> Any:
-        """The mode in which operations compute only shapes; importing it takes a second."""
+        """Mode in which operations compute only shapes.
+
+        It is created lazily, because its import takes a second.
+        """
         return torch_internals.create_fake_tensor_mode(allow_non_fake_inputs=True)
 
     @contextmanager
@@ -170,7 +173,14 @@ class InitializationRecording:
         return self._find_storage(tensor) is not None
 
     def build_deferred_tensor(self, tensor: Tensor) -> ReadableTensor:
-        """Return the values that a tensor has at the end of the recording."""
+        """Return a lazily read tensor with the values that ``tensor`` has at the end of the recording.
+
+        Args:
+            tensor: Recorded tensor, or a tensor with values.
+
+        Raises:
+            RecordingError: If the tensor is on the meta device.
+        """
         storage = self._find_storage(tensor)
         if storage is None:
             if tensor.is_meta:
@@ -238,7 +248,10 @@ class InitializationRecording:
         return on_host and keywords.get("generator") is None and math.prod(size) >= self._min_elements
 
     def _record_creation(self, name: str, tensor: Tensor, fill_values: tuple[Any, ...]) -> None:
-        """Record a tensor that a factory function has created. ``fill_values`` contains the value for ``full``."""
+        """Record a tensor that a factory function has created.
+
+        ``fill_values`` contains the value for ``full``.
+        """
         storage = self._add_storage(tensor)
         aten = torch.ops.aten
         fills: dict[str, tuple[Any, tuple[Any, ...], str]] = {

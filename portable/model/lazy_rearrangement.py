@@ -71,7 +71,7 @@ def trace_element_moves(
 
 
 class _MoveTrace:
-    """The readers of all tensors of a conversion."""
+    """Functions that read the tensors of a traced conversion."""
 
     def __init__(self) -> None:
         self._readers: dict[

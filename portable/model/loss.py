@@ -47,28 +47,32 @@ MetricNeeds = Literal["logits", "predictions"] | None
 
 
 class MicroBatchMeasure(Protocol):
-    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.MetricSet`."""
+    """Interface of the sums of an evaluation; see :class:`portable.evaluation.metrics.MetricSet`."""
 
     needs: MetricNeeds
     pass_name: str
-    """Purpose of the passes, used in messages."""
+    """Name of the pass, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Compute the sums of a micro-batch, by name."""
 
 
 class PrecomputePass(MicroBatchMeasure):
-    """Returns what ``once`` of the loss returns, instead of sums."""
+    """Pass that returns the columns that ``once`` of a custom loss computes, instead of sums."""
 
     needs = None
     pass_name = "pass over all samples"
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Raise NotImplementedError, because only the type of this measure matters."""
         raise NotImplementedError
 
 
 def count_valid_labels(labels: Tensor) -> int:
-    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
+    """Count the valid labels on the host.
+
+    Labels are valid unless they are -100 or, if they are floats, NaN.
+    """
     valid = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED_LABEL
     return int(torch.count_nonzero(valid))
 
@@ -215,9 +219,9 @@ class RequestedOutput(TypedDict):
 class LossForward(ForwardWrapper):
     """Forward method that also accepts a :class:`LossRequest`, and then returns a :class:`RequestedOutput`.
 
-    A batch of samples always comes with a request. Without a request, as in
-    ``model.generate``, ``position_ids`` are not those of packed documents, and may begin after the tokens of
-    a cache. Such a pass runs the forward method of the transformers model, without any replacement.
+    A batch of samples always has a request. Without a request, as in ``model.generate``, ``position_ids`` do
+    not mark packed documents, and may begin after the tokens of a cache. Such a pass runs the forward method
+    of the transformers model, without any replacement.
 
     Args:
         model: A transformers model, not wrapped.
@@ -344,7 +348,7 @@ def compute_micro_batch_loss(
     logits = outputs.model.logits
     if wants_token_metrics and (
         hits is not None or logits.dim() > 2
-    ):  # not for the class of a whole sequence
+    ):  # logits of a sequence classifier have two dimensions
         metrics = compute_token_metric_sums(logits, hits, labels) | metrics
     predictions = outputs.predictions
     if metric_needs is not None and predictions is None and not labels.is_floating_point():
@@ -365,7 +369,7 @@ class LossInputs(NamedTuple):
     """Result of :func:`run_model_for_loss`.
 
     Attributes:
-        outputs: What the loss gets.
+        outputs: Outputs that are passed to the loss.
         auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``. None if all logits are
             computed, or if the caller did not request ``hits``.
@@ -387,25 +391,25 @@ def run_model_for_loss(
     with_auxiliary_losses: bool = False,
     logits_suffice: bool = False,
 ) -> LossInputs:
-    """Run a model on a micro-batch, and split what it returns into what a loss needs.
+    """Run a model on a micro-batch and return the inputs of its loss.
 
-    A sample may be several sequences, such as a pair: ``input_ids`` are then ``[batch, sequences, tokens]``,
-    which the model takes as ``[batch * sequences, tokens]``. Its outputs are split again.
+    A sample may consist of several sequences, such as a pair. ``input_ids`` are then ``[batch, sequences,
+    tokens]``, which the model receives as ``[batch * sequences, tokens]``. Its outputs are split again.
 
     Args:
         model: A model with :func:`install_loss_forward`, or a wrapper around it.
         inputs: Arguments of the model, on the device.
         labels: Labels of the micro-batch.
         needs: ``logits``, or the statistics of each token that the loss needs.
-        statistics: More statistics, which only the chunked head computes.
+        statistics: Additional statistics, which only the chunked head computes.
         head: The model's chunked head. It is used if the micro-batch has more than one chunk of tokens and
             the logits are not needed.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
-        logits_suffice: Whether the loss takes the logits instead of the statistics if all are computed.
+        logits_suffice: Whether the loss takes the logits instead of the statistics if all of them are
+            computed.
 
     Returns:
-        The outputs, the auxiliary losses, and 1 for each token that is predicted. The last is None if all
-        logits are computed, or if ``statistics`` does not contain ``hits``.
+        The outputs for the loss, the auxiliary loss, and the hits.
     """
     shape = inputs["input_ids"].shape
     is_split = len(shape) == 3
@@ -437,18 +441,16 @@ def run_model_for_loss(
 
 
 class TrainingObjective:
-    """The training objective of a run: its loss, and what the loss needs besides the model's forward pass.
+    """The training objective of a run: its loss, and the inputs of the loss in addition to the forward pass.
 
     Args:
         model: A transformers model, not wrapped.
         global_batch_size: Sequences in an optimizer step, over all ranks.
         head: The model's head, if it can compute token statistics in chunks.
-        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss or sources
-        of a
-            mixture. None for the loss of the task.
-        compute_dtype: The type in which the engine computes if it does not use autocast. None for the type of
-        the
-            parameters.
+        custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
+            for each source of a mixture. None for the loss of the task.
+        compute_dtype: Dtype in which the engine computes if it does not use autocast. None for the dtype of
+            the parameters.
     """
 
     def __init__(
@@ -468,11 +470,14 @@ class TrainingObjective:
         self._compute_dtype = compute_dtype
         self._prepared_models: WeakSet[nn.Module] = WeakSet()
         """References and teachers with the transforms and the precision of the model in training."""
-        # Further columns of a batch are only for a custom loss.
+        # Only a custom loss adds columns that the model does not accept.
         self._input_names = None if custom_loss is None else _list_input_names(model)
 
     def compute_weight(self, batch: Batch) -> float:
-        """Compute the weight of a micro-batch on the host: its number of labels, or a custom weight."""
+        """Compute the weight of a micro-batch on the host: its number of valid labels, or a custom weight.
+
+        The first call may also check the custom loss, on the host.
+        """
         loss, labels = self._custom_loss, batch["labels"]
         if loss is None:
             return count_valid_labels(labels)
@@ -520,7 +525,17 @@ class TrainingObjective:
     def measure_micro_batch(
         self, model: nn.Module, batch: Batch, measure: MicroBatchMeasure
     ) -> dict[str, Tensor]:
-        """Compute the sums of ``measure`` and the summed ``loss`` of a micro-batch."""
+        """Compute the sums of an evaluation for a micro-batch.
+
+        Args:
+            model: The model of the objective, or a wrapper around it.
+            batch: Micro-batch on the device.
+            measure: Metrics of the evaluation, or a :class:`PrecomputePass`.
+
+        Returns:
+            The summed ``loss``, the sums of a custom loss and the sums of the metrics, by name. For a
+            :class:`PrecomputePass`, the columns that ``once`` returns.
+        """
         if isinstance(measure, PrecomputePass):
             assert self._custom_loss is not None and self._custom_loss.once is not None
             return self._call_without_gradients(self._custom_loss.once, batch)
@@ -530,17 +545,17 @@ class TrainingObjective:
         return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}
 
     def get_loss(self, *, training: bool) -> TrainingLoss | TaskLoss:
-        """Return the loss of a training step or of an evaluation."""
+        """Return the loss of a training step or, if ``training`` is False, of an evaluation."""
         loss = self._custom_loss
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that the model takes."""
+        """Return the columns of a batch that the model accepts."""
         names = batch if self._input_names is None else self._input_names
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
-        """Add what ``before`` of a custom loss computes, such as the log-probabilities of a reference."""
+        """Return the batch with the columns that ``before`` of a custom loss computes."""
         return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
     def _call_without_gradients(
@@ -595,8 +610,8 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
     """Run a model on a micro-batch and return the summed cross-entropy, without auxiliary losses.
 
     Args:
-        model: A transformers model. Its forward method gets the transforms of a run.
-        batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``; for
+        model: A transformers model. Its forward method is replaced by the forward method of a run.
+        batch: Micro-batch on the device. ``labels[b, t]`` is the target of ``logits[b, t]``. For
             classification, ``labels[b]`` is the target of ``logits[b]``.
         head: The model's chunked head, to avoid computing all logits at once.
 
@@ -611,7 +626,9 @@ def compute_summed_cross_entropy(model: nn.Module, batch: Batch, head: ChunkedHe
 
 
 _METRIC_COUNT_NAMES = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
-"""Means that steps log besides the loss, by TRL's names, and the names of the counts that divide them."""
+"""Means that steps log in addition to the loss, with TRL's names, and the names of the counts that divide
+them.
+"""
 _MAX_ENTROPY_LOGITS = 1 << 24
 
 
@@ -621,12 +638,12 @@ def compute_token_metric_sums(
 ) -> dict[str, Tensor]:
     """Compute sums over the labels: hits of the most likely token and, from all logits, the entropy in nats.
 
-    The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
+    Hits are counted in the first sequence of each sample. In a pair this is the chosen answer, as in TRL.
 
     Args:
         logits: Logits of all tokens, ``[sequences, tokens, vocabulary]``. None if the head computes ``hits``.
         hits: 1 for each token that is predicted, fp32 ``[sequences, tokens]``.
-        labels: ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
+        labels: Labels, ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
 
     Returns:
         The sums by name, fp32 scalars.
@@ -638,7 +655,8 @@ def compute_token_metric_sums(
         is_hit = hits
     elif on_xla:
         assert logits is not None
-        # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
+        # argmax would need memory for two more copies of the logits. gather would need one more copy if
+        # tokens are sharded.
         classes = torch.arange(logits.shape[-1], device=labels.device)
         target_logits = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
         is_hit = (target_logits.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
@@ -648,7 +666,7 @@ def compute_token_metric_sums(
     first_sequences = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
     counted = valid.flatten(0, -2)[first_sequences].sum().float()
     sums = {"first labels": counted, "mean_token_accuracy": is_hit[first_sequences].sum().float()}
-    if logits is None or on_xla:  # as with argmax
+    if logits is None or on_xla:  # on XLA, the entropy would need more copies of the logits, as argmax does
         return sums
     rows, row_is_valid = logits.flatten(0, -2), valid.flatten()
     step = max(1, _MAX_ENTROPY_LOGITS // rows.shape[-1])
@@ -686,7 +704,7 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
     """
     if not has_peft_adapter(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
-    from portable.private.peft_internals import disable_adapters  # which imports peft
+    from portable.private.peft_internals import disable_adapters  # the module imports peft
 
     with disable_adapters(model):
         yield
@@ -696,7 +714,8 @@ _MODEL_COLUMNS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
     PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN,
 )  # fmt: skip
-"""Columns of samples that are for a model, whose own forward may take anything."""
+"""Columns of a batch that are always passed to the model, because its forward method may accept any keyword.
+"""
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The cross-entropy and the labels of each source of a mixture, which steps log."""
+"""Cross-entropy and number of labels of each source of a mixture, which steps log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from portable.batch import Batch
 
 LOSS_PREFIX, SHARE_PREFIX = "loss/", "share/"
-"""Prefixes of the mean cross-entropy of a source in a step, and of its share of the step's labels."""
+"""Prefixes of the names of a source's mean cross-entropy, and of its share of the labels in a step."""
 
 
 class LossBySource:

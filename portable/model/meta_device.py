@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MIN_RECORDED_ELEMENTS = 1 << 22
-"""Elements of the smallest tensor that is not created on the host."""
+"""Elements of the smallest tensor that is recorded instead of created on the host."""
 
 
 @contextmanager
 def create_parameters_on_meta() -> Iterator[InitializationRecording]:
-    """Within this context, move each parameter to the meta device when a module registers it.
+    """Move each parameter to the meta device when a module registers it, until the context ends.
 
     A constructor creates each parameter before it is registered, and the stacked experts of one layer can
-    take up tens of gigabytes. Large tensors are therefore created without values, and the operations on
-    them are recorded, because a buffer may be one of them.
+    take up tens of gigabytes. Large tensors are therefore created without values. The operations on them are
+    recorded, because a buffer may be computed from them.
 
     Yields:
         The recording, for :func:`assign_recorded_values`.

@@ -1,4 +1,4 @@
-"""Published names and shapes of a run's model, and the tensors and files that are copied from its base.
+"""Published names and shapes of a run's model, and the tensors and files that are copied from its base model.
 
 transformers renames and rearranges many tensors while it loads a checkpoint. A run exports its model with the
 names and shapes of the checkpoint that it started from, or with the defaults of the model type. Each
@@ -295,10 +295,10 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions)
 
     def _rename_tied_tensors(self, written: Checkpoint) -> Checkpoint:
-        """Give a tied tensor the one of its names that the base model's files have.
+        """Give each tied tensor the name that the files of the base model have for it.
 
-        Without a base model, this is the name that ``save_pretrained`` writes. The checkpoint has the name of
-        the module that comes first in the model.
+        Without a base model, this is the name that ``save_pretrained`` writes. In the checkpoint, the tensor
+        has the name of the module that comes first in the model.
         """
         published = {
             values.list_sources()[0]: name
