@@ -212,7 +212,7 @@ class CustomOptimizer:
                     del group[name]
                 group.update(values)
             vars(inner).update(numbers)
-        first = states[parameter].first if parameter in states else {}
+        first = states[parameter].first_values if parameter in states else {}
         return self.to_plain_state(parameter, first)
 
     def to_plain_state(self, parameter: Tensor, state: Mapping[Any, Any]) -> dict[str, Any]:
