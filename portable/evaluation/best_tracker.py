@@ -114,7 +114,7 @@ class BestTracker:
             UserError: If the evaluation has no number with the name ``metric``.
         """
         if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
-            # reset, because the history belongs to another metric
+            # Reset the history, because it belongs to another metric or mode.
             eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]
         if step <= eval_history.step:
             return EvalDecision(stop=self.should_end_run(eval_history))

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from portable.model.training_loss import Outputs
 
 Totals = Mapping[str, "Tensor"]
-"""Sums over the evaluation set by name, on the host: float64, with the shapes of the sums of a micro-batch.
-"""
+"""Sums over the evaluation set by name, on the host: float64, with the shapes of a micro-batch's sums."""
 LABELS, LOSS, WEIGHTS = "labels", "loss", "weights"
 """Names of totals. Every metric gets the number of valid labels and the summed loss. ``weights`` is the
 divisor of the loss, which may differ from the number of labels if ``train.loss`` is set.
