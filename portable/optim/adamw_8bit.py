@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@cache  # cached, because a copy from the host in every step would be a host sync
+@cache  # otherwise, a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 levels that the codes index, fp32 in ascending order on ``device``.
 

@@ -194,7 +194,7 @@ class CustomOptimizer:
         try:
             for member, _ in gradients:
                 member.grad = None
-            # otherwise weight decay could make an accumulated gradient non-zero
+            # Otherwise, weight decay could make a gradient that the optimizer accumulates non-zero.
             for group in inner.param_groups:
                 group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
             parameter.grad = torch.zeros_like(parameter)
@@ -455,6 +455,7 @@ def check_custom_optimizer(config: RunConfig) -> None:
 
 
 def _build_trial_values() -> list[Tensor]:
+    """Return the values of two small parameters, which are equal on all ranks."""
     draws = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
@@ -514,6 +515,7 @@ def _is_elementwise_in_trial(settings: _OptimizerSettings) -> bool:
 
 
 def _build_for_parameter(settings: _OptimizerSettings, parameter: nn.Parameter) -> CustomOptimizer:
+    """Build the optimizer for a single parameter."""
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
     return CustomOptimizer(settings, {"0": parameter}, [group])
 

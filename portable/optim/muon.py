@@ -248,6 +248,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _step_muon(self, trained: list[Any], group: dict[str, Any]) -> None:
+        """Update matrices, first on their owner ranks, then one shared matrix per rank and round."""
         ranks = _ShardRanks.from_parameter(trained[0], flat=self.flat_matrices is not None)
         parts = [
             _MatrixShard(
@@ -279,6 +280,7 @@ class Muon(torch.optim.Optimizer):
                 self._apply_update(part, update, group)
 
     def _list_matrices(self, parameter: Tensor, ranks: _ShardRanks) -> Sequence[ShardedMatrix]:
+        """List the matrices of a parameter, with the distribution of their elements over ranks."""
         if self.flat_matrices is not None:
             return self.flat_matrices[parameter]
         shape, elements = parameter.shape, parameter.numel()

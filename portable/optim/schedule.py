@@ -113,7 +113,7 @@ class WarmupStableDecay(Schedule):
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of an optimizer step, counted from 0."""
-        # subtract an epsilon, because fractions such as 0.07 are not exact
+        # Subtract an epsilon before rounding up, because fractions such as 0.07 are not exact.
         decay = math.ceil(self.decay_ratio * self.total_steps - 1e-9)
         decay = min(decay, self.total_steps - self.warmup_steps)
         steps_left = min(self.total_steps - step, decay)

@@ -51,7 +51,7 @@ def restore_custom_group_values(groups: list[dict[str, Any]], stored: OptimizerS
             before, value = group[name], values[name]
             if isinstance(before, torch.Tensor):
                 before.fill_(value)
-            # flags belong to an engine
+            # Do not restore flags, because they belong to an engine.
             elif isinstance(before, int | float) and not isinstance(before, bool):
                 group[name] = value
 
