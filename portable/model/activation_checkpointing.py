@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward pass instead of storing them."""
+"""Activation checkpointing, which recomputes activations in the backward pass instead of storing them."""
 
 from __future__ import annotations
 

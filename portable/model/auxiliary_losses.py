@@ -91,8 +91,7 @@ class AuxiliaryLosses:
         finally:
             self._replacement_loss = None
         loss: Tensor | None = output.loss
-        # Most models add nothing to the 0. Return None for them, because adding 0 would take time in each
-        # step.
+        # Return None for models that add nothing to the 0, because adding 0 would take time in each step.
         if loss is None or (loss is zero and torch_internals.get_tensor_version(loss) == 0):
             return OutputWithAuxiliaryLoss(output, None)
         return OutputWithAuxiliaryLoss(output, loss.float())

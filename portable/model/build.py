@@ -1,4 +1,4 @@
-"""Build transformers models on the meta device.
+"""Construction of transformers models on the meta device.
 
 No function in this module holds a complete model in memory. Parameters are created on the meta device, a
 backend shards and allocates them, and their values are then loaded layer by layer or tensor by tensor.
@@ -310,7 +310,7 @@ def _is_ignored_published_key(key: str, value: Any) -> bool:
 
 
 def _is_generation_setting(key: str) -> bool:
-    """Whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
+    """Return whether ``key`` belongs to ``GenerationConfig``. Old config.json files contain such keys."""
     from transformers import GenerationConfig
 
     return not key.startswith("_") and key in vars(GenerationConfig())
@@ -425,6 +425,7 @@ def build_and_freeze_model(config: PretrainedConfig, run: RunConfig) -> PreTrain
 
 
 def _prepare_for_training(model: PreTrainedModel) -> None:
+    """Disable the KV cache and a warning that syncs, and add token types if the model requires them."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -443,6 +444,7 @@ _TOKEN_TYPES = "mm_token_type_ids"
 
 
 def _requires_token_types(model: PreTrainedModel) -> bool:
+    """Return whether the model raises an error about missing token types in training."""
     try:
         run_trial_forward(model, _set_train_mode)
     except ValueError as error:
@@ -543,7 +545,7 @@ def _find_architecture_class(config: PretrainedConfig) -> Any:
 
 
 def select_pretrained_class(name: str) -> Any:
-    """Find the class that a run builds to train a pretrained causal language model.
+    """Select the class that a run builds to train a pretrained causal language model.
 
     Args:
         name: Local folder, or name of a model on the Hub.
@@ -604,6 +606,7 @@ def _explain_missing_class(config: PretrainedConfig, settings: ModelConfig) -> s
 def _build_unchecked_model(
     config: PretrainedConfig, settings: ModelConfig, attention: str
 ) -> PreTrainedModel:
+    """Build the model of the selected class on the meta device, and apply ``model.function``."""
     model_class = _select_model_class(config, settings)
     saved_config, config = config, copy.deepcopy(config)
     text = config.get_text_config()
@@ -775,7 +778,10 @@ def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunC
     if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
         if run.model.name_or_path is not None:  # the vocabulary size of a pretrained model cannot be changed
-            remedy = f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get rows,"
+            remedy = (
+                f"name its last {tokenizer_size - vocabulary_size} in data.added_tokens, so that they get "
+                "rows,"
+            )
         raise UserError(
             f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has "
             f"{vocabulary_size}; {remedy} or choose another tokenizer"

@@ -213,7 +213,7 @@ def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def _returns_head_logits(model: nn.Module) -> bool:
     """Return whether a model returns the logits of its head unchanged and uses them in no other loss."""
-    # grouped matrix products of experts run only in bf16 on the meta device
+    # Try bf16 as well, because grouped matrix products of experts run only in bf16 on the meta device.
     for dtype in (None, torch.bfloat16):
         try:
             return _trial_returns_head_logits(model, dtype)
@@ -333,7 +333,7 @@ def _compute_logits_gradient(
     gradient = _compute_logits(hidden, weight, bias).softmax(dim=-1)
     log_z_gradient = gradient * statistic_gradients["log_z"] if "log_z" in statistic_gradients else None
     if "log_probs" in statistic_gradients:
-        # a comparison is fused into the same pass; a scatter would need one more pass
+        # A comparison is fused into the same pass. A scatter would need one more pass.
         if torch.compiler.is_compiling():
             gradient = gradient - (torch.arange(gradient.shape[1], device=gradient.device) == labels).float()
         else:
@@ -369,6 +369,7 @@ def _compute_chunk_statistics(
 
 
 def _cast_parameters(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Cast the parameters of the head to the compute dtype."""
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -378,4 +379,5 @@ def _compute_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _iter_row_slices(num_rows: int, rows_per_slice: int) -> Iterator[slice]:
+    """Yield slices of at most ``rows_per_slice`` rows."""
     return (slice(start, start + rows_per_slice) for start in range(0, num_rows, rows_per_slice))

@@ -46,7 +46,7 @@ def _check_attention_support(model: Any, config: RunConfig) -> None:
     )
     has_router_loss = getattr(text, "output_router_logits", False)
     require(
-        # a rank cannot derive the padding of a sample from its part of the sample
+        # A rank cannot derive the padding of a sample from its part of the sample.
         not has_router_loss or bool(config.data.packing),
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
         "documents, or model.config.output_router_logits to false",

@@ -94,8 +94,7 @@ MASK_READING_TYPES = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon
 """Types in :data:`DOCUMENT_SEPARATING_TYPES` whose layers compute with the mask, so it must be a tensor."""
 
 _MASKED_KERNELS = ("sdpa", "eager", "flex_attention")
-"""Kernels that accept the masks of this module. Other kernels must accept lengths, as flash attention does.
-"""
+"""Kernels that accept the masks of this module. Other kernels must accept lengths, like flash attention."""
 DOCUMENT_SEPARATING_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe"}
 )
@@ -214,6 +213,7 @@ def build_packing_notes(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def _find_mask_function(kernel: str) -> Any:
+    """Return the function with which transformers creates the masks of a kernel, or None."""
     return get_mask_functions().get(kernel, None)
 
 
@@ -297,8 +297,11 @@ class DocumentForward(ForwardWrapper):
 
         Args:
             arguments: Positional arguments of the model.
-            inputs: The columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
+            inputs: Columns of a batch. Packed documents have ``position_ids``, which begin at 0 in each
                 document, and ``document_lengths``.
+
+        Returns:
+            The output of the model.
         """
         positions = inputs.get("position_ids")
         inputs.pop(TEXT_TOKENS_COLUMN, None)
@@ -323,6 +326,7 @@ class DocumentForward(ForwardWrapper):
                 return self.__wrapped__(*arguments, **inputs)
 
     def _attends_per_document(self, device: torch.device) -> bool:
+        """Return whether attention runs on one document at a time: only for uncompiled sdpa on a CPU."""
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
         return all(torch_internals.get_compiled_call(module) is None for module in self._model.modules())
@@ -456,6 +460,7 @@ class _PerDocumentMask:
         return torch.cat(rows)
 
     def _build_document_mask(self, query: Tensor) -> Tensor | None:
+        """Return the mask of a single document, or None if it is causal. Masks are cached by length."""
         length = query.shape[2]
         if self._local_size is None or length <= self._local_size:
             return None

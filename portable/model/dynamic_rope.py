@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LENGTH_DEPENDENT_ROPE_TYPES = ("longrope", "dynamic")
 _RENAMED_ROPE_TYPES = {"su": "longrope"}
-"""Names of rope types in the configs of custom code."""
+"""Former names of rope types, which custom code may still use, and their current names."""
 
 
 def is_length_dependent(rope_type: str) -> bool:
@@ -38,7 +38,7 @@ def is_length_dependent(rope_type: str) -> bool:
 
 
 def _list_rope_settings(config: PretrainedConfig) -> list[Any]:
-    """List the mappings with a rope type in a config: one, or one for each layer type."""
+    """List the mappings of a config that may contain a rope type: one, and one for each layer type."""
     text = config.get_text_config()
     # Custom code may still use the former name.
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -197,7 +197,7 @@ class _TextLengthRotaryForward:
         in_use = text_lengths is not None and (self.in_forward or layer.module.training)
         if text_lengths is None or not in_use or layer_type not in self._rope_types:
             return layer.forward(x, position_ids, **keywords)
-        # the positions are not positions of tokens
+        # These positions are not positions of tokens.
         if text_lengths.shape[-1] not in (1, position_ids.shape[-1]):
             return layer.forward(x, position_ids, **keywords)
         shape = (text_lengths.shape[0], position_ids.shape[-1])

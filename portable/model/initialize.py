@@ -100,7 +100,7 @@ class InitialWeights:
                 model = apply_model_function(model, self.model_function)
         for parameter in model.parameters():
             if recording is None or not recording.is_recorded(parameter):
-                # replaces values that the architecture does not initialize
+                # Replace the values that the architecture does not initialize.
                 parameter.detach().nan_to_num_(nan=0.0)
         return model
 

@@ -134,8 +134,7 @@ def find_transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         Names and modules, in the order of the model.
     """
     classes = list_no_split_layer_classes(model)
-    # Use only members of lists, because some models also declare their embeddings, which may be tied to the
-    # head.
+    # Use only members of lists: some models also declare their embeddings, which may be tied to the head.
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
     layers = [(name, m) for name, m in members if type(m).__name__ in classes]

@@ -1,4 +1,4 @@
-"""Lazy tensors that are computed from others by moving elements, such as stacked experts.
+"""Lazy tensors that are computed from other tensors by moving elements, such as stacked experts.
 
 :func:`trace_element_moves` runs a conversion once on the meta device and records its operations. Afterwards,
 any slice of a result can be read, and only the source elements that belong to the slice are read.
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose slices are read on demand.
+    """Tensor whose slices are read on demand.
 
     Attributes:
         shape: Shape of the complete tensor.
-        read_slice: Function that returns the elements in an index with unit steps, with all dimensions.
+        read_slice: Function that returns the elements in an index, which has unit steps and all dimensions.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class LazyTensor:
 
 
 class NotTraceableError(Exception):
-    """A conversion does more than move elements."""
+    """Error for a conversion that does more than move elements."""
 
 
 def trace_element_moves(
@@ -49,13 +49,13 @@ def trace_element_moves(
     Args:
         convert: Function that computes the results from the sources. It is called once, with tensors on the
             meta device.
-        sources: The tensors that are converted.
+        sources: Tensors to convert.
 
     Returns:
         The results by name.
 
     Raises:
-        NotTraceableError: If the conversion uses an operation that changes values or is not supported here.
+        NotTraceableError: If the conversion uses an operation that changes values or is not supported.
     """
     trace = _MoveTrace()
     inputs = []
@@ -152,6 +152,7 @@ def _build_transpose_readers(
 
 
 def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> Tensor:
+    """Read a slice of a tensor that is narrowed along ``dim`` by ``offset``."""
     shifted = slice(index[dim].start + offset, index[dim].stop + offset)
     return source.read_slice((*index[:dim], shifted, *index[dim + 1 :]))
 
@@ -182,7 +183,11 @@ def _build_slice_readers(
 def _build_view_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], *_: object
 ) -> list[ReadSlice]:
-    """Read all elements of the dimensions that differ, and slices of the leading dimensions that do not."""
+    """Return a reader for a reshaped tensor.
+
+    The reader reads all elements of the dimensions that differ, and slices of the leading dimensions that do
+    not.
+    """
     (source,), (shape,) = sources, shapes
     num_equal_dims = 0
     while (

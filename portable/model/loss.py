@@ -1,15 +1,14 @@
-"""The loss of a micro-batch, for every task, engine and kind of loss.
+"""Loss of a micro-batch, for every task, engine and kind of loss.
 
 :func:`compute_micro_batch_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
 the mean over all labels of the global batch, so :func:`scale_loss_by_global_weight` divides the sum by the
 number of valid labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a
 classifier's ``problem_type``, or the loss that ``train.loss`` names.
 
-A model's own auxiliary losses (:mod:`portable.model.auxiliary_losses`), such as the load-balancing loss of a
-mixture of experts, are defined by transformers for one forward pass. Over a global batch they are averaged
-over the sequences: each micro-batch is weighted by its share of the sequences. The result equals
-transformers' loss if the global batch is one micro-batch, and does not grow with the number of micro-batches
-or ranks.
+transformers defines the auxiliary losses of a model (:mod:`portable.model.auxiliary_losses`), such as the
+load-balancing loss of a mixture of experts, for one forward pass. Over a global batch they are averaged over
+the sequences: each micro-batch is weighted by its share of the sequences. The result equals transformers'
+loss if the global batch is one micro-batch, and does not grow with the number of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -86,15 +85,14 @@ class MicroBatchLoss:
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
-        num_sequences: Number of samples in the micro-batch. With SPMD, where all ranks run one program, these
-        are
-            the samples of all ranks.
-        weight: The weight that a :class:`TrainingLoss` returned. None for the loss of the task, which is
-            weighted by the number of valid labels.
-        auxiliary_loss: The model's own auxiliary losses, an fp32 scalar. None if there are none.
+        num_sequences: Number of samples in the micro-batch. With SPMD, all ranks run one program, and the
+            samples of all ranks count.
+        weight: Weight that a :class:`TrainingLoss` returned. None for the loss of the task, whose weight is
+            the number of valid labels.
+        auxiliary_loss: Sum of the model's auxiliary losses, an fp32 scalar. None if there are none.
         metrics: Sums to log, which are divided by the same global weight as the loss.
-        predictions: The most likely class of each position. Only in evaluations with metrics.
-        logits: Only in evaluations, if they are all computed.
+        predictions: Most likely class of each position. Only in evaluations with metrics.
+        logits: Logits, only in evaluations and if all of them are computed.
     """
 
     loss_sum: Tensor
@@ -121,6 +119,9 @@ class StepSums:
 
 def sum_micro_batches(sums: Sequence[StepSums]) -> StepSums:
     """Add up the contributions of the micro-batches of a step.
+
+    Args:
+        sums: Contributions of the micro-batches, at least one.
 
     Raises:
         UserError: If a custom loss logs different names for different micro-batches.
@@ -159,15 +160,13 @@ def scale_loss_by_global_weight(
 
     Args:
         output: Result of the micro-batch.
-        global_weight: Weight of the global batch, a device scalar: its number of valid labels, or the sum of
-        the
-            weights of a custom loss.
-        global_batch_size: Sequences in an optimizer step, over all ranks.
+        global_weight: Weight of the global batch, a scalar on the device: its number of valid labels, or the
+            sum of the weights of a custom loss.
+        global_batch_size: Number of sequences in an optimizer step, over all ranks.
 
     Returns:
-        The contribution of the micro-batch to the mean loss of the global batch, an fp32 scalar with a
-        gradient; and the same contribution without a gradient, together with the logged values. The
-        contributions of all micro-batches and ranks add up to the loss and the logged values of the step.
+        The contribution of the micro-batch to the mean loss, with and without a gradient. The contributions
+        of all micro-batches and ranks add up to the loss and the logged values of the step.
     """
     divisor = torch.where(global_weight > 0, global_weight, 1).float()
     loss = output.loss_sum / divisor
@@ -191,9 +190,8 @@ class LossRequest:
 
     Attributes:
         labels: Labels that align with the logits, int64 ``[sequences, tokens]`` for a language model.
-        statistics: Statistics of each token that ``head`` computes; see
-        :meth:`ChunkedHead.forward_with_statistics`. Empty
-            for the logits.
+        statistics: Names of the statistics of each token that ``head`` computes; see
+            :meth:`ChunkedHead.forward_with_statistics`. Empty for the logits.
         head: The model's chunked head, if ``statistics`` is not empty.
         with_auxiliary_losses: Whether to compute the model's auxiliary losses.
     """
@@ -232,7 +230,16 @@ class LossForward(ForwardWrapper):
         self._auxiliary_losses = AuxiliaryLosses(model)
 
     def __call__(self, *arguments: Any, request: LossRequest | None = None, **inputs: Any) -> Any:
-        """Run the forward pass. Without a request, the result is the output of the transformers model."""
+        """Run the forward pass.
+
+        Args:
+            arguments: Positional arguments of the model.
+            request: Parts of the loss to compute.
+            inputs: Keyword arguments of the model.
+
+        Returns:
+            A :class:`RequestedOutput`. Without a request, the output of the transformers model.
+        """
         if request is None:
             return self.original_forward(*arguments, **inputs)
         statistics: dict[str, Tensor] = {}
@@ -257,8 +264,8 @@ class LossForward(ForwardWrapper):
 def install_loss_forward(model: Model) -> Model:
     """Make the model's forward method accept a :class:`LossRequest`.
 
-    This has to be the last transform of the forward method, so that auxiliary losses can use all columns of
-    a batch.
+    Call this function after the functions that install other forward methods. The last one receives all
+    columns of a batch, and auxiliary losses need them.
 
     Args:
         model: A transformers model, not wrapped.
@@ -311,7 +318,7 @@ def compute_micro_batch_loss(
         batch: Micro-batch on the device.
         objective: The objective of the run.
         with_token_metrics: Whether to also compute the token accuracy and the entropy.
-        evaluation: The metrics of an evaluation, which gets no auxiliary losses. None in training.
+        evaluation: Metrics of an evaluation, which computes no auxiliary losses. None in training.
 
     Returns:
         The summed loss, its weight, the auxiliary losses, the sums to log, and the predictions.
@@ -441,11 +448,11 @@ def run_model_for_loss(
 
 
 class TrainingObjective:
-    """The training objective of a run: its loss, and the inputs of the loss in addition to the forward pass.
+    """Training objective of a run: its loss, and the inputs of the loss in addition to the forward pass.
 
     Args:
         model: A transformers model, not wrapped.
-        global_batch_size: Sequences in an optimizer step, over all ranks.
+        global_batch_size: Number of sequences in an optimizer step, over all ranks.
         head: The model's head, if it can compute token statistics in chunks.
         custom_loss: The loss of ``train.loss``, or a built-in loss with label smoothing, a z-loss, or metrics
             for each source of a mixture. None for the loss of the task.
@@ -497,7 +504,7 @@ class TrainingObjective:
         return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     def compute_logged_values(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the values that a step logs besides the loss.
+        """Return the values that a step logs in addition to the loss.
 
         Args:
             sums: The names and values of :class:`StepSums`, added up over the step.
@@ -550,7 +557,7 @@ class TrainingObjective:
         return self.task_loss if loss is None or not (training or loss.in_evaluation) else loss
 
     def select_model_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the columns of a batch that the model accepts."""
+        """Return the columns of a batch that the model accepts, without the labels."""
         names = batch if self._input_names is None else self._input_names
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
@@ -561,7 +568,7 @@ class TrainingObjective:
     def _call_without_gradients(
         self, function: Callable[..., Mapping[str, Tensor]], batch: Batch
     ) -> dict[str, Tensor]:
-        """Call ``before`` or ``once`` of a custom loss with a function that runs forward passes."""
+        """Call ``before`` or ``once`` of a custom loss, and pass a function that runs forward passes."""
         loss = self._custom_loss
         assert loss is not None
 
@@ -581,11 +588,11 @@ class TrainingObjective:
             self._model.train(training)
 
     def _prepare_reference(self, reference: nn.Module) -> nn.Module:
-        """Apply the transforms of the forward method to a reference or teacher, and cast its parameters.
+        """Install the forward methods of a run in a reference or teacher, and cast its parameters.
 
-        The parameters have the precision of their files. Afterwards, the model computes as the model in
-        training does. Under autocast, that is the type of its parameters; otherwise the engine casts its
-        parameters to the compute type.
+        The parameters have the dtype of their files. They are cast so that the reference computes in the same
+        precision as the model in training: to the dtype of its parameters under autocast, otherwise to the
+        compute dtype of the engine.
 
         Args:
             reference: The reference or teacher.
@@ -655,8 +662,8 @@ def compute_token_metric_sums(
         is_hit = hits
     elif on_xla:
         assert logits is not None
-        # argmax would need memory for two more copies of the logits. gather would need one more copy if
-        # tokens are sharded.
+        # Do not use argmax, which would need memory for two more copies of the logits, or gather, which would
+        # need one more copy if tokens are sharded.
         classes = torch.arange(logits.shape[-1], device=labels.device)
         target_logits = torch.where(classes == targets.unsqueeze(-1), logits, -torch.inf)
         is_hit = (target_logits.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
@@ -697,7 +704,10 @@ def _compute_token_statistics(logits: Tensor, labels: Tensor, names: Sequence[st
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Switch off the adapter of a model within this context. No parameter changes.
+    """Disable the adapter of a model until the context ends, without changing parameters.
+
+    Args:
+        model: The model.
 
     Raises:
         UserError: If the model has no adapter.
@@ -714,12 +724,11 @@ _MODEL_COLUMNS = (
     "input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "position_ids", "document_lengths",
     PART_POSITIONS_COLUMN, TEXT_TOKENS_COLUMN,
 )  # fmt: skip
-"""Columns of a batch that are always passed to the model, because its forward method may accept any keyword.
-"""
+"""Columns that are always passed to the model, because its forward method may accept any keyword."""
 
 
 def _list_input_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the columns of a batch that a model takes."""
+    """Return the names of the columns of a batch that a model accepts."""
     return frozenset((*inspect.signature(model.forward).parameters, *_MODEL_COLUMNS))
 
 

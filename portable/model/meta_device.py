@@ -40,13 +40,14 @@ def create_parameters_on_meta() -> Iterator[InitializationRecording]:
 
 
 def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Parameter registration hook that returns a copy of the parameter on the meta device."""
     if parameter is None or parameter.is_meta:
         return None  # unchanged
     moved = nn.Parameter(
         torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
         requires_grad=parameter.requires_grad,
     )
-    # A fake tensor has attributes of its own, which every other fake tensor has as well.
+    # Copy only attributes that the model has set. A fake tensor also has internal attributes.
     attributes = vars(parameter).keys() - vars(parameter.detach()).keys() - {"_is_param"}
     for key in attributes:
         setattr(moved, key, vars(parameter)[key])

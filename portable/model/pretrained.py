@@ -123,6 +123,7 @@ def _match_tensors(
     tensors: Mapping[str, StoredTensor],
     base_vocabulary_size: int | None,
 ) -> PretrainedWeights:
+    """Select the tensors of a checkpoint that belong to the model, and check their shapes and dtypes."""
     model_tensors = get_state_tensors(model)
     translated = _translate_names(model, tensors)
     if translated is None:
@@ -243,7 +244,7 @@ class _ConversionGroup:
         """Return the results of the conversion by name, as tensors that are read lazily.
 
         If the conversion only moves elements, reading a slice of a result reads only these elements.
-        Otherwise, the whole group is read and converted.
+        Otherwise, reading a slice reads and converts the complete group.
         """
         for member in self._members:
             _check_not_quantized(member.key, member.tensor)
@@ -489,6 +490,7 @@ def _load_with_report(
 
 
 def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
+    """Collect the weights of a loaded model, without the names that ``from_pretrained`` reports as missing."""
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
     weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
@@ -497,11 +499,13 @@ def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> Pretr
 
 
 def fetch_model_folder(name_or_path: str, key: str = "model.name_or_path") -> Path:
-    """Return the folder of a pretrained model. Downloads a hub model's weights if they are not cached.
+    """Return the folder of a pretrained model.
+
+    The weights of a Hub model are downloaded unless they are cached.
 
     Args:
         name_or_path: Local folder, or name of a model on the Hub.
-        key: Setting that names the model, for messages.
+        key: Setting that names the model, used in error messages.
 
     Raises:
         UserError: If there is no such folder or model.

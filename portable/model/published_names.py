@@ -230,6 +230,7 @@ class PublishedNames:
 
     @cached_property
     def _copyable_base_files(self) -> dict[str, AnyPath]:
+        """Small files of the base model that are copied into checkpoints, by name."""
         folder = self._base_folder
         if folder is None:
             return {}
@@ -254,6 +255,7 @@ class PublishedNames:
 
     @cached_property
     def _base_folder(self) -> Path | None:
+        """Folder of the base model. None if the run starts from scratch or the folder is not available."""
         if self._settings.from_scratch:
             return None
         try:
@@ -315,6 +317,11 @@ class PublishedNames:
         return written.with_tensors(tensors, {}, written.companions) if names else written
 
     def _is_exported_name(self, name: str) -> bool:
+        """Return whether the export uses a name of a tied tensor.
+
+        The export uses the names in the files of the base model, or without a base model the names that
+        ``save_pretrained`` writes.
+        """
         return (
             name not in self._aliases
             if self.base_checkpoint is None

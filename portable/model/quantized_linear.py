@@ -161,7 +161,7 @@ class _PlannedMatmul(torch.autograd.Function):
         return gradients[0] @ gradients[0].new_empty(ctx.shape), None
 
 
-@cache  # cached, because a copy from the host in every layer would be a host sync
+@cache  # otherwise, a copy from the host in every layer would be a host sync
 def _build_scale_levels(device: torch.device) -> Tensor:
     """Return the 256 levels of the quantized scales, fp32."""
     levels: Tensor = import_bitsandbytes().functional.create_dynamic_map().to(device)

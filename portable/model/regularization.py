@@ -71,7 +71,7 @@ def remove_dropout(model: Model) -> Model:
     for module in model.modules():
         if isinstance(module, _DROPOUT_CLASSES):
             module.p = 0.0
-        # models read some probabilities from their config
+        # Models read some probabilities from their config.
         for owner in (module, getattr(module, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):

@@ -223,6 +223,7 @@ def _load_generation_config(settings: ModelConfig) -> Any:
 
 
 def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+    """Replace the default ids of a config and of its text configs, unless ``values`` sets them."""
     parts = [("", config), *((name, getattr(config, name, None)) for name in config.sub_configs)]
     for name, part_config in parts:
         if part_config is config or hasattr(part_config, "vocab_size"):  # text parts only
@@ -233,6 +234,7 @@ def _replace_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) ->
 
 
 def _replace_text_default_ids(config: Any, values: dict[str, Any], tokenizer: Any) -> None:
+    """Replace the default ids of one text config, unless ``values`` sets them."""
     defaults = {name: getattr(config, name, None) for name in _TOKEN_ID_KEYS}
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
 

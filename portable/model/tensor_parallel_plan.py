@@ -29,12 +29,10 @@ vaultgemma youtu
 """
 
 TENSOR_PARALLEL_TYPES = frozenset(_COMPARED.split())
-"""Model types for which a test has shown that tensor parallelism does not change the loss and the gradients.
-"""
+"""Model types for which a test has shown that tensor parallelism preserves the loss and the gradients."""
 
 PARTLY_USED_STYLE = "replicated_with_grad_allreduce"
-"""Style of an unsharded parameter whose elements are used by different ranks, such as the norm of the heads.
-"""
+"""Style of an unsharded parameter whose elements are used by different ranks, such as head norms."""
 _COLUMN_STYLES = ("colwise", "colwise_gather_output")
 _ROW_STYLES = ("rowwise", "rowwise_split_input")
 _EXPERT_STYLE = "grouped_gemm"

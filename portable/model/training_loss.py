@@ -160,7 +160,17 @@ class TrainingLoss:
         self._by_source = LossBySource(sources, with_losses="log_probs" in self.needs)
 
     def compute_weight(self, batch: Batch) -> float | None:
-        """Compute the weight of a micro-batch on the host. None if it is the number of labels."""
+        """Compute the weight of a micro-batch on the host.
+
+        Args:
+            batch: Micro-batch on the host.
+
+        Returns:
+            The weight. None if it is the number of labels.
+
+        Raises:
+            UserError: If ``weight`` of the loss fails, or does not return a finite number of at least 0.
+        """
         if self._weight is None:
             return None
         with plugins.convert_user_errors(self.key):
@@ -194,7 +204,7 @@ class TrainingLoss:
             return LossSums(total.float(), _to_scalar(weight, device), scalars)
 
     def _call_and_check(self, outputs: Outputs, batch: Batch) -> Any:
-        """Call the loss and check the result. In training, this syncs the host with the device."""
+        """Call the loss and check its result. In training, this syncs the host with the device."""
         from portable.model.sharded_parameter_guard import ShardReadGuard
 
         versions_before = [
@@ -322,6 +332,7 @@ class TrainingLoss:
         self._check_totals_match(twice, 2 * once)
 
     def _check_totals_match(self, total: float, sum_of_parts: float) -> None:
+        """Raise UserError if the loss of a micro-batch differs from the sum over its parts."""
         if abs(total - sum_of_parts) > 1e-2 * max(abs(total), abs(sum_of_parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {total:.6g} for a micro-batch and {sum_of_parts:.6g} for its two halves "
@@ -341,7 +352,10 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
     """
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         type_description = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        return f"returns {type_description}; return the sum and the weight, as in return losses.sum(), counted.sum()"
+        return (
+            f"returns {type_description}; return the sum and the weight, as in return losses.sum(), "
+            "counted.sum()"
+        )
     total, weight, metrics = value if len(value) == 3 else (*value, {})
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         return f"the third value is no mapping of names to sums: {metrics!r:.60}"
@@ -360,21 +374,26 @@ def _find_result_problem(value: Any, device: torch.device) -> str | None:
 
 
 def _repeat_outputs(outputs: Outputs, times: int) -> Outputs:
+    """Concatenate the outputs ``times`` times along the rows."""
     tensors = {name: value for name, value in vars(outputs).items() if value is not None}
     return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
 
 
 def _repeat_batch(batch: Batch, times: int) -> Batch:
+    """Concatenate the columns of a batch ``times`` times along the rows."""
     return {name: torch.cat([value] * times) for name, value in batch.items()}
 
 
 def _to_scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Convert a value to an fp32 scalar on the device, without a gradient."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).float()
     return torch.full((), value, device=device).float()
 
 
 def _select_rows(outputs: Outputs, row_slice: slice, num_rows: int) -> Outputs:
+    """Select rows of the outputs, including the tensors in the model output."""
+
     def select_tensor_rows(value: Any) -> Any:
         return (
             value[row_slice] if isinstance(value, torch.Tensor) and value.shape[:1] == (num_rows,) else value

@@ -123,7 +123,8 @@ def _find_unreached_names_by_values(
     except Exception:  # the model may need inputs of another kind or length
         return frozenset()
     reached = _map_to_full_model(model, reached) if is_reduced else reached
-    # Experts that no token of the trial chose, and other layers, are reached like those that were used.
+    # Experts that no token of the trial chose, and the omitted layers, count as reached if an expert or layer
+    # of the same kind was reached.
     kinds = {re.sub(r"\d+", "0", name) for name in reached}
     names = {name for name, _ in model.named_parameters() if re.sub(r"\d+", "0", name) not in kinds}
     return frozenset(names) if reached else frozenset()
