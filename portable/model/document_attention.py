@@ -386,9 +386,8 @@ def _build_document_mask_wrapper(
         def make_document_mask(*, mask_function: Callable[..., Tensor], **mask_arguments: Any) -> Any:
             if BIDIRECTIONAL_ARGUMENT in mask_arguments:  # a mask of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **mask_arguments)
-            if (
-                document_lengths is not None and not mask_arguments["use_vmap"]
-            ):  # the model has a custom mask function
+            # transformers sets `use_vmap` for the custom mask functions of a model, which need a tensor.
+            if document_lengths is not None and not mask_arguments["use_vmap"]:
                 return _PerDocumentMask(
                     document_lengths, mask_function, mask_arguments.get("local_size"), make_mask
                 )

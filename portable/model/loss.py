@@ -353,9 +353,8 @@ def compute_micro_batch_loss(
     )
     loss_sum, weight, metrics = loss(outputs, batch)
     logits = outputs.model.logits
-    if wants_token_metrics and (
-        hits is not None or logits.dim() > 2
-    ):  # logits of a sequence classifier have two dimensions
+    # The logits of a sequence classifier have two dimensions.
+    if wants_token_metrics and (hits is not None or logits.dim() > 2):
         metrics = compute_token_metric_sums(logits, hits, labels) | metrics
     predictions = outputs.predictions
     if metric_needs is not None and predictions is None and not labels.is_floating_point():

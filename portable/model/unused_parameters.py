@@ -112,9 +112,8 @@ def _find_unreached_names_by_values(
         trial := copy_one_layer_per_kind(model)
     ) > _MAX_VALUE_TRIAL_PARAMETERS:
         return frozenset()
-    length = (
-        seq_len if seq_len <= _LONG_TRIAL_TOKENS else _VALUE_TRIAL_TOKENS
-    )  # Reformer accepts no other length
+    # Use the sequence length of the run if it is short, because Reformer accepts no other length.
+    length = seq_len if seq_len <= _LONG_TRIAL_TOKENS else _VALUE_TRIAL_TOKENS
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -293,9 +293,8 @@ class Muon(torch.optim.Optimizer):
                 for m in matrices
             ]
         row = elements // max(1, shape[0])
-        length = (
-            -(-shape[0] // ranks.num_ranks) * row
-        )  # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks
+        # FSDP2 gives each rank the same number of rows, and fewer rows to the last ranks.
+        length = -(-shape[0] // ranks.num_ranks) * row
         return list_sharded_matrices(
             shape, first_element=0, elements_per_part=length, num_ranks=ranks.num_ranks, rank=ranks.rank
         )
