@@ -250,7 +250,7 @@ class InitializationRecording:
         return results
 
     def _is_large(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether a factory function creates a large tensor on the host, without a generator argument."""
+        """Return whether a factory function creates a large tensor on the host, without a generator."""
         size, device = arguments[0] if arguments else (), keywords.get("device")
         on_host = device is None or torch.device(device).type == "cpu"
         return on_host and keywords.get("generator") is None and math.prod(size) >= self._min_elements

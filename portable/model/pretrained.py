@@ -490,7 +490,7 @@ def _load_with_report(
 
 
 def _collect_loaded_weights(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
-    """Collect the weights of a loaded model, without the names that ``from_pretrained`` reports as missing."""
+    """Collect the weights of a loaded model that ``from_pretrained`` does not report as missing."""
     missing = set(info["missing_keys"])
     tensors = get_state_tensors(loaded)
     weights = {name: ComputedTensor.from_tensor(t) for name, t in tensors.items() if name not in missing}
