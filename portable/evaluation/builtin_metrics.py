@@ -73,7 +73,7 @@ class Accuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the correct predictions of a micro-batch."""
+        """Count the correct predictions of a micro-batch as ``right``."""
         labels = batch["labels"]
         assert outputs.predictions is not None
         return {"right": ((outputs.predictions == labels) & (labels != IGNORED_LABEL)).sum()}
@@ -166,7 +166,12 @@ class SubsetAccuracy:
     names = ("accuracy",)
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count the texts with labels, and the texts for which all decisions are correct."""
+        """Count the texts.
+
+        Returns:
+            ``rows``, the number of texts with labels, and ``right``, the number of texts for which all
+            decisions are correct.
+        """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         rows = valid.any(dim=-1)
         return {"right": (((predictions == targets) | ~valid).all(dim=-1) & rows).sum(), "rows": rows.sum()}
@@ -194,7 +199,11 @@ class MultilabelF1:
         return ("f1_micro", "f1_macro", *(f"f1.{name}" for name in self.classes))
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Count correct predictions, predictions and labels of each class, int64 ``[classes]``."""
+        """Count the correct predictions, predictions and labels of each class.
+
+        Returns:
+            ``right``, ``predicted`` and ``present``, int64 ``[classes]`` each.
+        """
         predictions, targets, valid = _compare_multilabel(outputs, batch)
         return {
             "right": (predictions & targets & valid).sum(dim=0),

@@ -38,6 +38,10 @@ def compute_rouge_l(text: str, target: str) -> float:
     """Compute ROUGE-L (Lin, 2004), the F1 of the longest common subsequence of words.
 
     Case and punctuation are ignored.
+
+    Args:
+        text: Generated text.
+        target: Target text.
     """
     words, target_words = _WORD.findall(text.lower()), _WORD.findall(target.lower())
     row = [0] * (len(target_words) + 1)

@@ -51,13 +51,18 @@ class Metric(Protocol):
     """
 
     def sums(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sums of a micro-batch by name.
-
-        Sums are integers or floats, always with the same names and shapes.
+        """Compute the sums of a micro-batch.
 
         This method runs on the device, and must not copy values to the host. Rows that only fill up a
         micro-batch, and positions without a target, have the label -100 (NaN if labels are floats) and must
         not count.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums by name, integers or floats. Names and shapes must be equal for all micro-batches.
         """
 
     def values(self, totals: Totals) -> Mapping[str, float]:
@@ -80,6 +85,13 @@ class RatioMetric:
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Call the function and return the sums and their divisors.
+
+        Args:
+            outputs: Outputs of the model.
+            batch: Micro-batch on the device.
+
+        Returns:
+            ``sum of NAME`` and ``count of NAME`` for each name.
 
         Raises:
             TypeError: If the function does not return a mapping from names to pairs.
@@ -120,7 +132,15 @@ class MetricSet:
         )
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of a micro-batch, with keys ``metric/name``."""
+        """Compute the sums of all metrics for a micro-batch.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums with the keys ``metric/name``.
+        """
         return {
             f"{name}/{key}": value
             for name, metric in self._metrics.items()

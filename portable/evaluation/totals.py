@@ -20,9 +20,14 @@ def build_zero_totals(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_new_totals(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``totals`` plus ``sums`` by name, on the device.
+    """Add the sums of a micro-batch to the totals, without changing either.
 
-    Totals of integers are int64, of floats float64.
+    Args:
+        totals: Totals of the previous micro-batches, on the device. Empty before the first.
+        sums: Sums of a micro-batch, on the device.
+
+    Returns:
+        New totals by name: int64 for sums of integers, float64 for sums of floats.
     """
     wide = {name: value.detach().to(_get_accumulation_dtype(value)) for name, value in sums.items()}
     return {name: totals[name] + value if name in totals else value for name, value in wide.items()}
