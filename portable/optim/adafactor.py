@@ -51,11 +51,21 @@ class AdafactorRule:
         return gradient.square().add_(self.gradient_epsilon)
 
     def limit_learning_rate(self, rate: Tensor, steps: Tensor) -> Tensor:
-        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule scales it."""
+        """Return the learning rate, which is at most ``steps ** -0.5`` if the rule scales it.
+
+        Args:
+            rate: Learning rate of the schedule.
+            steps: Number of steps of the parameter, from 1.
+        """
         return torch.minimum(rate, steps**-0.5) if self.scales_learning_rate else rate
 
     def scale_learning_rate(self, rate: Tensor, parameter_rms: Tensor) -> Tensor:
-        """Return the learning rate, multiplied by ``parameter_rms`` if the rule scales it."""
+        """Return the learning rate, multiplied by the RMS of the parameter if the rule scales it.
+
+        Args:
+            rate: Learning rate.
+            parameter_rms: RMS of the parameter. At least ``MIN_PARAMETER_RMS`` is used.
+        """
         return rate * parameter_rms.clamp(min=MIN_PARAMETER_RMS) if self.scales_learning_rate else rate
 
     def estimate_second_moments(self, rows: Tensor, columns: Tensor, mean: Tensor) -> Tensor:

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 
 @cache  # otherwise, a copy from the host in every step would be a host sync
 def build_quantization_levels(signed: bool, device: torch.device) -> Tensor:
-    """Return the 256 levels that the codes index, fp32 in ascending order on ``device``.
-
-    The result is cached.
+    """Return the 256 levels that the codes index.
 
     The levels cover [-1, 1] if ``signed``, else [0, 1]. They span seven decades, each with twice as many
-    levels as the previous one. Zero and one are included.
+    levels as the previous one. Zero and one are included. The result is cached.
+
+    Args:
+        signed: Whether half of the levels are negative.
+        device: Device of the result.
+
+    Returns:
+        Levels, fp32 ``[256]`` in ascending order.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -76,7 +81,16 @@ def quantize_in_blocks(values: Tensor, block_size: int, *, signed: bool) -> Bloc
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Invert :func:`quantize_in_blocks`, up to half the distance between levels. Returns fp32 values."""
+    """Invert :func:`quantize_in_blocks`, up to half the distance between levels.
+
+    Args:
+        codes: Codes, uint8 ``[rows, ...]``.
+        scales: Scales, fp32 ``[rows, blocks]``.
+        signed: Whether the values may be negative.
+
+    Returns:
+        Values, fp32 with the shape of ``codes``.
+    """
     values = build_quantization_levels(signed, codes.device)[codes.int()]
     if values.numel():  # the shard of a rank may be empty
         values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))

@@ -329,7 +329,14 @@ class Muon(torch.optim.Optimizer):
 def build_group_settings(
     group: Mapping[str, Any], betas: tuple[float, float], eps: float, momentum: float
 ) -> dict[str, Any]:
-    """Return the hyperparameters of a group, with the names of torch's ``Muon`` or ``AdamW``."""
+    """Return the hyperparameters of a group, with the names of torch's ``Muon`` or ``AdamW``.
+
+    Args:
+        group: Parameter group, with a bool ``matrices``.
+        betas: Decay rates of AdamW's moments.
+        eps: Term that is added to the denominator of AdamW's updates.
+        momentum: Nesterov momentum of Muon.
+    """
     if group["matrices"]:
         return {"momentum": momentum, "nesterov": True}
     return {"betas": betas, "eps": eps}

@@ -61,7 +61,11 @@ class UpdateHealth:
 
 
 def get_max_streak(on_non_finite: str) -> int:
-    """Return the length of the streak at which ``train.on_non_finite`` ends the run."""
+    """Return the length of the streak at which the run ends.
+
+    Args:
+        on_non_finite: Value of ``train.on_non_finite``.
+    """
     return 1 if on_non_finite == "stop" else MAX_STREAK
 
 

@@ -463,6 +463,9 @@ def list_schedule_params(schedule_name: str) -> tuple[str, ...]:
 
     Args:
         schedule_name: Value of ``train.schedule``.
+
+    Returns:
+        Keys in the order in which error messages list them.
     """
     common = Schedule.__dataclass_fields__
     fields = get_schedule_class(schedule_name).__dataclass_fields__
