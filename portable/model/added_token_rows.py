@@ -41,7 +41,11 @@ class TableWithAddedRows:
         return getattr(self._source, "dtype", None)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        """Read the elements in ``index``; see :class:`portable.model.weight_sources.ReadableTensor`."""
+        """Read a slice of the table, which may contain existing and added rows.
+
+        Args:
+            index: Slices with unit steps. None for the complete table.
+        """
         rows, *others = index or tuple(slice(0, size) for size in self.shape)
         start, stop, _ = rows.indices(self.shape[0])
         chunks = []

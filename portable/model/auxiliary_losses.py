@@ -164,7 +164,14 @@ def has_router_loss(config: PretrainedConfig) -> bool:
 
 
 def enables_router_loss_by_default(config: PretrainedConfig, settings: ModelConfig) -> bool:
-    """Return whether a pretrained mixture of experts gets its router loss by default, as in TRL."""
+    """Return whether the run enables the router loss although the config of the model does not, as in TRL.
+
+    This is the case for a pretrained mixture of experts, unless the user sets ``output_router_logits``.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the run.
+    """
     text = config.get_text_config()
     is_set_by_user = _ROUTER_LOGITS_KEY in str(settings.config)  # also inside of text_config
     applies = settings.task == "causal-lm" and not settings.from_scratch and not is_set_by_user

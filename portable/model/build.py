@@ -317,7 +317,10 @@ def _is_generation_setting(key: str) -> bool:
 
 
 def pop_quantization_config(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Remove the quantization config from ``config``, including its text configs.
+    """Remove the quantization config from ``config`` and its text configs.
+
+    Args:
+        config: The transformers config, which is changed in place.
 
     Returns:
         The quantization config as a dict. None if there is none.
@@ -773,7 +776,16 @@ def enlarge_vocabulary(config: PretrainedConfig, tokenizer_size: int, run: RunCo
 
 
 def check_vocabulary_size(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
-    """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
+    """Check that the embedding has a row for each id of the tokenizer.
+
+    Args:
+        model: The model, on any device.
+        tokenizer_size: Number of tokens of the tokenizer.
+        run: The config of the run.
+
+    Raises:
+        UserError: If the tokenizer has more tokens.
+    """
     embedding = get_token_embedding(model)
     if embedding is not None and tokenizer_size > (vocabulary_size := embedding.shape[0]):
         remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
@@ -834,12 +846,15 @@ def limit_seq_len(seq_len: int, max_positions: int | None, multiple: int = 8) ->
 
 
 def check_seq_len(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
-    """Raise UserError if sequences are longer than the positions of the model.
+    """Check that sequences are not longer than the positions of the model.
 
     Args:
         config: The transformers config of the model.
         run: The config of the run.
         model: The model. If it is given, the positions that the model reserves are subtracted.
+
+    Raises:
+        UserError: If sequences are longer.
     """
     seq_len = run.data.max_sequence_length
     bound = get_max_positions(config)

@@ -149,7 +149,15 @@ def _build_value_error(message_prefix: str, path: tuple[str, ...], value: Any, r
 def iter_config_values(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the keys and the value of each scalar in a model config and its nested configs.
 
-    A RoPE setting that must be a scalar is also yielded if it is a container, so that it can be refused.
+    A RoPE setting that must be a scalar is also yielded if it is a container, so that the caller can reject
+    it.
+
+    Args:
+        values: Keys and values of the config.
+
+    Yields:
+        The keys from the outermost to the innermost config, and the value. The elements of a list have the
+        keys of the list.
     """
     # A dtype is only a container in a composite model, which may have one name for each part.
     pending: list[tuple[tuple[str, ...], Any]] = [((str(key),), value) for key, value in values.items()]

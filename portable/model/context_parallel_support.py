@@ -19,7 +19,15 @@ KEY = "context_parallel_size"
 
 
 def check_context_parallel_support(model: Any, config: RunConfig) -> None:
-    """Raise UserError if context-parallel ranks or devices cannot share the sequences of ``model``."""
+    """Check that context-parallel ranks or devices can share the sequences of a model.
+
+    Args:
+        model: The model, on the meta device.
+        config: The config of the run.
+
+    Raises:
+        UserError: If its attention is not supported, or if its heads cannot be divided among the ranks.
+    """
     size = config.context_parallel_size
     if config.backend != "xla":
         _check_attention_support(model, config)
@@ -66,7 +74,15 @@ def _has_mixtral_signature(router_loss: Any) -> bool:
 
 
 def repeat_key_heads(num_ranks: int, key_states: Tensor) -> Tensor:
-    """Repeat key heads ``[batch, heads, ...]`` so that they can be divided among ``num_ranks`` ranks."""
+    """Repeat key or value heads so that they can be divided among ranks.
+
+    Args:
+        num_ranks: Number of context-parallel ranks.
+        key_states: Keys or values, ``[batch, heads, ...]``.
+
+    Returns:
+        The tensor with ``num_ranks`` heads. The tensor itself if its heads are divisible by ``num_ranks``.
+    """
     heads = key_states.shape[1]
     return key_states.repeat_interleave(num_ranks // heads, 1) if heads % num_ranks else key_states
 

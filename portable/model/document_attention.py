@@ -114,12 +114,15 @@ UNTESTED_LAYERS = frozenset(
 
 
 def check_document_separation(model: PreTrainedModel, key: str = "data.packing", *, seq_len: int = 0) -> None:
-    """Raise UserError if attention in ``model`` may cross the document boundaries of a packed sample.
+    """Check that attention in a model does not cross the document boundaries of a packed sample.
 
     Args:
         model: The model, on the meta device.
         key: Setting that requires separate documents, used in error messages.
         seq_len: Number of tokens of a sample.
+
+    Raises:
+        UserError: If attention may cross the boundaries.
     """
     config = model.config
     kernel = get_attention_kernel(config)
@@ -231,11 +234,14 @@ _BIDIRECTIONAL_TYPES = ("cpmant",)
 
 
 def check_causal_attention(model: PreTrainedModel, key: str = "model") -> None:
-    """Raise UserError if a causal language model attends to later tokens, because it would see its labels.
+    """Check that a causal language model does not attend to later tokens. Otherwise it would see its labels.
 
     Args:
         model: The model, on the meta device.
         key: Setting that names the model, used in error messages.
+
+    Raises:
+        UserError: If the model attends to later tokens.
     """
     text: Any = model.config.get_text_config()
     name = f"{key}: {type(model).__name__} attends in both directions"
@@ -364,7 +370,14 @@ class DocumentMaskFunction:
     document_numbers: Tensor
 
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
-        """Return whether a query token may attend to a key token. All arguments are indices."""
+        """Return whether a query token may attend to a key token.
+
+        Args:
+            batch: Index of the sample.
+            head: Index of the attention head.
+            query: Index of the query token in the sample.
+            key: Index of the key token in the sample.
+        """
         is_visible = self.single_document_mask(
             batch, head, self.positions[batch, query], self.positions[batch, key]
         )

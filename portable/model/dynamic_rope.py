@@ -52,11 +52,14 @@ def has_length_dependent_rope(config: PretrainedConfig) -> bool:
 
 
 def check_custom_rotary_layers(model: Any, config: RunConfig) -> None:
-    """Raise UserError if custom code of a model would count padding as part of a text.
+    """Check that custom code of a model does not count padding as part of a text.
 
     Args:
         model: The model, on any device.
         config: The config of the run.
+
+    Raises:
+        UserError: If padding would count.
     """
     rope_types = (rope_type for module in model.modules() for rope_type in list_rope_types(module).values())
     if not has_length_dependent_rope(model.config) or any(map(is_length_dependent, rope_types)):

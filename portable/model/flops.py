@@ -28,7 +28,12 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def format_parameter_counts(num_parameters: int, num_trained: int) -> str:
-    """Format the number of parameters and of trained parameters as a text for the user."""
+    """Format the number of parameters for the user, such as "1,024 parameters, of which 512 are trained".
+
+    Args:
+        num_parameters: Number of parameters.
+        num_trained: Number of trained parameters.
+    """
     part = "" if num_trained == num_parameters else f", of which {num_trained:,} are trained"
     return f"{num_parameters:,} parameters{part}"
 

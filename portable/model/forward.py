@@ -36,6 +36,9 @@ class ForwardWrapper:
     def install(cls, model: Model) -> Model:
         """Replace ``model.forward``, unless an earlier call has replaced it.
 
+        Args:
+            model: A transformers model, not wrapped. It is changed in place.
+
         Returns:
             The same model.
         """

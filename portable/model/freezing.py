@@ -80,7 +80,15 @@ def freeze_untrained_parameters(
 
 
 def build_tied_parameter_notes(model: nn.Module, settings: TrainConfig) -> list[str]:
-    """Build notes for the user about tied parameters for which the patterns match only some of the names."""
+    """Build notes about tied parameters if the patterns match only some of their names.
+
+    Args:
+        model: The model, after parameters were frozen.
+        settings: The ``train`` section.
+
+    Returns:
+        A note for the user about each tied parameter.
+    """
 
     def match_patterns(parameter_name: str) -> tuple[bool, ...]:
         both = (settings.trainable or (), settings.frozen)

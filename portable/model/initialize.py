@@ -44,7 +44,12 @@ class InitialWeights:
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, model_function: str | None = None) -> InitialWeights:
-        """Copy a model, because an engine changes it later."""
+        """Build the initial weights from a copy of a model, which later changes of the model do not affect.
+
+        Args:
+            model: The model, on the meta device.
+            model_function: Import path of ``model.function``. None without a function.
+        """
         return cls(copy.deepcopy(model), model_function)
 
     def build_lazy_weights(

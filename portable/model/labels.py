@@ -95,7 +95,15 @@ def classifies_at_end_token(config: PretrainedConfig) -> bool:
 
 
 def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of ``build_data`` that depend on the config of a classifier."""
+    """Return the arguments of ``build_data`` that depend on the config of a classifier.
+
+    Args:
+        config: The transformers config of the model.
+        settings: The ``model`` section of the config.
+
+    Returns:
+        Known classes, problem type, and whether padding is on the left, by the names of the parameters.
+    """
     return {
         "known_classes": find_known_classes(config, settings),
         "problem": read_problem_type(config, settings),
@@ -104,7 +112,12 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
 
 
 def set_config_labels(config: PretrainedConfig, classes: LabelMapping) -> None:
-    """Store the names of the classes and the problem type in ``config``."""
+    """Store the names of the classes and the problem type in a config.
+
+    Args:
+        config: The transformers config, which is changed in place.
+        classes: Classes of the data.
+    """
     config.id2label = dict(enumerate(classes.output_names))
     config.label2id = {name: index for index, name in enumerate(classes.output_names)}
     if classes.problem_type != SINGLE_LABEL or getattr(config, "problem_type", None) is not None:

@@ -182,7 +182,15 @@ def copy_one_layer_per_kind(model: nn.Module) -> Any:
 
 
 def copy_with_only_layers(model: nn.Module, layer_names: Collection[str]) -> Any:
-    """Copy a model with only the layers in ``layer_names``, which are renumbered."""
+    """Copy a model with only some of its layers, which are renumbered.
+
+    Args:
+        model: The model, on the meta device. It is not modified.
+        layer_names: Names of the layers to keep; see :func:`find_transformer_layers`.
+
+    Returns:
+        The copy.
+    """
     memo: dict[int, Any] = {}
     lists: dict[str, list[str]] = defaultdict(list)
     for name, layer in find_transformer_layers(model):

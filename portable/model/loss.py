@@ -53,7 +53,15 @@ class MicroBatchMeasure(Protocol):
     """Name of the pass, used in messages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Compute the sums of a micro-batch, by name."""
+        """Compute the sums of a micro-batch.
+
+        Args:
+            outputs: Outputs of the model that ``needs`` names.
+            batch: Micro-batch on the device.
+
+        Returns:
+            Sums by name.
+        """
 
 
 class PrecomputePass(MicroBatchMeasure):
@@ -561,7 +569,15 @@ class TrainingObjective:
         return {name: tensor for name, tensor in batch.items() if name != "labels" and name in names}
 
     def add_reference_columns(self, loss: TrainingLoss | TaskLoss, batch: Batch) -> Batch:
-        """Return the batch with the columns that ``before`` of a custom loss computes."""
+        """Add the columns that ``before`` of a custom loss computes, such as reference log-probabilities.
+
+        Args:
+            loss: Result of :meth:`get_loss`.
+            batch: Micro-batch on the device.
+
+        Returns:
+            A new batch. ``batch`` itself if the loss has no ``before``.
+        """
         return batch if loss.before is None else {**batch, **self._call_without_gradients(loss.before, batch)}
 
     def _call_without_gradients(

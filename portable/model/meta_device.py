@@ -55,7 +55,12 @@ def _move_to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 
 
 def assign_recorded_values(model: nn.Module, recording: InitializationRecording) -> None:
-    """Give values to the buffers and other large tensors of a model that was built while recording."""
+    """Give values to the buffers and other large tensors of a model that was built while recording.
+
+    Args:
+        model: The model, which is changed in place.
+        recording: The recording of :func:`create_parameters_on_meta`.
+    """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if recording.is_recorded(buffer):

@@ -46,7 +46,16 @@ model.
 
 
 def check_tensor_parallel_support(model: Any, num_ranks: int) -> None:
-    """Raise UserError if ``num_ranks`` ranks cannot share the layers of a model, on the meta device."""
+    """Check that tensor-parallel ranks can share the layers of a model.
+
+    Args:
+        model: The model, on the meta device.
+        num_ranks: Number of tensor-parallel ranks.
+
+    Raises:
+        UserError: If the model type is not supported, or if a sharded dimension is not divisible by
+            ``num_ranks``.
+    """
     config, name = model.config, type(model).__name__
     text = config.get_text_config()
     require(

@@ -80,9 +80,14 @@ class SlicedTensor:
 
 @torch.no_grad()
 def copy_into_tensor(target: torch.Tensor, source: ReadableTensor, index: Index | None = None) -> None:
-    """Copy ``source[index]``, or all of ``source``, into ``target``, which has the same shape.
+    """Copy a source of weights into a tensor.
 
-    Tensors from files with the target's dtype are read directly into ``target``.
+    A tensor from a file with the dtype of ``target`` is read directly into ``target``, if it is on the CPU.
+
+    Args:
+        target: Tensor that is overwritten, on any device.
+        source: Source with the shape of ``target``, after ``index``.
+        index: Part of ``source`` to copy. None for all elements.
     """
     if isinstance(source, StoredTensor) and target.device.type == "cpu" and target.is_contiguous():
         buffer = to_numpy(target.detach())
