@@ -22,7 +22,8 @@ class ReadableTensor(Protocol):
     """Interface of a tensor whose slices can be read; ``converters.Tensor`` implements it."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the complete tensor."""
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
         """Read the elements in ``index``, whose slices have unit steps. None reads all elements."""

@@ -35,9 +35,11 @@ class EngineOptimizer(Protocol):
     def build_initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of ``parameter`` before the first step. Tensors are sharded like the parameter."""
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as ``torch.optim.Optimizer.zero_grad`` does."""
 
 
 class OptimizerGroup(NamedTuple):
