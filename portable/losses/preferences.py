@@ -144,6 +144,7 @@ class DPO(_PreferenceLoss):
     def _compute_reference_columns(
         self, forward: Callable[..., Outputs], batch: Batch
     ) -> Mapping[str, Tensor]:
+        """Compute the log-probabilities of the reference model. Its copy is loaded at the first call."""
         if self.reference == "adapter":
             return _compute_reference_log_probs(lambda: forward(adapter=False), batch)
         if self._reference_model is None:
@@ -159,6 +160,7 @@ class IPO(DPO):
 
 
 def _compute_reward_margin(rewards: Tensor) -> Tensor:
+    """Return the reward of the chosen answer minus the reward of the rejected answer."""
     return rewards[:, 0] - rewards[:, 1]
 
 

@@ -279,6 +279,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
+    """Raise UserError if the config class and the model's code support none of the given keys."""
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
         is_known = _has_config_attribute(config, key) or (
@@ -291,6 +292,7 @@ def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> N
 
 
 def _has_config_attribute(config: PretrainedConfig, key: str) -> bool:
+    """Return whether a config has a key, also if each layer type has a separate value."""
     try:
         return hasattr(config, key)
     except Exception:  # reading a per-layer setting as one value raises

@@ -205,6 +205,7 @@ def find_chunked_head(model: nn.Module) -> ChunkedHead | None:
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module of a model wherever it is registered."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child is old:

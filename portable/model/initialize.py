@@ -96,6 +96,7 @@ class InitialWeights:
     def _build_initialized_model(
         self, seed: int, recording: InitializationRecording | None = None
     ) -> PreTrainedModel:
+        """Build the model with transformers' initialization, and apply ``model.function``."""
         with torch.random.fork_rng(devices=[]), _fill_uninitialized_with_nan():
             torch.default_generator.manual_seed(seed)
             model = build_model_from_config(

@@ -105,6 +105,7 @@ class _MoveTrace:
 def _build_stack_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.stack``."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -117,6 +118,7 @@ def _build_stack_readers(
 def _build_cat_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.cat``."""
     dim %= len(shapes[0])
 
     def read(index: Index) -> Tensor:
@@ -133,6 +135,7 @@ def _build_cat_readers(
 
 
 def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int]) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.permute``."""
     (source,) = sources
     order = [dim % len(source.shape) for dim in order]
 
@@ -146,6 +149,7 @@ def _build_permute_readers(sources: list[LazyTensor], _: object, order: list[int
 def _build_transpose_readers(
     sources: list[LazyTensor], shapes: object, first: int, second: int
 ) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.transpose``."""
     order = list(range(len(sources[0].shape)))
     order[first], order[second] = order[second], order[first]
     return _build_permute_readers(sources, shapes, order)
@@ -160,6 +164,7 @@ def _read_narrowed(source: LazyTensor, dim: int, offset: int, index: Index) -> T
 def _build_split_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], _: object, dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for each result of ``torch.split``."""
     dim %= len(shapes[0])
     offsets = [sum(shape[dim] for shape in shapes[:i]) for i in range(len(shapes))]
     return [partial(_read_narrowed, sources[0], dim, offset) for offset in offsets]
@@ -173,6 +178,7 @@ def _build_slice_readers(
     stop: int | None = None,
     step: int = 1,
 ) -> list[ReadSlice]:
+    """Return a reader for a slice along one dimension."""
     (source,) = sources
     dim %= len(source.shape)
     if step != 1:
@@ -206,6 +212,7 @@ def _build_view_readers(
 
 
 def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, position: int) -> list[ReadSlice]:
+    """Return a reader for the result of ``torch.select``."""
     (source,) = sources
     dim, position = dim % len(source.shape), position % source.shape[dim]
 
@@ -218,10 +225,12 @@ def _build_select_readers(sources: list[LazyTensor], _: object, dim: int, positi
 def _build_unbind_readers(
     sources: list[LazyTensor], shapes: list[tuple[int, ...]], dim: int = 0
 ) -> list[ReadSlice]:
+    """Return a reader for each result of ``torch.unbind``."""
     return [_build_select_readers(sources, None, dim, position)[0] for position in range(len(shapes))]
 
 
 def _build_identity_readers(sources: list[LazyTensor], *_: object) -> list[ReadSlice]:
+    """Return the reader of the source, because the operation does not move elements."""
     return [sources[0].read_slice]
 
 

@@ -748,6 +748,7 @@ def _list_input_names(model: nn.Module) -> frozenset[str]:
 
 
 def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed cross-entropy in fp32. Labels of -100 do not count."""
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(),
         labels.reshape(-1),
@@ -757,11 +758,13 @@ def _compute_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _compute_squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed squared error. NaN labels do not count."""
     values = logits.float().reshape(labels.shape)
     return functional.mse_loss(values, torch.where(labels.isnan(), values.detach(), labels), reduction="sum")
 
 
 def _compute_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the summed binary cross-entropy of several classes per text. NaN labels do not count."""
     counts = ~labels.isnan()
     return functional.binary_cross_entropy_with_logits(
         logits.float(), torch.where(counts, labels, 0), weight=counts.float(), reduction="sum"

@@ -262,6 +262,7 @@ class _ConversionGroup:
         }
 
     def _compute_result(self, name: str) -> torch.Tensor:
+        """Convert the complete group and return one result. The latest group stays in memory."""
         if _ConversionGroup._latest_result is None or _ConversionGroup._latest_result[0] is not self:
             _ConversionGroup._latest_result = None  # free its memory first
             _ConversionGroup._latest_result = (
@@ -281,6 +282,7 @@ class _ConversionGroup:
 
 
 def _read_floats(tensor: StoredTensor, index: Index | None = None) -> torch.Tensor:
+    """Read a tensor of a checkpoint as fp32."""
     return to_torch(tensor.read(index)).to(torch.float32)
 
 
@@ -312,6 +314,7 @@ def _check_shape_and_dtype(name: str, source: ReadableTensor, target: torch.Tens
 
 
 def _check_not_quantized(name: str, source: ReadableTensor) -> None:
+    """Raise UserError if a tensor is stored in a quantized dtype that config.json does not describe."""
     dtype = getattr(source, "dtype", None)
     if isinstance(dtype, str) and dtype not in PLAIN_FLOATS:
         raise UserError(
@@ -398,6 +401,7 @@ def open_quantized_base(settings: ModelConfig) -> Checkpoint:
 
 
 def _load_base_config(settings: ModelConfig) -> PretrainedConfig:
+    """Load the config of the pretrained model without the changes of ``model.config``."""
     from transformers import AutoConfig
 
     name = str(settings.name_or_path)
@@ -450,6 +454,7 @@ def _load_dequantized(
 
 
 def _check_dequantized(name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise ValueError if a dequantized tensor has another shape or is not a float."""
     if source.dtype not in (torch.float32, torch.bfloat16, torch.float16) or source.shape != target.shape:
         raise ValueError(f"{name} is dequantized to {source.dtype} of shape {list(source.shape)}")
 

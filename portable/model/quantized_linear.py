@@ -67,6 +67,7 @@ class QuantizedLinear(nn.Module):
         return [1 + -(-blocks // OUTER_BLOCK_SCALES), blocks, -(-self.num_elements // 2)]
 
     def _split_bits(self) -> tuple[Tensor, ...]:
+        """Return views of the fp32 scales and of the other parts of the raw bits."""
         raw = self.bits.view(torch.uint8)
         first, *others = (raw[start:stop] for start, stop in self._byte_ranges)
         return first.view(torch.float32), *others
@@ -94,6 +95,10 @@ class QuantizedLinear(nn.Module):
         return output
 
     def _build_quant_state(self, package: Any) -> Any:
+        """Build the description of the 4-bit weight that bitsandbytes needs.
+
+        It shares memory with the raw bits.
+        """
         outer, scales, codes = self._split_bits()
         state = package.functional.QuantState
         return state(

@@ -158,6 +158,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def _update_parameter(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
+        """Update the local shard of a parameter and its moments in place."""
         beta1, beta2 = group["betas"]
         applied: Tensor | float = 1.0
         if self.found_inf is not None:

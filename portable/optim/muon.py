@@ -205,6 +205,7 @@ class Muon(torch.optim.Optimizer):
         return self._build_state(parameter, group)
 
     def _build_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter of this group before the first step."""
         if group["matrices"]:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
@@ -227,6 +228,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_adamw(trained, group)
 
     def _step_adamw(self, trained: list[Any], group: dict[str, Any]) -> None:
+        """Update the local shards of parameters with torch's fused AdamW."""
         states = [self.state[p] for p in trained]
         beta1, beta2 = group["betas"]
         adamw(
@@ -353,6 +355,7 @@ class _ShardRanks:
 
     @classmethod
     def from_parameter(cls, parameter: Tensor, *, flat: bool) -> _ShardRanks:
+        """Find the ranks that share a parameter. ``flat`` parameters of ZeRO are sharded over all ranks."""
         if isinstance(parameter, DTensor):
             group = get_shard_group(parameter)
             return cls(group, dist.get_world_size(group), dist.get_rank(group), replicated=False)

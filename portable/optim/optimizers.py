@@ -126,6 +126,7 @@ def _create_optimizer(
     embeddings: Collection[nn.Parameter],
     compute_dtype: torch.dtype,
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | CustomOptimizer:
+    """Create the optimizer that ``train.optimizer`` names, without the average of the weights."""
     beta1, beta2 = settings.betas
     if is_plugin_name(settings.optimizer):
         from portable.optim.custom_optimizer import CustomOptimizer
