@@ -279,7 +279,7 @@ def _check_rope_has_effect(config: PretrainedConfig, values: Mapping[str, Any]) 
 
 
 def _check_config_keys(config: PretrainedConfig, values: Mapping[str, Any]) -> None:
-    """Raise UserError if the config class and the model's code support none of the given keys."""
+    """Raise UserError if neither the config class nor the model's code supports one of the keys."""
     for key in values:
         # transformers stores unknown keywords silently, so a misspelled key would have no effect.
         is_known = _has_config_attribute(config, key) or (
