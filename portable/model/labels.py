@@ -105,8 +105,8 @@ def build_label_arguments(config: PretrainedConfig, settings: ModelConfig) -> di
         Known classes, problem type, and whether padding is on the left, by the names of the parameters.
     """
     return {
-        "known_classes": find_known_classes(config, settings),
-        "problem": read_problem_type(config, settings),
+        "model_classes": find_known_classes(config, settings),
+        "problem_type": read_problem_type(config, settings),
         "pad_left": classifies_at_last_position(config),
     }
 
