@@ -95,12 +95,10 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
             global_weight: Number of target tokens in the global batch, or the sum of their weights if
-            ``train.loss``
-                uses weights. The summed loss is divided by this device scalar, which comes from
-                :meth:`Backend.sum_host_numbers`.
+                ``train.loss`` uses weights. The summed loss is divided by this device scalar, which comes
+                from :meth:`Backend.sum_host_numbers`.
             is_last_micro_batch: Whether this is the last micro-batch before :meth:`take_optimizer_step`,
-            which means that the gradients
-                must be reduced across ranks.
+                which means that the gradients must be reduced across ranks.
             with_token_metrics: Whether to also compute token accuracy and entropy.
 
         Returns:
@@ -159,7 +157,8 @@ class Engine(Protocol):
         Args:
             batch: Micro-batch on the device, from :meth:`Backend.copy_to_device`.
             metric_accumulator: Function that computes the metrics to accumulate in addition to the summed
-            ``loss``. totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
+                ``loss``.
+            totals: Totals over this rank's previous micro-batches. Empty for the first micro-batch.
 
         Returns:
             The new totals, keyed by metric name: int64 or float64 tensors on the device. On XLA, the totals

@@ -49,8 +49,7 @@ def format_columns(lines: Sequence[Sequence[str]], num_text_columns: int = 1) ->
     Args:
         lines: Cells of each row. All rows have the same number of cells.
         num_text_columns: Number of columns at the start that are aligned to the left. The others are aligned
-        to
-            the right.
+            to the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -60,8 +60,7 @@ def train_step(
         max_grad_norm: Maximum global gradient norm for gradient clipping. 0 disables clipping.
         with_token_metrics: Whether to also compute token accuracy and entropy, which only logged steps need.
         is_stop_requested: Function that returns whether this rank requests a stop. The request is sent to all
-        ranks
-            together with the number of valid tokens.
+            ranks together with the number of valid tokens.
 
     Returns:
         The global loss and gradient norm, as device tensors.
@@ -107,8 +106,7 @@ def iter_steps(
         progress: Progress of the run, which is updated before each result is yielded.
         end_step: Step to stop at.
         logs_step: Function that returns whether a step is logged, given its number (starting at 1). Token
-        accuracy
-            and entropy are only computed for logged steps.
+            accuracy and entropy are only computed for logged steps.
         is_stop_requested: Function that returns whether this rank requests a stop; see :func:`train_step`.
 
     Yields:

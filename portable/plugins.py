@@ -60,8 +60,7 @@ def refuse_custom_code(explain_refusal: Callable[[str], str | None] | None) -> I
 
     Args:
         explain_refusal: Function that returns the reason to refuse a module, given its name, or None if the
-        module may be
-            imported. None to allow all modules.
+            module may be imported. None to allow all modules.
     """
     token = _explain_refusal.set(explain_refusal)
     try:
@@ -405,7 +404,7 @@ def register_object(
         sources: Source texts of modules, keyed by module name. A module is added if a notebook or script
             defines the object.
         instantiates_class: Whether a class is instantiated, as in :func:`load_plugin`, or used itself, as in
-        :func:`load_plugin_factory`.
+            :func:`load_plugin_factory`.
 
     Returns:
         The name.

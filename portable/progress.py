@@ -22,8 +22,8 @@ class StepResult:
         grad_norm: Global gradient norm before clipping, an fp32 scalar.
         metrics: Values that are logged besides the loss, fp32 ``[metrics]``.
         metric_names: Names of ``metrics``, for
-        :meth:`portable.model.loss.TrainingObjective.compute_logged_values`. learning_rate: Learning rate used
-        for the step.
+            :meth:`portable.model.loss.TrainingObjective.compute_logged_values`.
+        learning_rate: Learning rate used for the step.
     """
 
     loss: Tensor

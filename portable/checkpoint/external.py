@@ -61,7 +61,7 @@ class ExternalCheckpoint:
         checkpoint: Contents of the shards.
         folder: Folder with the other files of the program.
         hf_trainer_state: Contents of the Hugging Face Trainer's ``trainer_state.json``, or None if there is
-        none.
+            none.
     """
 
     checkpoint: Checkpoint

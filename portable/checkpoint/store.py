@@ -80,8 +80,7 @@ class _PendingSave(Generic[P]):
         final: Path of the checkpoint.
         local_folder: Local folder that this rank writes to.
         write_files: Function that waits for the shards, adds the other files, and returns this rank's
-        manifest
-            entries.
+            manifest entries.
         build_manifest: Function that formats the manifest, given the entries of all ranks.
         best_steps: Steps of the best checkpoints, which must not be deleted.
         completion: Future that completes once the checkpoint is complete, or holds the exception if the save
@@ -106,7 +105,7 @@ class _AllRanksCaller:
 
     Args:
         max_outage_seconds: Time in seconds for which the object store may be unavailable before failures
-        become errors.
+            become errors.
     """
 
     def __init__(self, max_outage_seconds: float) -> None:
@@ -323,8 +322,8 @@ class CheckpointStore(Generic[P]):
 
         Args:
             is_last_save: Whether this is the last save of the run. If so, a save that fails because the
-            object store
-                is unavailable is retried until it succeeds or the outage lasts longer than the time limit.
+                object store is unavailable is retried until it succeeds or the outage lasts longer than the
+                time limit.
 
         Raises:
             RunError: If the save failed. Earlier checkpoints are intact.

@@ -425,8 +425,7 @@ def find_unexpected_names(model: PreTrainedModel, model_names_by_stored_name: Ma
     Args:
         model: The model.
         model_names_by_stored_name: transformers' names for tensors that the model does not use, keyed by the
-        checkpoint's
-            names.
+            checkpoint's names.
     """
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(model_names_by_stored_name.values()))
     model._adjust_missing_and_unexpected_keys(info)

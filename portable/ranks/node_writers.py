@@ -69,8 +69,7 @@ def choose_node_writers(can_read_checkpoint: Callable[[], bool]) -> NodeWriters 
 
     Args:
         can_read_checkpoint: Function that returns whether this process can read the checkpoint. A node
-        without
-            access to the file system of rank 0 does not write.
+            without access to the file system of rank 0 does not write.
 
     Returns:
         The group. None on ranks that do not write.

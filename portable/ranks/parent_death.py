@@ -28,8 +28,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
     Args:
         expected_parent_pid: Expected process id of the parent, or None if any parent is accepted. If the
-        parent is another
-            process by now, it has died, and this process exits at once.
+            parent is another process by now, it has died, and this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

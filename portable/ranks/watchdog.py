@@ -81,8 +81,7 @@ class Watchdog:
         folder: Folder for the stacks of all threads in ``rank-<r>.txt``. Created when needed.
         report: Function that is called with one line that describes where the rank hangs.
         dump_collectives: Function that writes the flight record of the device's collectives into a folder, if
-        there is
-            one.
+            there is one.
     """
 
     def __init__(

@@ -239,8 +239,7 @@ def write_precomputed_table(
     Args:
         folder: Folder of the table.
         shapes: Shape of one row of each column, keyed by the column's name. May be filled while
-        ``row_blocks`` is
-            read.
+            ``row_blocks`` is read.
         row_blocks: Blocks of rows ``[samples, numbers]``, in order.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)

@@ -218,8 +218,7 @@ class _NonFiniteOutputRecorder:
     Attributes:
         names: Names and classes of the modules, in the order in which their forward passes end.
         first_bad_rows: For each output, a scalar on the device: the first row (sample) that is not finite, -1
-        if an
-            output without a row for each sample is not finite, or ``rows`` if the output is finite.
+            if an output without a row for each sample is not finite, or ``rows`` if the output is finite.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
