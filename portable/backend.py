@@ -313,13 +313,14 @@ class Backend(Protocol):
         """
 
     def is_stop_requested(self, requested_by_rank: bool) -> bool:
-        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`; the same on all ranks.
+        """Return whether any rank has requested a stop in the latest :meth:`sum_host_numbers`.
 
-        The host may wait until the device has finished the work that was queued before that
-        :meth:`sum_host_numbers`. The work that was queued after it keeps the device busy meanwhile.
+        The result is the same on all ranks. The host may wait until the device has finished the work that was
+        queued before that call. The work that was queued after the call keeps the device busy during this
+        time.
 
         Args:
-            requested_by_rank: Whether this rank requests a stop now. A single rank returns it.
+            requested_by_rank: Whether this rank requests a stop now. The result if there is only one rank.
         """
 
     def sum_tensor_over_ranks(self, value: Tensor) -> Tensor:

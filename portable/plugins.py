@@ -476,7 +476,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _build_source_with_globals(key: str, target: Any) -> str:
-    """Build the text of a module with ``target`` and everything of its own module that it uses."""
+    """Build the text of a module with ``target`` and everything of its module that it uses."""
     source_by_name: dict[str, str] = {}
     _add_sources_of(key, target, source_by_name)
     return "from __future__ import annotations\n\n" + "\n\n".join(source_by_name.values()) + "\n"
@@ -555,7 +555,7 @@ def _list_used_names(text: str) -> set[str]:
 
 
 def get_notebook_sources() -> dict[str, str]:
-    """Return the source texts of the modules that :func:`install_notebook_modules` has created, keyed by module name."""
+    """Return the source texts that :func:`install_notebook_modules` has installed, keyed by module name."""
     names = [name for name in [*sys.modules] if name.startswith(NOTEBOOK_MODULE_PREFIX)]
     return {name: "".join(linecache.getlines(f"<{name}>")) for name in names}
 

@@ -1,7 +1,8 @@
-"""One step of a run taken once more, to see where a loss or gradient stops being finite.
+"""Repetition of one step of a run, to find where a loss or gradient stops being finite (``--replay``).
 
-The run goes on from its last checkpoint before that step, without a log or a save, and takes the step itself
-micro-batch by micro-batch, with a look at what every module gives. Nothing is written into its folder.
+The run continues from its last checkpoint before the step, without logging or saving. It then takes the step
+itself micro-batch by micro-batch, while hooks check the output of every module. Nothing is written into the
+folder of the run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from portable.progress import RunProgress
     from portable.run.stages import PreparedRun
 
-_MAX_SAMPLE_CHARACTERS = 160  # characters of a sample's text
+_MAX_SAMPLE_CHARACTERS = 160  # length at which the text of a sample is cut
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class PreparedRun:
         model: Model on the meta device. An engine fills it later.
         adapter: Adapter in ``model``, or None if the model itself is trained.
         published_names: Names and shapes of the tensors of ``model`` in published files.
-        vocabulary_size_before_growth: Rows of the vocabulary before ``data.added_tokens``, or None if no rows
-            were added.
+        vocabulary_size_before_growth: Number of embedding rows before ``data.added_tokens``, or None if no
+            rows were added.
         architecture: Name of the class of ``model``, before a strategy wraps it.
         num_parameters: Number of parameters of ``model``. Tied parameters are counted once.
         num_trained_parameters: Number of trained parameters.
