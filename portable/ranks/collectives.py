@@ -86,6 +86,9 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     Args:
         text: Text of this rank.
         group: Process group, or None for the default group.
+
+    Returns:
+        The texts of the ranks in the group. Only ``text`` if there is no process group.
     """
     if not dist.is_initialized():
         return [text]
@@ -96,6 +99,9 @@ def gather_text(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
 
 def raise_if_any_rank_failed(outcome: T | UserError) -> T:
     """Return ``outcome``, unless any rank passes a UserError. A collective call.
+
+    Args:
+        outcome: Result of this rank, or the error that it would raise.
 
     Raises:
         UserError: On the lowest rank with an error.
@@ -181,7 +187,7 @@ def check_ranks_agree(backend: Backend, facts: Mapping[str, Any]) -> None:
 
 
 def collect_values_equal_on_all_ranks(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings and library versions that must be equal on all ranks, for :func:`check_ranks_agree`."""
+    """Collect the settings and library versions for :func:`check_ranks_agree`, keyed by name."""
     facts = {
         key: keys.to_plain_value(config.get(key))
         for key in keys.get_setting_fields(RunConfig)

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 class NodeWriters:
-    """A `converters` writer group of the first rank of each node. Rank 0 is process 0.
+    """Group of the ranks that write a model together: the first rank of each node.
+
+    Implements :class:`portable.converters.WriterGroup`. Rank 0 is process 0 of the group.
 
     Args:
         group: Process group of these ranks. None if rank 0 is the only one.
-        number: Number of this process.
+        number: Index of this process in the group.
         size: Number of processes.
 
     Attributes:
@@ -35,7 +37,17 @@ class NodeWriters:
         self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process of the group; see :class:`converters.WriterGroup`."""
+        """Call a function in every process of the group; see :class:`portable.converters.WriterGroup`.
+
+        Args:
+            function: Function that returns a text.
+
+        Returns:
+            The results of all processes, ordered by process.
+
+        Raises:
+            CheckpointError: If the function fails in another process, or if a process has died.
+        """
         if self._group is None:
             return [function()]
         result, failure = "", None

@@ -41,7 +41,7 @@ def _list_cgroup_counter_files(root: Path) -> list[Path]:
         base, file = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
         group = root / "sys/fs/cgroup" / base / name.lstrip("/")
         top = root / "sys/fs/cgroup" / base
-        # Any parent may have a limit. Inside a container the path may be that of the host.
+        # Any parent may have a limit. Inside a container, the path may be the path on the host.
         levels = [level for level in (group, *group.parents) if level.is_relative_to(top)]
         files += [level / file for level in levels]
     return files

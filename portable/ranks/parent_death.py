@@ -1,4 +1,4 @@
-"""Kill processes when their parent dies. Imports only fast modules."""
+"""End processes when their parent dies. This module only imports modules that load fast."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def _kill_when_parent_ends(parent_pid: int) -> None:
 
 @contextmanager
 def kill_spawned_processes_with_parent() -> Iterator[None]:
-    """Make processes that ``multiprocessing`` spawns die with this one, even during their imports."""
+    """Make processes that ``multiprocessing`` spawns within this context die with this process.
+
+    They also die if this process is killed while they still import their modules.
+    """
     if sys.platform != "linux":
         yield
         return

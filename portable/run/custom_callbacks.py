@@ -48,7 +48,7 @@ class CustomCallback(Callback):
 
     Args:
         name: Name of the callback, used in error messages.
-        custom_object: The user's object. It may have only some of the methods in :data:`HOOKS`.
+        custom: The user's object. It may have only some of the methods in :data:`HOOKS`.
     """
 
     def __init__(self, name: str, custom: Any) -> None:

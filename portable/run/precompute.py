@@ -276,7 +276,7 @@ class TableContents(NamedTuple):
 class PrecomputedTable:
     """Table in the cache with the precomputed columns of each sample.
 
-    Args:
+    Attributes:
         folder: Folder of the table, which may not exist yet.
     """
 

@@ -203,7 +203,7 @@ def _write_data_preview(prepared: PreparedRun, output: RunOutput) -> None:
 
 
 def _build_watchdog(run: Run, output: RunOutput, peers: PeerWatch) -> Watchdog:
-    """Build the watchdog, which reports where this rank hangs to the launcher and in the output folder."""
+    """Build the watchdog, which reports a hanging rank to the launcher and in the output folder."""
 
     def report(line: str) -> None:
         peers.disconnect()  # otherwise the other ranks would end before they write their reports
