@@ -368,13 +368,13 @@ class Backend(Protocol):
         """
 
     def get_shape_multiple(self, precision: str) -> int | None:
-        """Return the number of which matrix dimensions should be multiples to reach full speed.
+        """Return the divisor that matrix dimensions should have to reach full speed.
 
         Args:
             precision: Precision of the matrix products, such as ``bf16``.
 
         Returns:
-            The number. None if the device handles all matrix sizes equally well.
+            The divisor. None if the device handles all matrix sizes equally well.
         """
 
     def get_peak_flops(self, precision: str) -> float | None:

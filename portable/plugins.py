@@ -1,9 +1,9 @@
 """Custom code that a run calls: losses, metrics, callbacks, data sources, and changes of the model.
 
 A setting names custom code as ``package.module:name``, or with arguments as
-``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives them at
-each call. :func:`portable.train` takes the objects themselves and converts them to such names. Objects that a
-notebook or script defines are sent to the ranks as source text, in a module that
+``package.module:name(gamma=2.0)``. A class is instantiated with the arguments. A function receives the
+arguments at each call. :func:`portable.train` takes the objects themselves and converts them to such names.
+Objects that a notebook or script defines are sent to the ranks as source text, in a module that
 :func:`install_notebook_modules` creates there. Nothing is pickled.
 """
 
@@ -207,7 +207,15 @@ def load_plugin_factory(key: str, text: str) -> Callable[..., Any]:
 
 
 def load_plugin_value(key: str, text: str) -> Any:
-    """Load the object that a setting names. If it is a function, call it and return its result."""
+    """Load the object that a setting names. If it is a function, call it and return its result.
+
+    Args:
+        key: Setting, used in error messages.
+        text: Value of the setting.
+
+    Raises:
+        UserError: If there is no such object, or if the function fails.
+    """
     target = load_plugin(key, text)
     with convert_user_errors(f"{key}: {text}"):
         return target() if callable(target) else target
@@ -235,7 +243,15 @@ def _find_object(context: str, spec: PluginSpec) -> Any:
 
 
 def check_code_may_run(context: str, name: str) -> None:
-    """Raise NotRunError if :func:`refuse_custom_code` forbids importing the module ``name``."""
+    """Check that :func:`refuse_custom_code` does not forbid importing a module.
+
+    Args:
+        context: Beginning of the error message.
+        name: Name of the module.
+
+    Raises:
+        CodeRefusedError: If the module must not be imported.
+    """
     if (explain_refusal := _explain_refusal.get()) is not None and (
         reason := explain_refusal(name)
     ) is not None:
@@ -276,7 +292,7 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
         return target(**arguments)
     except (UserError, RunError):
         raise
-    except (Exception, SystemExit) as error:  # foreign code
+    except (Exception, SystemExit) as error:  # custom code may raise anything
         raise UserError(f"{context}: cannot be made ({_describe_error_in_user_code(error)})") from error
 
 
@@ -294,9 +310,12 @@ def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *,
 
 @contextmanager
 def convert_user_errors(context: str) -> Iterator[None]:
-    """Convert errors of custom code within this context to a UserError that begins with ``context``.
+    """Convert errors of custom code within this context to a UserError.
 
-    Errors of memory are not converted, because the run reports them with a remedy.
+    Out-of-memory errors are not converted, because the run reports them with a remedy.
+
+    Args:
+        context: Beginning of the error message.
     """
     try:
         yield
@@ -317,15 +336,15 @@ def _describe_error_in_user_code(error: BaseException) -> str:
 def _find_user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Find the innermost frame in custom code, because a user can only correct an error there.
 
-    Code of this project, of the standard library and of installed packages is not the user's, unless the
-    setting names an installed package. The first frame outside of this project and of the libraries below is
-    then the user's, and so are all frames of its package.
+    Code of this project, of the standard library and of installed packages is not custom code, unless the
+    setting names an installed package. In this case, the first frame outside of this project and of
+    :data:`_FRAMEWORKS` is custom code, and so are all frames of its package.
 
     Args:
-        frames: The frames of a traceback, the innermost last.
+        frames: Frames of a traceback, the innermost last.
 
     Returns:
-        None if there are no frames.
+        The frame, or None if there are no frames.
     """
     others = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
     packages = {frame.filename: _find_library(frame.filename) for frame in others}
@@ -342,17 +361,17 @@ _FRAMEWORKS = frozenset({
     _STANDARD_LIBRARY, "torch", "transformers", "peft", "accelerate", "deepspeed", "numpy", "datasets",
     "pandas", "pyarrow", "tokenizers", "torch_xla", "torch_tpu", "functorch", "jinja2", "triton",
 })  # fmt: skip
-"""Packages that custom code calls and that are not custom code themselves."""
+"""Packages that call custom code, and that are not custom code themselves."""
 
 
 def _find_library(filename: str) -> str | None:
     """Find the installed package that a file belongs to.
 
     Args:
-        filename: The file of a frame.
+        filename: File of a frame.
 
     Returns:
-        The name of the package, or None if the file is neither in an installed package nor in the standard
+        The name of the package. None if the file is neither in an installed package nor in the standard
         library.
     """
     parts = Path(filename).parts
@@ -462,6 +481,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _find_imported(module: str, name: str) -> Any:
+    """Find an object in a module that is already imported, or return None."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -469,6 +489,7 @@ def _find_imported(module: str, name: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether ``repr`` of a value is a Python literal that evaluates to an equal value."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -483,7 +504,16 @@ def _build_source_with_globals(key: str, target: Any) -> str:
 
 
 def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> None:
-    """Add the source of ``target``, and of everything that it uses, to ``source_by_name``."""
+    """Add the source of ``target`` to ``source_by_name``, after the sources and imports that it uses.
+
+    Args:
+        key: Argument of :func:`portable.train`, used in error messages.
+        target: Function or class of a notebook or script.
+        source_by_name: Source texts, keyed by name, in an order in which they can be executed.
+
+    Raises:
+        UserError: If the source cannot be read, or uses an object that ranks cannot create.
+    """
     name = target.__name__
     if name in source_by_name:
         return
@@ -492,7 +522,7 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
     text = _get_source(target)
     if text is None:
         raise UserError(f"{key}: the source of {name} cannot be read; define it in a module")
-    source_by_name[name] = ""  # it may use itself
+    source_by_name[name] = ""  # a placeholder, because a function may call itself
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
     for used in sorted(_list_used_names(text)):
@@ -522,9 +552,9 @@ def _add_sources_of(key: str, target: Any, source_by_name: dict[str, str]) -> No
 
 
 def _get_source(target: Any) -> str | None:
-    """Return the source of a function or class, also if a notebook defines the class.
+    """Return the source of a function or class. None if it cannot be found.
 
-    None if it cannot be found.
+    Python itself does not find the source of a class that a notebook defines.
     """
     try:
         return textwrap.dedent(inspect.getsource(target))
