@@ -246,7 +246,9 @@ class Backend(Protocol):
     name: str
     """Name of the backend in :data:`portable.registry.BACKENDS`, such as ``cuda``."""
     rank: int
+    """Rank of this process."""
     world_size: int
+    """Number of ranks."""
     device: torch.device
     """Device of this rank."""
     one_program: bool

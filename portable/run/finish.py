@@ -179,8 +179,8 @@ def format_rank_count(ranks: int, devices_per_rank: int) -> str:
 def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReporter) -> None:
     """Print how the trained model continues a prompt. Must be called on all ranks.
 
-    Prints only a warning if the model or the chat template fails, because the run is complete without a
-    sample.
+    Prints nothing if the model cannot generate text. Prints only a warning if the model or the chat template
+    fails, because the run is complete without a sample.
     """
     config = prepared.config
     try:

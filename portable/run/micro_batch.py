@@ -141,10 +141,11 @@ def replace_micro_batch_size(config: RunConfig, size: int) -> RunConfig:
 def read_previous_micro_batch_size(
     config: RunConfig, existing: ExistingRun, output_place: AnyPath, world: World
 ) -> int | None:
-    """Read the micro-batch size that ``auto`` has chosen in an earlier launch of this run.
+    """Read the micro-batch size of the latest launch of this run, so that ``auto`` does not search again.
 
     Returns:
-        The size. None if there was no earlier launch, or if settings that affect memory have changed.
+        The size. None if the run has no checkpoint, if the number of ranks or a setting that affects memory
+        has changed, or if the global batch does not allow the size.
     """
     earlier, latest = existing.config, open_checkpoints(output_place).find_latest()
     if earlier is None or latest is None:
