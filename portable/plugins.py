@@ -229,6 +229,7 @@ def _parse_spec(key: str, text: str) -> PluginSpec:
 
 
 def _find_object(context: str, spec: PluginSpec) -> Any:
+    """Find the object that a spec names in its module. ``context`` begins the error message."""
     assert spec.module is not None
     target = _import_module(context, spec.module)
     for part in spec.name.split("."):
@@ -259,6 +260,16 @@ def check_code_may_run(context: str, name: str) -> None:
 
 
 def _import_module(context: str, name: str) -> types.ModuleType:
+    """Import a module from the current folder or the search path.
+
+    Args:
+        context: Beginning of the error message.
+        name: Name of the module.
+
+    Raises:
+        UserError: If the module cannot be imported.
+        CodeRefusedError: If the module must not be imported.
+    """
     check_code_may_run(context, name)
     if name.startswith(NOTEBOOK_MODULE_PREFIX) and name not in sys.modules:
         raise UserError(f"{context}: was defined in a notebook or script; start the run from there")
@@ -279,6 +290,10 @@ def _import_module(context: str, name: str) -> types.ModuleType:
 
 
 def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> Any:
+    """Instantiate a class, or bind the arguments of a spec to a function.
+
+    ``context`` begins the error message.
+    """
     if not callable(target):
         if arguments:
             raise UserError(f"{context}: is a {type(target).__name__}, which takes no arguments")
@@ -297,6 +312,14 @@ def _create_object(context: str, target: Any, arguments: Mapping[str, Any]) -> A
 
 
 def _check_arguments(context: str, target: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
+    """Raise UserError if ``target`` does not accept the arguments, or requires others.
+
+    Args:
+        context: Beginning of the error message.
+        target: Function or class.
+        arguments: Arguments of the spec, keyed by name.
+        all_of_them: Whether the arguments must be complete. If not, the caller adds more arguments later.
+    """
     try:
         signature = inspect.signature(target)
         signature.bind(**arguments) if all_of_them else signature.bind_partial(**arguments)
@@ -328,6 +351,7 @@ def convert_user_errors(context: str) -> Iterator[None]:
 
 
 def _describe_error_in_user_code(error: BaseException) -> str:
+    """Describe an error with the file and line of the custom code that caused it."""
     frame = _find_user_frame(traceback.extract_tb(error.__traceback__))
     location = "" if frame is None else f"; {Path(frame.filename).name}, line {frame.lineno}"
     return f"{type(error).__name__}: {to_one_line(error)}{location}"
@@ -404,6 +428,7 @@ def compute_plugin_digest(text: str) -> str:
 
 
 def _compute_code_digest(source: str) -> str:
+    """Compute a digest of Python source that ignores comments and layout."""
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()
 
@@ -581,6 +606,7 @@ def _get_source(target: Any) -> str | None:
 
 
 def _list_used_names(text: str) -> set[str]:
+    """List all names that a source text uses, including its local variables."""
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 

@@ -182,6 +182,7 @@ def _iter_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(key: str) -> bool:
+    """Return whether the values of a key are never opened as files."""
     return key in TEXT_KEYS or key.endswith(("_token", "_tokens"))
 
 

@@ -188,6 +188,7 @@ class ExternalCheckpoint:
         return rows
 
     def _describe_optimizer(self) -> str:
+        """Describe the optimizer state for ``--resume-info``: its tensors, dtypes and step counts."""
         try:
             optimizer = self.optimizer
         except CheckpointError as error:
@@ -336,6 +337,7 @@ def _build_optional_row(title: str, values: Mapping[str, Any], keys: Sequence[st
 
 
 def _is_nonscalar_tensor(value: object) -> bool:
+    """Return whether a stored value is a tensor with dimensions, such as a moment. Step counts are not."""
     return isinstance(value, StoredTensor) and bool(value.shape)
 
 

@@ -110,6 +110,13 @@ def adopt_external_checkpoint(
 
 
 def _build_resume_error(external: ExternalCheckpoint, reason: str, remedy: str) -> UserError:
+    """Build the error for a checkpoint that does not fit the run.
+
+    Args:
+        external: The checkpoint.
+        reason: Predicate that follows the path of the checkpoint, such as ``has no optimizer state``.
+        remedy: Instruction for the user.
+    """
     return UserError(f"checkpoint.resume: {external.root} {reason}; {remedy}")
 
 
@@ -507,6 +514,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
+    """Join names for an error message, of which only the first are shown."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 

@@ -83,6 +83,7 @@ class GuardedPackage:
             file = function.__code__.co_filename
 
             def raise_if_name_is_missing(error: Exception) -> None:
+                """Raise UserError if the decorated function's file caused ``error``, otherwise return."""
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
                 # The frames of __getattr__ and importlib only report that a name or module does not exist.
                 while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:

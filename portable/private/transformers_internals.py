@@ -523,6 +523,7 @@ _MIXTURE_NAME_PART = ".block_sparse_moe."
 
 
 def _convert_direction(transform: Any) -> dict[str, Any]:
+    """Convert one direction of a rule to JSON: the names that it finds, and the operations on the tensors."""
     direction: dict[str, Any] = {
         "find": transform.compiled_sources.pattern,
         "sources": list(transform.source_patterns),

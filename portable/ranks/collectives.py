@@ -142,6 +142,7 @@ def get_or_create_background_group(ranks: list[int] | None = None) -> dist.Proce
 
 
 def _build_background_group(ranks: list[int] | None) -> dist.ProcessGroup:
+    """Create a gloo group without its messages on stdout."""
     with discard_native_stdout():
         group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)

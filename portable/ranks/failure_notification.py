@@ -348,11 +348,13 @@ class _FailureArbiter:
 
 
 def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a message. If the connection has ended, do nothing, because the reader notices this itself."""
     with contextlib.suppress(OSError):
         connection.sendall(_encode_message(message))
 
 
 def _encode_message(message: dict[str, Any]) -> bytes:
+    """Encode a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -364,6 +366,7 @@ def _iter_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | None:
+    """Connect to the first reachable address. Returns None if none can be reached."""
     for address, port in addresses:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
@@ -374,6 +377,8 @@ def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | No
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel close the connection if the other node does not answer, for example after a power
+    failure."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -89,6 +89,12 @@ _REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun .
 
 
 def _build_incomplete_variables_error(there: str, missing: str) -> UserError:
+    """Build the error for variables of a launcher that are only partly set.
+
+    Args:
+        there: Variables that are set, with the verb ``is`` or ``are``.
+        missing: Variables that are not set, with the verb.
+    """
     return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
 
@@ -218,6 +224,7 @@ def _start_rendezvous_store() -> tuple[object, dict[str, str]]:
 
 
 def _build_world_variables(ranks: int) -> dict[str, str]:
+    """Build the variables of torch.distributed that are the same for all ranks of this machine."""
     return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 

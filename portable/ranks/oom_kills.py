@@ -30,6 +30,7 @@ def read_oom_kills(root: Path = Path("/")) -> OomKillCounts:
 
 
 def _list_cgroup_counter_files(root: Path) -> list[Path]:
+    """List the files with the counters of this process's memory cgroup and its parents."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return []

@@ -39,6 +39,7 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def _kill_when_parent_ends(parent_pid: int) -> None:
+    """Kill this process when the parent ends. Used if the kernel cannot do it."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -249,6 +249,7 @@ class _NonFiniteOutputRecorder:
         return record_output
 
     def _find_first_bad_row(self, tensor: Tensor) -> Tensor:
+        """Return the value for :attr:`first_bad_rows` as a device scalar, without a host-device sync."""
         if tensor.dim() == 0 or tensor.shape[0] != self._rows:
             return torch.where(torch.isfinite(tensor).all(), float(self._rows), -1.0)
         finite = (
@@ -259,6 +260,7 @@ class _NonFiniteOutputRecorder:
 
 
 def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested outputs of a module."""
     if isinstance(output, torch.Tensor):
         if output.is_floating_point() and output.numel():
             yield output
@@ -270,6 +272,7 @@ def _iter_floating_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _gather_json_lists(backend: Backend, values: Sequence[Any]) -> list[Any]:
+    """Gather lists of JSON values from all ranks, and concatenate them in rank order. A collective call."""
     return [value for text in backend.gather_text(json.dumps(values)) for value in json.loads(text)]
 
 
@@ -281,6 +284,19 @@ def _format_replay_report(
     gradients: set[str],
     norm: float,
 ) -> list[str]:
+    """Format the report of a repeated step.
+
+    Args:
+        run: The run.
+        engine: Engine, whose parameters have the model order.
+        step: Number of the step, counted from 1.
+        micro_batches: Results of all ranks.
+        gradients: Names of the parameters whose gradient is not finite on some rank.
+        norm: Global gradient norm.
+
+    Returns:
+        The lines to print.
+    """
     rate = f"learning rate {run.schedule(step - 1):.3g}"
     first = min(micro_batch.first_sample for micro_batch in micro_batches)
     last = max(micro_batch.first_sample + micro_batch.samples for micro_batch in micro_batches) - 1
@@ -318,6 +334,7 @@ def _format_replay_report(
 
 
 def _format_row(batch: ReplayedMicroBatch) -> tuple[str, str]:
+    """Format the result of a micro-batch as a table row with a title and a text."""
     last = batch.first_sample + batch.samples - 1
     text = f"samples {batch.first_sample} to {last}: loss {batch.loss:.6g} over {batch.tokens} tokens"
     return f"rank {batch.rank}, micro-batch {batch.number}", text

@@ -226,6 +226,7 @@ def _build_profiler(run: Run, output: RunOutput) -> Profiler:
 
 
 def _build_hub_uploads(run: Run, output: RunOutput, hub: HubRepository) -> HubUploadCallback:
+    """Build the callback for uploads, and protect checkpoints from deletion while they are uploaded."""
     from portable.run.uploads import HubUploadCallback
 
     export, uploads_checkpoints = (
