@@ -514,7 +514,7 @@ class _ResumeMatcher:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """Join names for an error message, of which only the first are shown."""
+    """Join names for an error message. Only the first names are shown."""
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more
 

@@ -377,8 +377,7 @@ def _connect_to_rank_0(addresses: Sequence[Sequence[Any]]) -> socket.socket | No
 
 
 def _enable_keepalive(connection: socket.socket) -> None:
-    """Let the kernel close the connection if the other node does not answer, for example after a power
-    failure."""
+    """Let the kernel close the connection if the other node stops answering."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
