@@ -24,7 +24,7 @@ _RECORDED_COLLECTIVES = "2000"
 class CudaPackage(TorchPackage):
     """A rank a GPU, with NCCL."""
 
-    def is_here(self) -> bool:
+    def is_available(self) -> bool:
         import torch
 
         return torch.cuda.is_available()

@@ -69,7 +69,7 @@ class BatchPlan:
         rank = 0 if self.one_program else self.rank
         object.__setattr__(self, "accumulation_steps", steps)
         first = compute_first_sample_of_rank(self.global_batch_size, rank, self.world_size)
-        object.__setattr__(self, "first_of_rank", first)
+        object.__setattr__(self, "first_sequence_of_rank", first)
 
     @property
     def max_sequences_per_rank(self) -> int:

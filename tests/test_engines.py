@@ -94,7 +94,7 @@ def _exercise(
                 engine.accumulate(backend.copy_to_device(next(trial.batches)), valid, last=last).values[0]
             )
         engine.update(run.schedule(1), 1.0, backend.sum_tensor_over_ranks(torch.stack(parts).sum()))
-        skipped = engine.read_health().skipped_updates
+        skipped = engine.read_update_health().skipped_updates
         save(engine, folder / "masked")
         return losses, norms, evaluated, continued, skipped
 

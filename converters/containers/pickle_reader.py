@@ -368,7 +368,7 @@ def _check_value_size(root: Any, limit: int) -> None:
                 stack.pop()
                 if kind is PickledInstance and value_id not in measured:
                     measured[value_id] = 1, 0
-                    roots += [part for part in value.get_parts() if part]
+                    roots += [part for part in value.get_contained_values() if part]
                 continue
             size, depth, pending = 1, 0, []
             if kind is dict:
@@ -391,7 +391,7 @@ def _check_value_size(root: Any, limit: int) -> None:
                     size += 1
                     if kind is PickledInstance and id(part) not in measured:
                         measured[id(part)] = 1, 0
-                        roots += [inner for inner in part.get_parts() if inner]
+                        roots += [inner for inner in part.get_contained_values() if inner]
             if pending:
                 if value_id in waiting:
                     raise PickleRefusedError("holds a container that contains itself")

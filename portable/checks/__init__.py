@@ -1,8 +1,10 @@
-"""Rules between settings, one function per section of the config.
+"""Checks for settings that do not work together, grouped by section of the config.
 
-Each function yields the problems of its section. Backends and engines contribute theirs through
-:meth:`portable.registry.BackendPackage.find_problems`. A resolved config that contains every key passes like
-the short file that it was made from, because rules read values instead of whether the user set them.
+Each ``check_...`` function yields the problems that it finds, as
+:class:`~portable.config.rules.SettingProblem`. Backends and engines add their own checks through
+:meth:`portable.registry.BackendPackage.find_problems`. The checks use values, and hardly ever whether the
+user has set them. Therefore, a resolved config that contains every key passes if the short file that it was
+made from passes.
 """
 
 from __future__ import annotations
@@ -63,16 +65,17 @@ SETTING_CHECKS = (
     check_has_evaluation,
     check_best_checkpoint,
 )
-"""Rules for all backends, in the order in which problems are reported."""
+"""Checks for all backends, in the order in which problems are reported."""
 
 
 def check_config(config: RunConfig, *, is_resolved: bool = False, with_location: bool = True) -> None:
-    """Refuse settings that do not work together.
+    """Raise an error for the first setting that is not supported or does not work with another setting.
 
     Args:
         config: Config of a run.
-        is_resolved: Whether the config is resolved. This adds the rules that need a resolved config or user
-        code. with_location: Whether the message names the file and line, or the flag, of the setting.
+        is_resolved: Whether the config is resolved. If it is, checks that need a resolved config or custom
+            code are included.
+        with_location: Whether the message names the file and line, or the flag, of the setting.
 
     Raises:
         UserError: The first problem.
@@ -82,7 +85,14 @@ def check_config(config: RunConfig, *, is_resolved: bool = False, with_location:
 
 
 def iter_setting_problems(config: RunConfig, *, is_resolved: bool = False) -> Iterator[SettingProblem]:
-    """Yield the problems of a config; see :func:`check_config`."""
+    """Yield the problems of a config: of the checks for all backends, then of its backend.
+
+    The checks of the backend are left out while ``backend`` is ``auto``.
+
+    Args:
+        config: Config of a run.
+        is_resolved: Whether the config is resolved, see :func:`check_config`.
+    """
     for check_section in SETTING_CHECKS:
         yield from check_section(config)
     if config.backend in BACKENDS:  # not auto

@@ -1,4 +1,4 @@
-"""Rules about adapters, quantized base models and their exports."""
+"""Checks for adapters, quantized base models and their exports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 IA3_ADAPTER_SETTINGS = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
-"""Settings that also apply to ``adapter.type`` ia3."""
+"""Settings of section ``adapter`` that also apply to ``adapter.type`` ia3."""
 
 
 def check_adapter(config: RunConfig) -> Iterator[SettingProblem]:

@@ -1,4 +1,4 @@
-"""Rules for backends that have no NVIDIA GPUs or no DeepSpeed."""
+"""Checks for backends without NVIDIA GPUs or without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_cuda_only_settings(config: RunConfig, *, is_resolved: bool) -> Iterato
 
     Args:
         config: Config of a run on another backend.
-        is_resolved: Whether the config is resolved.
+        is_resolved: Whether the config is resolved. If it is not, ``log.memory_snapshot`` is not checked.
     """
     if config.precision == "tf32":
         yield SettingProblem(

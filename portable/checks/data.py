@@ -1,4 +1,4 @@
-"""Rules about data: formats, packing and sources."""
+"""Checks for data: formats, packing and sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESERVED_COLUMN_NAMES = (
     "position_ids",
     "source",
 )
-"""Names of columns that are inputs of models."""
+"""Names of model inputs, which an additional number column must not have."""
 
 TASK_BY_SETTING = {
     "data.text_pair_field": "sequence-classification",
@@ -41,11 +41,11 @@ TASK_BY_SETTING = {
     "data.split_turns": "causal-lm",
     "data.truncation": "causal-lm",
 }
-"""Settings of one ``model.task``."""
+"""Settings that only apply to one ``model.task``, with this task."""
 
 
 def check_data(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of section ``data``."""
+    """Yield the problems of section ``data``, except columns and sources."""
     data, task = config.data, config.model.task
     if data.packing and task in PADDED_TASKS:
         yield SettingProblem(
@@ -65,7 +65,7 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
             "data.tokenizer is set; remove one of the two",
         )
     for key, only_task in TASK_BY_SETTING.items():
-        is_text = key == "data.format" and data.format == "text"  # which every task reads
+        is_text = key == "data.format" and data.format == "text"  # every task supports text
         if task != only_task and is_not_default(config, key) and not is_text:
             yield SettingProblem(
                 (key, "model.task"),
@@ -81,7 +81,7 @@ def check_data(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that ``data.format`` does not support."""
+    """Yield the settings that do not work with ``data.format`` or with ``data.train_on``."""
     data, train_on = config.data, config.data.train_on
     if data.format == "text":
         for key in (
@@ -141,7 +141,7 @@ def _check_format(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of columns of numbers in ``data.columns``."""
+    """Yield the problems of the additional number columns in ``data.columns``."""
     columns, packing = list_number_columns(config.data), config.data.packing
     if columns and packing:
         yield SettingProblem(
@@ -163,7 +163,7 @@ def check_columns(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_sources(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of mixtures and of streams."""
+    """Yield the problems of mixtures, of evaluation sources and of streams."""
     yield from check_data_sources(config.data)
     sources = {
         format_training_source_key(name): source for name, source in get_training_sources(config.data).items()

@@ -1,6 +1,6 @@
-"""Rules about memory, sharding and torch.compile.
+"""Checks for memory, sharding and torch.compile.
 
-Rules that only hold for ZeRO are in :mod:`portable.gpu.zero.checks`.
+Checks that only apply to ZeRO are in :mod:`portable.gpu.zero.checks`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``deepspeed.config`` has no effect."""
-    # The stage of the JSON overrides the default of the strategy, so only a strategy that the user set can
-    # contradict it. XLA ignores the JSON.
+    """Yield a problem if ``deepspeed.config`` has no effect because the user has chosen another strategy."""
+    # Only a strategy that the user set can contradict the JSON, because the stage of the JSON overrides the
+    # default strategy. XLA ignores the JSON.
     overrides = config.is_set("strategy") and config.strategy != "no_shard" and config.backend != "xla"
     if config.deepspeed.config is not None and overrides and not uses_zero_strategy(config):
         yield SettingProblem(
@@ -31,7 +31,7 @@ def check_deepspeed_config_is_used(config: RunConfig) -> Iterator[SettingProblem
 
 
 def check_compile_mode(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield a problem if ``compile_mode`` has no effect."""
+    """Yield a problem if ``compile_mode`` is set for another backend of torch.compile than inductor."""
     if is_not_default(config, "compile_mode") and is_not_default(config, "compile_backend"):
         yield SettingProblem(
             ("compile_mode", "compile_backend"),
@@ -50,7 +50,8 @@ def check_memory_settings(config: RunConfig) -> Iterator[SettingProblem]:
                 (key, "memory.nvme_path"),
                 f"{key} nvme needs memory.nvme_path, a folder on a local disk",
             )
-    # A DeepSpeed JSON may enable offloading, and only the backend reads it.
+    # Accept nvme_path with a DeepSpeed JSON, because the JSON may enable offloading and only the backend
+    # reads it.
     if memory.nvme_path is not None and not offloads_to_nvme and config.deepspeed.config is None:
         yield SettingProblem(
             ("memory.nvme_path",),

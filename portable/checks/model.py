@@ -1,4 +1,4 @@
-"""Rules about the model, and about names and folders of all sections."""
+"""Checks for the model, and for hub ids and local folders in all sections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_paths_are_local(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_model_source(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of ``model.config`` and ``model.name_or_path``."""
+    """Yield a problem unless either ``model.name_or_path`` or a ``model.config`` with a model type is set."""
     name, model_config = config.model.name_or_path, config.model.config or {}
     if name is not None and "model_type" in model_config:
         yield SettingProblem(

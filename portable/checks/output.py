@@ -1,4 +1,4 @@
-"""Rules about trackers, checkpoints, uploads and the best checkpoint."""
+"""Checks for trackers, checkpoints, uploads, evaluations and the best checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_tracker_names(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_resume_counters(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the counts of another program's checkpoint if there is no such checkpoint."""
+    """Yield ``checkpoint.resume_step`` and ``resume_samples`` without a checkpoint to resume from."""
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if config.get(key) is not None and config.checkpoint.resume in ("auto", "never"):
             yield SettingProblem(
@@ -51,7 +51,7 @@ def check_hub_settings(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_has_evaluation(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that need an evaluation if there is none."""
+    """Yield the settings that need an evaluation if the run has no evaluation data."""
     train = config.train
     if train.early_stopping_patience is None and is_not_default(config, "train.early_stopping_threshold"):
         yield SettingProblem(

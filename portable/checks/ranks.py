@@ -1,4 +1,4 @@
-"""Rules about ranks that share sequences or layers."""
+"""Checks for context parallelism and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that need complete sequences on each rank."""
+    """Yield the settings that do not work with context parallelism, if the config uses it."""
     size = config.context_parallel_size
     if config.data.seq_len % size:
         yield SettingProblem(
@@ -35,7 +35,7 @@ def check_context_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
-    """Yield the settings that need complete layers on each rank."""
+    """Yield the settings that do not work with tensor parallelism, if the config uses it."""
     if config.tensor_parallel_size == 1:
         return
     train, adapter = config.train, config.adapter
@@ -63,7 +63,11 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[SettingProblem]:
 
 
 def _list_unshardable_settings(config: RunConfig) -> dict[str, bool]:
-    """Return settings that need complete sequences and layers, and whether the config uses them."""
+    """List the settings that work with neither context parallelism nor tensor parallelism.
+
+    Returns:
+        Whether the config uses the setting, by dotted key.
+    """
     return {
         "model.task": config.model.task != "causal-lm",
         "data.format": config.data.format == "samples",

@@ -1,1 +1,1 @@
-"""Commands that train nothing."""
+"""Commands that do not train, such as ``portable-chat`` and ``portable-train --dry-run``."""

@@ -1,4 +1,4 @@
-"""``portable-chat``: talk to the model of a run in the terminal."""
+"""``portable-chat``: chat with the model of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ _CONVERSATION_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends"
 
 
 def find_exported_model(run_folder: str) -> Path:
-    """Find the exported model of a run.
+    """Find the folder with the exported model of a run.
 
     Args:
         run_folder: Output folder of a run, or a folder with a model or an adapter.
 
+    Returns:
+        ``final/`` in the output folder, or ``run_folder`` itself.
+
     Raises:
-        UserError: If there is none.
+        UserError: If neither folder has a model.
     """
     folder = Path(run_folder).expanduser()
     for candidate in (folder / FINAL_FOLDER, folder):
@@ -54,14 +57,20 @@ def find_exported_model(run_folder: str) -> Path:
 
 
 class ChatModel:
-    """A model with its tokenizer, ready to answer.
+    """A model with its tokenizer, loaded for generation.
 
     Args:
         folder: Folder with a model, or with an adapter whose base model is available.
         device: Torch device, or ``auto`` for a GPU if there is one.
+
+    Attributes:
+        device: Torch device of the model.
+        tokenizer: Tokenizer of the model.
+        model: The transformers model, in a ``PeftModel`` if ``folder`` has an adapter.
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
+        """Load the model and its tokenizer."""
         import torch
 
         from portable.data.tokens.tokenizer import load_tokenizer
@@ -83,11 +92,14 @@ class ChatModel:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template. Otherwise the model continues texts."""
+        """Whether the tokenizer has a chat template. Without a template, the model continues texts."""
         return bool(self.tokenizer.chat_template)
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """Render a conversation up to the point where the assistant begins."""
+        """Render a conversation up to the point where the assistant begins.
+
+        Without a chat template, the text is the last message.
+        """
         from portable.data.tokens import limited_calls
         from portable.data.tokens.rendering import TemplateRenderer
 
@@ -98,14 +110,19 @@ class ChatModel:
         return text
 
     def generate_answer(self, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
-        """Generate an answer.
+        """Generate an answer in a thread, and yield its text while it is generated.
+
+        Generation stops if the caller closes the generator.
 
         Args:
             messages: Conversation so far. Without a chat template, the last message is continued.
-            options: Arguments of ``run_generation``.
+            options: Arguments of ``generate``.
 
         Yields:
             Parts of the text as soon as they are generated.
+
+        Raises:
+            RunError: If the generation fails.
         """
         import threading
 
@@ -142,14 +159,18 @@ class ChatModel:
         thread.start()
         try:
             yield from streamer
-        finally:  # also if the caller was interrupted
+        finally:  # also if the user has interrupted the caller
             stop.set()
             thread.join()
         if failures:
             raise RunError(f"RUN: the model could not answer: {to_one_line(failures[0])}") from failures[0]
 
     def _find_end_tokens(self) -> list[int]:
-        """Find the tokens that end an answer: of the generation config, the tokenizer and the template."""
+        """Return the sorted token ids that end an answer.
+
+        They are in the generation config and in the tokenizer. A chat template may end answers with another
+        special token, which is found by rendering a short conversation.
+        """
         from portable.data.tokens import bounded_tokenizer
 
         configured = self.model.generation_config.eos_token_id
@@ -158,7 +179,7 @@ class ChatModel:
         if self.has_template:
             probe = "Yes"
             messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": probe}]
-            with suppress(UserError):  # a template that does not accept such a conversation
+            with suppress(UserError):  # the template may not accept this conversation
                 rest = self.render_prompt([*messages, {"role": "user", "content": "Hello"}]).rpartition(
                     probe
                 )[2]
@@ -172,7 +193,11 @@ class ChatModel:
 
 
 def _read_base_model_name(folder: Path) -> str:
-    """Return the path or name of the base model of an adapter."""
+    """Read the path or hub id of the base model of an adapter.
+
+    Raises:
+        UserError: If the adapter does not name its base model, or names a folder that does not exist.
+    """
     try:
         base = read_json_file(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -193,7 +218,7 @@ def _read_base_model_name(folder: Path) -> str:
 
 
 def _load_base_model(name: str, device: Any) -> Any:
-    """Load a model from safetensors in the dtype of its files, without custom code."""
+    """Load a model from safetensors in the dtype of its files, without running custom code."""
     import torch
 
     from portable.model.build import select_pretrained_class
@@ -201,12 +226,15 @@ def _load_base_model(name: str, device: Any) -> Any:
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     model = select_pretrained_class(name).from_pretrained(name, **options)
     if device.type == "cpu" and model.dtype == torch.float16:
-        model = model.float()  # products in fp16 are slow or missing on CPUs
+        model = model.float()  # fp16 matrix products are slow or not implemented on CPUs
     return model.to(device)
 
 
 def _add_adapter(model: Any, folder: Path) -> Any:
-    """Add an adapter to its base model, whose vocabulary grows if the adapter has more rows."""
+    """Load an adapter into its base model.
+
+    The embeddings of the base model are resized first if the adapter has another vocabulary size.
+    """
     from peft import PeftModel
 
     from portable.converters import open_checkpoint
@@ -223,7 +251,7 @@ def _add_adapter(model: Any, folder: Path) -> Any:
 
 
 def build_chat_parser() -> argparse.ArgumentParser:
-    """Build the parser of ``portable-chat``."""
+    """Build the argument parser of ``portable-chat``."""
     parser = CommandParser(
         prog="portable-chat",
         description="Talk to the model of a run in the terminal: to final/, a whole model or an adapter.\n"
@@ -272,6 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespace) -> None:
+    """Answer ``--prompt``, or the lines from standard input until it ends.
+
+    Args:
+        chat: The loaded model.
+        folder: Folder of the model, printed at the start of an interactive conversation.
+        arguments: Parsed command line.
+    """
     import torch
 
     options: dict[str, Any] = {"max_new_tokens": arguments.max_tokens}
@@ -311,7 +346,7 @@ def _run_conversation(chat: ChatModel, folder: Path, arguments: argparse.Namespa
 
 
 def _read_user_messages(*, interactive: bool) -> Iterator[str]:
-    """Read messages from standard input, without empty lines."""
+    """Yield the lines from standard input that are not empty, with a prompt if ``interactive``."""
     while True:
         try:
             line = input("> " if interactive else "")

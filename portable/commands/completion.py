@@ -1,4 +1,4 @@
-"""``portable-train completion``: what completes the commands in a shell, made by shtab from the schema."""
+"""``portable-train completion``: print the shell completion of the commands, which shtab builds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ _MAX_HELP_CHARACTERS = 90
 
 
 def print_completion_script(argv: Sequence[str]) -> int:
-    """Print the script of a shell.
+    """Print the completion script of a shell.
 
     Args:
         argv: Words after ``completion``.
+
+    Returns:
+        Exit code 0.
     """
     parser = CommandParser(
         prog="portable-train completion",
@@ -54,7 +57,10 @@ def print_completion_script(argv: Sequence[str]) -> int:
 
 
 def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
-    """The parser of a command with a config, only to be read by shtab."""
+    """Build an argument parser with all settings and options of a command, from which shtab reads the flags.
+
+    The command itself parses its flags with :mod:`portable.config.flags`.
+    """
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
     command_options = {
         key.replace("_", "-"): setting for key, setting in keys.get_setting_fields(options).items()
@@ -72,7 +78,7 @@ def _build_parser_for_completion(name: str, options: type[BaseModel]) -> argpars
 
 
 def _format_argument_help(text: str) -> str:
-    """The first sentence of ``text``; argparse would expand a percent sign."""
+    """Return the first sentence of ``text``, truncated, with percent signs escaped for argparse."""
     first = " ".join(text.split()).split(". ")[0]
     return (first if len(first) <= _MAX_HELP_CHARACTERS else f"{first[:_MAX_HELP_CHARACTERS]}...").replace(
         "%", "%%"

@@ -1,4 +1,4 @@
-"""``portable-data``: write the tokens of a run's sources ahead of time."""
+"""``portable-data``: tokenize the sources of a run before it starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ examples:
 
 
 class DataOptions(CommandOptions):
-    """Those of ``portable-data``."""
+    """Options of ``portable-data``."""
 
     out: PathText = ""
     """Where the tokens go: a folder, or a URL of an object store."""
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data``. Returns one of :data:`portable.converters.commands.EXIT_CODES`."""
     if argv is None:
         argv = sys.argv[1:]
-        # transformers would import torch_xla, which takes seconds, warns, and is not needed here.
+        # Otherwise transformers would import torch_xla, which takes seconds, warns, and is not needed here.
         os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
         return run_pretokenization(argv)
@@ -69,7 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_pretokenization(argv: Sequence[str]) -> int:
-    """Write the tokens and say what was written."""
+    """Tokenize the sources of a config, write the token files, and print their sizes.
+
+    Args:
+        argv: Words after ``portable-data``.
+
+    Returns:
+        Exit code.
+
+    Raises:
+        UserError: If a setting or an option is not valid.
+    """
     config, options = parse_command_line(argv, DataOptions, USAGE)
     check_config(config)
     if "out" not in options:
@@ -116,7 +126,11 @@ def run_pretokenization(argv: Sequence[str]) -> int:
 
 
 def _read_vocab_size_for_new_tokenizer(config: RunConfig) -> int | None:
-    """That of the model, if a tokenizer is trained: importing models takes long."""
+    """Return the vocabulary size of the model if a tokenizer is trained for it.
+
+    Returns None if the config names a tokenizer or a pretrained model, because reading the config of a model
+    imports transformers, which is slow.
+    """
     if config.data.tokenizer or config.model.name_or_path:
         return None
     with show_loading_message():
@@ -138,7 +152,11 @@ class ShardPart(NamedTuple):
 
 
 def _parse_shard_part(text: str) -> ShardPart:
-    """Parse the value of ``--part``, such as ``2/8``."""
+    """Parse the value of ``--part``, such as ``2/8``.
+
+    Raises:
+        UserError: If it is not a number of a part and a number of parts.
+    """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")

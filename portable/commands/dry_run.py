@@ -1,4 +1,4 @@
-"""``--dry-run``: print what the run would do, and the resolved config."""
+"""``--dry-run``: print a summary of the run and the resolved config."""
 
 from __future__ import annotations
 
@@ -57,13 +57,23 @@ _CLASSIFICATION_TASKS = ("sequence-classification",)
 
 
 def print_dry_run(resolved: ResolvedRun) -> int:
-    """Print what the run would do, and the resolved config; write nothing."""
+    """Print the resolved config, the origins of its settings, and a summary of the run. Write no files.
+
+    Args:
+        resolved: The resolved run.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        UserError: If the run itself would refuse a setting.
+    """
     backend = create_backend(resolved.config.backend)
     resolved = resolve_precision(resolved)
     config = resolved.config
     assembled, data = inspect_run(config)
     model = assembled.model
-    if config.model.task not in _CLASSIFICATION_TASKS:  # whose metrics depend on the labels
+    if config.model.task not in _CLASSIFICATION_TASKS:  # the metrics of a classifier depend on its labels
         user_loss = config.train.loss is not None
         setting = MetricSettings(config.model.task, tokenizer=data.tokenizer_object, user_loss=user_loss)
         build_best_tracker(
@@ -117,16 +127,16 @@ def _collect_notes(
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
-    """What the run will print before its first step, as far as it is known without a download."""
+    """Return the notes that the run will print before its first step, except notes that need a download."""
     config, adapter = resolved.config, assembled.adapter
     weight_notes: list[str] = []
     model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
-    # A classifier's head has as many rows as the data has labels, which are not counted yet.
+    # The head of a classifier has one row per label, and the labels in the data are not counted yet.
     is_sized = config.model.task not in _CLASSIFICATION_TASKS
     if is_sized and name is not None and not config.model.from_scratch and Path(name).is_dir():
         weight_notes = load_pretrained_weights(config.model, model, assembled.grown_from).build_notes()
-    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # and not known yet
+    is_micro_batch_searched = config.train.micro_batch_size == "auto"  # then the size is not known yet
     hints = build_shape_hints(
         model.config,
         micro_batch_tokens=0 if is_micro_batch_searched else plan.micro_batch_size * config.data.seq_len,
@@ -139,6 +149,14 @@ def _collect_notes(
 def _build_run_rows(
     resolved: ResolvedRun, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
+    """Build the table of the run: model, data, ranks, batch, steps and checkpoint.
+
+    Returns:
+        Pairs of a label and a text.
+
+    Raises:
+        UserError: If the warmup is longer than the run.
+    """
     config, world = resolved.config, resolved.world
     devices = format_rank_count(world.ranks, world.devices_per_rank)
     steps = config.train.steps
@@ -187,17 +205,23 @@ def _build_run_rows(
 
 
 def _build_change_rows(config: RunConfig, source: AnyPath | None) -> list[tuple[str, str]]:
-    """List the settings that differ from those of the run that wrote a checkpoint."""
+    """List the settings that differ between the run and the run that wrote the checkpoint ``source``."""
     state = None if source is None else read_run_state(source)
     changes = [] if state is None else find_changes(state.run, config.fingerprint())
     return [("changed", "; ".join(change.arrow_text for change in changes))] if changes else []
 
 
 def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
-    """What is known of the steps before the data is tokenized: no token is shorter than a byte."""
+    """Describe the number of steps before the data is tokenized.
+
+    If documents are packed, the size of the data is an upper bound, because a token has at least one byte.
+    """
     known_later = "known once the data is tokenized"
     if data.size_bytes is None or not data.packing:
-        return f"{known_later}; {config.train.epochs:g} x the samples to train / {config.train.global_batch_size}"
+        return (
+            f"{known_later}; {config.train.epochs:g} x the samples to train / "
+            f"{config.train.global_batch_size}"
+        )
     max_steps = compute_total_steps(config, max(1, data.size_bytes // config.data.seq_len))
     return (
         f"at most {max_steps:,}, a token for each byte; English text takes a quarter of that; {known_later}"
@@ -207,7 +231,21 @@ def _describe_unknown_steps(config: RunConfig, data: DataSizes) -> str:
 def _build_foreign_checkpoint_rows(
     config: RunConfig, model: PreTrainedModel, adapter: Adapter | None, source: AnyPath, steps: int | None
 ) -> list[tuple[str, str]]:
-    """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
+    """List the state that the run would load from an external checkpoint.
+
+    Args:
+        config: The resolved config.
+        model: The model of the run.
+        adapter: The adapter of the run, or None.
+        source: The checkpoint from which the run resumes.
+        steps: Number of steps of the run. None if it is not known yet.
+
+    Returns:
+        Pairs of a label and a text. Empty if the checkpoint is one of this program.
+
+    Raises:
+        UserError: If the run would refuse the checkpoint.
+    """
     foreign = open_external_for_model(source, model, adapter)
     if foreign is None:
         return []

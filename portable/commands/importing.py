@@ -1,4 +1,4 @@
-"""``portable-train import``: a config from files of other programs, with comments on its origins."""
+"""``portable-train import``: print a config with comments, made from files of other programs."""
 
 from __future__ import annotations
 
@@ -39,20 +39,23 @@ _REQUIRED_SETTINGS = {
     "model.name_or_path": "the files name no model",
     "data.source": "the files name no data that can be read here",
 }
+"""Settings that a config for training needs, with the message if the files do not contain them."""
 _ALTERNATIVE_SETTINGS = {"model.name_or_path": "model.config", "data.source": "data.sources"}
+"""Settings that may be set instead of a required setting."""
 
 
 def print_imported_config(argv: Sequence[str]) -> int:
     """Print a config made from files of other programs.
 
     Args:
-        argv: the words after ``import``.
+        argv: Words after ``import``: paths of files and, after ``--``, the command line of a script.
 
     Returns:
-        the exit code: 0 if the config can be used as it is.
+        Exit code: 0 if the config can be used unchanged, ``USER_ERROR`` if keys have no counterpart.
 
     Raises:
-        UserError: if a file cannot be read, or is of no program that is known.
+        UserError: If a file cannot be read, is not from a supported program, or a run would refuse the
+            config.
     """
     files, script = list(argv), []
     if "--" in files:
@@ -73,7 +76,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
         launched_processes, script = split_launcher_and_script(script)
         documents.append(("command line", YamlDocument(parse_script_arguments(script), {})))
     merged = ImportedRun()
-    # The number of devices comes first: the global batch follows from it.
+    # Convert files with the number of processes first, because the global batch size depends on it.
     for name, document in sorted(
         documents, key=lambda named_document: "num_processes" not in (named_document[1].value or ())
     ):
@@ -111,7 +114,7 @@ def print_imported_config(argv: Sequence[str]) -> int:
 
 
 def _remove_assumed_train_on(imported: ImportedRun) -> None:
-    """Leave out ``data.train_on`` that is a default for conversations if the records have prompts or texts.
+    """Remove the default of ``data.train_on`` for conversations if the records have prompts or texts.
 
     Records of a dataset that has to be downloaded are not read.
     """
@@ -128,12 +131,14 @@ def _remove_assumed_train_on(imported: ImportedRun) -> None:
 
 
 def _read_foreign_document(path: Path) -> YamlDocument:
+    """Read a YAML or JSON file, with the comments and trailing commas that DeepSpeed accepts in JSON."""
     try:
         return read_yaml_file(path)
     except UserError:
         if path.suffix != ".json" or not path.is_file():
             raise
-    return YamlDocument(parse_deepspeed_json(read_config_text(path), str(path)), {})  # with tabs or comments
+    # JSON with tabs or comments is not YAML.
+    return YamlDocument(parse_deepspeed_json(read_config_text(path), str(path)), {})
 
 
 class ImportedConfig(NamedTuple):
@@ -141,7 +146,7 @@ class ImportedConfig(NamedTuple):
 
     Attributes:
         text: The YAML file with comments.
-        mistakes: What must be corrected before the config can be used, one line each. Empty if nothing.
+        mistakes: Messages about settings to correct before a run accepts the config, one line each.
     """
 
     text: str
@@ -149,7 +154,11 @@ class ImportedConfig(NamedTuple):
 
 
 def format_imported_config(imported: ImportedRun) -> ImportedConfig:
-    """Format the settings as a YAML file with comments, and check that a run accepts them."""
+    """Format the settings as a YAML file with comments, and check that a run accepts them.
+
+    Args:
+        imported: The imported settings. Values that are not valid are moved to its refusals.
+    """
     for key in list(imported.values):
         if (mistake := find_setting_mistake(RunConfig, key, imported.values[key])) is not None:
             imported.refusals.append(f"{imported.origins[key].text}: {mistake}")
@@ -172,7 +181,8 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
     text = "\n".join(parts) + "\n"
     try:
         config = load_config(parse_yaml(text, "run.yaml").value or {})
-        check_config(config.replaced({"backend": "auto"}))  # a backend's own rows are asked where it is
+        # The rules of a backend apply on the machine of the run.
+        check_config(config.replaced({"backend": "auto"}))
     except MultipleMistakesError as error:
         mistakes += error.lines
     except UserError as error:
@@ -181,7 +191,7 @@ def format_imported_config(imported: ImportedRun) -> ImportedConfig:
 
 
 def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
-    """The lines of the settings, in the order of the schema."""
+    """Yield the lines of the YAML file in the order of the schema, with the origins as comments."""
     current_section = ""
     for key, setting in keys.get_setting_fields(RunConfig).items():
         if key not in imported.values:
@@ -199,6 +209,7 @@ def _iter_setting_lines(imported: ImportedRun) -> Iterator[str]:
 
 
 def _wrap_comment_line(line: str) -> Iterable[str]:
+    """Wrap a message into comment lines."""
     return textwrap.wrap(
         line,
         100,

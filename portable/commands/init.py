@@ -1,4 +1,4 @@
-"""``portable-train init``: write a short commented config to begin with, or what starts it elsewhere."""
+"""``portable-train init``: write a short config, or a file that starts a run on rented machines."""
 
 from __future__ import annotations
 
@@ -43,18 +43,25 @@ _COMMENT_WIDTH = 100
 
 
 def get_config_folder() -> Traversable:
-    """Return the folder ``configs``. It is not a package, because users may have a module of that name."""
+    """Return the folder ``configs``. It is not a package, because users may have a module with this name."""
     return files("portable").joinpath("configs")
 
 
 def print_schema(argv: Sequence[str]) -> int:
-    """Print the JSON Schema of a config."""
+    """Print the JSON Schema of a config.
+
+    Args:
+        argv: Words after ``schema``, which are ignored.
+
+    Returns:
+        Exit code 0.
+    """
     print_line(get_config_folder().joinpath("schema.json").read_text("utf-8").rstrip())
     return 0
 
 
 def read_starter_configs() -> dict[str, str]:
-    """Read the starters in ``configs/starters``, by task."""
+    """Read the starter configs in ``configs/starters``, by task."""
     files = sorted(get_config_folder().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in files if file.name.endswith(".yaml")}
 
@@ -62,6 +69,13 @@ def read_starter_configs() -> dict[str, str]:
 def _build_init_parser(
     templates: Collection[str], starters: Mapping[str, str], names: Collection[str]
 ) -> CommandParser:
+    """Build the argument parser of ``portable-train init``.
+
+    Args:
+        templates: Names of programs that start runs on rented machines.
+        starters: Texts of the starter configs by task.
+        names: Tasks and their aliases.
+    """
     task_lines = (
         f"  {task:<22} {text.partition(': portable-train')[0].removeprefix('# ').partition('. ')[0]}"
         for task, text in starters.items()
@@ -103,10 +117,13 @@ def _build_init_parser(
 
 
 def write_starter_config(argv: Sequence[str]) -> int:
-    """Write the starter of a task, and say how to go on.
+    """Write the starter config of a task, or with ``--for`` a launch file, and print the next commands.
 
     Args:
         argv: Words after ``init`` on the command line.
+
+    Returns:
+        Exit code 0.
 
     Raises:
         UserError: If the file exists already or cannot be written, or if the run does not fit on the device.
@@ -167,9 +184,16 @@ def write_starter_config(argv: Sequence[str]) -> int:
 
 
 def _fill_starter(starter: str, file: Path, model: str | None, data: str | None) -> str:
-    """Fill the names of the file, the run, the model and the data into a starter."""
+    """Fill the names of the file, the run, the model and the data into a starter config.
+
+    Args:
+        starter: Text of the starter config.
+        file: Path of the config to write. Its stem becomes the name of the run.
+        model: Hub id or folder of the model. None for the model of the starter.
+        data: File, glob or hub dataset. None for the data of the starter.
+    """
     folder = _format_yaml_value(f"runs/{file.stem}")
-    # Keep the comments in one column.
+    # Pad the name of the run, so that the comments stay in one column.
     names = {"{name}#": f"{folder:<25} #", "{name}": folder, "{file}": shlex.quote(str(file))}
     text = re.sub(r"\{name\}#|\{name\}|\{file\}", lambda match: names[match[0]], starter)
     if model is not None:
@@ -182,12 +206,15 @@ def _fill_starter(starter: str, file: Path, model: str | None, data: str | None)
 
 
 def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
-    """Set values in a starter, and keep its comments in their column.
+    """Set values in a starter config, and keep its comments in their column.
 
     Args:
-        text: Text of the starter, with one line for each setting.
-        values: Values by dotted key. A key that the starter lacks is added at the start of its section, or
-            below ``output_dir`` if it has none.
+        text: Text of the starter config, with one line for each setting.
+        values: Values by dotted key. A key that is not in the config is added at the start of its section, or
+            below ``output_dir`` if it has no section.
+
+    Returns:
+        The new text.
     """
     lines = text.splitlines()
     for key, value in values.items():
@@ -210,6 +237,7 @@ def set_yaml_values(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _format_yaml_value(value: object) -> str:
+    """Format a value as YAML in one line."""
     return format_yaml({"value": value}, width=math.inf).removeprefix("value: ").rstrip("\n")
 
 
@@ -226,13 +254,16 @@ class _SizedConfig(NamedTuple):
 
 
 def _fit_to_device(text: str, device: str, cheaper: Mapping[str, str], *, has_data: bool) -> _SizedConfig:
-    """Set the values with which a config fits on a device, and add comments that describe the plan.
+    """Set the values with which a run fits on a device, and add comments that describe the plan.
 
     Args:
         text: Text of the config.
         device: Value of ``--device``, such as ``h100:8``.
         cheaper: Texts of configs that need less memory, by the flag that selects them.
         has_data: Whether the user has named the data.
+
+    Raises:
+        UserError: If the run does not fit.
     """
     from portable.commands.recipe import describe_recipe, estimate_dataset_size, find_recipe
     from portable.planner.device_lookup import parse_devices

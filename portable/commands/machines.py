@@ -1,7 +1,7 @@
-"""``portable-train init --for``: the file with which a program that rents machines starts a run.
+"""``portable-train init --for``: write the file with which a program that rents machines starts a run.
 
-The files are templates in ``configs/machines``. ``@name@`` stands for a value, and a line that begins with
-one of :data:`_LINE_CONDITIONS` is left out where that does not hold.
+The files are templates in ``configs/machines``. ``@name@`` is a placeholder for a value. A line that begins
+with a condition, such as ``@several@``, is left out if the condition is false; see :data:`_LINE_CONDITIONS`.
 """
 
 from __future__ import annotations
@@ -36,34 +36,40 @@ if TYPE_CHECKING:
     from portable.planner.device import Device
 
 _LINE_CONDITIONS = ("several", "mixed", "alike", "selected")
-"""Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""
+"""Conditions of lines in a template: several nodes with GPUs; both GPUs and TPUs; only GPUs or only TPUs; a
+TPU slice that labels select."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _UNSAFE_IN_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
-"""What would end a word in quotes, in the shell or in YAML."""
+"""Characters that are not safe in a word in quotes, in the shell or in YAML."""
 _VERSION = metadata.version("portable-trainer")
 _UNSAFE_IN_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
-"""The same of a word that stands without quotes, also within others'."""
+"""Characters that are not safe in a word without quotes, in the shell or in YAML.
+
+In some templates, the word is inside the quotes of a longer text."""
 _MULTI_DEVICE_PROGRAMS = ("sky", "dstack")
-"""The programs that take any of several kinds of device."""
+"""Programs that accept several kinds of device, and rent any of them."""
 _GPU_ONLY_PROGRAMS = ("dstack", "hf-jobs", "slurm")
+"""Programs that have no TPUs."""
 _TEMPLATE_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
-"""Of the config's text and of the labels of nodes, in templates that have them."""
+"""Indentation of the config's text and of the node labels, in templates that contain them."""
 _BUCKET_SECRETS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
     "abfss": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
 }
-"""What opens a bucket, by the scheme of its URL; Google's machines have service accounts."""
+"""Environment variables with the credentials of a bucket, by the scheme of its URL. Google's machines need
+none, because they have service accounts."""
 
 
 @dataclass(frozen=True)
 class RentedMachines:
-    """Devices of one kind.
+    """Rented machines with devices of one kind.
 
     Attributes:
-        device: the planner's.
-        num_devices: of all of them.
-        rental_names: what programs call the device, of ``configs/machines/names.yaml``.
+        device: The device, as in the planner.
+        num_devices: Number of devices of all machines.
+        rental_names: Names of the device in other programs, and facts about its machines, from
+            ``configs/machines/names.yaml``.
     """
 
     device: Device
@@ -72,11 +78,12 @@ class RentedMachines:
 
     @property
     def is_tpu(self) -> bool:
+        """Whether the devices are TPUs."""
         return "cuda" not in self.device.backends
 
     @property
     def num_nodes(self) -> int:
-        """Machines with a share of the devices each."""
+        """Number of machines, which have the same number of devices each."""
         if not self.is_tpu:
             return max(1, self.num_devices // self.device.devices_per_node)
         fits_on_one_host = self.num_devices <= self.rental_names.get("alone", self.rental_names["host"])
@@ -84,11 +91,11 @@ class RentedMachines:
 
     @property
     def accelerator_type(self) -> str:
-        """A TPU's accelerator type, such as ``v5litepod-8``."""
+        """Accelerator type of a TPU slice, such as ``v5litepod-8``."""
         return f"{self.rental_names['type']}-{self.num_devices * self.rental_names.get('cores', 1)}"
 
     def get_device_name(self, program: str) -> str:
-        """What ``program`` calls the device."""
+        """Return the name of the device in ``program``."""
         return str(self.rental_names.get(program, self.device.name.upper()))
 
 
@@ -105,7 +112,7 @@ class LocalFileSetting(NamedTuple):
 
 
 def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
-    """The templates in the folder ``machines``, by what ``--for`` calls them."""
+    """Return the templates in the folder ``machines`` by the value of ``--for`` that selects them."""
     files = sorted(folder.iterdir(), key=lambda file: file.name)
     return {file.name.partition(".")[0]: file for file in files if file.name != "names.yaml"}
 
@@ -113,7 +120,19 @@ def list_launch_templates(folder: Traversable) -> dict[str, Traversable]:
 def _check_can_launch(
     target: str, config_file: Path, machines: Sequence[RentedMachines], output_dir: str, install: str | None
 ) -> None:
-    """Refuse what would not run there, or be lost."""
+    """Refuse a run that would fail on the rented machines, or whose output would be lost.
+
+    Args:
+        target: Value of ``--for``.
+        config_file: The YAML file of the run.
+        machines: Machines of each kind.
+        output_dir: Output folder of the run, or a URL.
+        install: Value of ``--install``, or None.
+
+    Raises:
+        UserError: If the torch on PyPI does not support the device, the output would not be in an object
+            store, or a name contains characters that need quotes.
+    """
     for kind in machines:
         require(
             install is not None or not kind.device.name.startswith("mi"),
@@ -147,22 +166,24 @@ def write_launch_file(
     install: str | None,
     spot: bool,
 ) -> Path:
-    """Write the file of a config for one program, beside the config.
+    """Write the file that starts a run with one program, next to the config.
 
     Args:
-        folder: ``configs/machines``.
-        target: one of :func:`list_launch_templates`.
-        config_file: the run's YAML.
-        devices: ``NAME:COUNT`` of each kind that will do, by the planner's names.
-        output_dir: of the run; None for the config's.
-        install: what pip is to install; None for this version.
-        spot: take machines at the price of those that may be preempted.
+        folder: Folder ``configs/machines``.
+        target: Value of ``--for``: one of :func:`list_launch_templates`.
+        config_file: The YAML file of the run.
+        devices: Values of ``--device``: ``NAME:COUNT`` of each acceptable kind, with the names of the
+            planner.
+        output_dir: Output folder of the run. None for the value in the config.
+        install: Argument of ``pip install``. None for this version.
+        spot: Whether to rent machines that may be preempted, which are cheaper.
 
     Returns:
-        its path.
+        Path of the file.
 
     Raises:
-        UserError: if the program has no such machines, or the run would lose what it writes there.
+        UserError: If the program has no such machines, or the output of the run would be lost with the
+            machine.
     """
     template = list_launch_templates(folder)[target]
     require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
@@ -195,10 +216,15 @@ def write_launch_file(
 
 
 def write_new_file(path: Path, text: str, remedy: str) -> None:
-    """Write a file that must not exist.
+    """Write a file that must not exist yet.
+
+    Args:
+        path: The file.
+        text: Content of the file.
+        remedy: End of the error message if the file exists.
 
     Raises:
-        UserError: if it does, with ``remedy``, or cannot be written.
+        UserError: If the file exists already or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -210,7 +236,17 @@ def write_new_file(path: Path, text: str, remedy: str) -> None:
 
 
 def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str, bool]) -> str:
-    """A template with its values, without the lines whose condition does not hold."""
+    """Fill values into a template.
+
+    Args:
+        text: The template.
+        values: Values of the placeholders by name.
+        conditions: Whether each of :data:`_LINE_CONDITIONS` is true. Lines whose condition is false are left
+            out.
+
+    Returns:
+        The text of the file.
+    """
     lines = []
     for line in text.splitlines():
         condition = re.match(f"@({'|'.join(_LINE_CONDITIONS)})@", line)
@@ -224,7 +260,17 @@ def fill_template(text: str, values: Mapping[str, str], conditions: Mapping[str,
 def _parse_machines(
     text: str, rental_table: Mapping[str, Any], config: RunConfig, target: str
 ) -> RentedMachines:
-    """The machines of one ``--device``, which must be such that ``target`` has them."""
+    """Parse one ``--device``, and check that ``target`` has such machines.
+
+    Args:
+        text: Value of ``--device``, such as ``h100:8``.
+        rental_table: Content of ``configs/machines/names.yaml``.
+        config: Config of the run.
+        target: Value of ``--for``.
+
+    Raises:
+        UserError: If the backend or the program does not support the device or the number of devices.
+    """
     device, count = parse_devices(text)
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
     machines = RentedMachines(device, count, rental_table.get(key, {}))
@@ -265,7 +311,7 @@ def _parse_machines(
 
 
 def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
-    """The settings that name what lies on this machine, with their values."""
+    """List the settings that name an existing file or folder on this machine."""
     values = {
         setting.key: config.get(setting.key)
         for setting in keys.get_setting_fields(RunConfig).values()
@@ -283,16 +329,20 @@ def _list_local_file_settings(config: RunConfig) -> list[LocalFileSetting]:
     for key, value in values.items():
         names = value if isinstance(value, list | tuple) else (value,)
         texts = (name for name in names if isinstance(name, str) and not is_url(name))
-        # Those of pathlib raise OSError for a name that is too long.
+        # Use os.path, because pathlib raises OSError for a name that is too long.
         if any(os.path.exists(text) or any(iglob(text)) for text in texts):  # noqa: PTH110, PTH207
             local_files.append(LocalFileSetting(key, value))
     return local_files
 
 
 def _format_requirement(config: RunConfig, install: str | None, *, tpu: bool) -> str:
-    """What pip is to install for ``config``: this version or what a URL gives, with the extras that it needs.
+    """Format the argument of ``pip install``, with the extras that the run needs.
 
-    ``install`` is taken as it is if it names a package.
+    Args:
+        config: Config of the run.
+        install: Value of ``--install``: a URL, to which the extras are added, or the name of a package, which
+            is not changed. None for this version.
+        tpu: Whether the run is on TPUs.
     """
     if install is not None and not re.match(r"[\w+.-]+://", install):
         return install
@@ -317,7 +367,20 @@ def _build_template_values(
     *,
     spot: bool,
 ) -> dict[str, str]:
-    """What stands in the placeholders of a template."""
+    """Build the values of the placeholders of a template, by name.
+
+    Args:
+        target: Value of ``--for``.
+        config: Config of the run.
+        config_file: The YAML file of the run.
+        machines: Machines of each kind.
+        install: Value of ``--install``, or None.
+        spot: Whether to rent machines that may be preempted.
+
+    Raises:
+        UserError: If the program does not support several kinds of device, or the kinds need different
+            numbers of machines.
+    """
     first = machines[0]
     require(
         len(machines) == 1 or target in _MULTI_DEVICE_PROGRAMS,
@@ -331,7 +394,7 @@ def _build_template_values(
     secrets = ("HF_TOKEN", *_BUCKET_SECRETS.get(output_dir.partition("://")[0], ()))
     packages = {tpu: _format_requirement(config, install, tpu=tpu) for tpu in (False, True)}
     config_indent, label_indent = _TEMPLATE_INDENTS.get(target, (0, 0))
-    # Kubernetes fills in $(NAME), and reads $$ as $.
+    # Escape dollar signs, because Kubernetes replaces $(NAME) and reads $$ as $.
     text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")
     cloud_script = Path(portable.__file__).parent / "tpu" / "scripts" / "cloud.sh"
     return {
@@ -371,14 +434,14 @@ def _build_template_values(
 
 
 def _format_secret_flags(target: str, names: Sequence[str]) -> str:
-    """The flags that hand the keys of a bucket over."""
+    """Return the flags that pass the environment variables with credentials to the machines."""
     if target == "sky":
         return "".join(f" --secret {name}" for name in names)
     return "\n".join(f"  --secrets {name} \\" for name in names)[:-2] + " \\"
 
 
 def _format_skypilot_resources(machines: Iterable[RentedMachines]) -> list[str]:
-    """The machines as SkyPilot's resources."""
+    """Return the lines of the machines in the resources of a SkyPilot file."""
     lines = []
     for kind in machines:
         if kind.is_tpu:

@@ -1,7 +1,7 @@
-"""Settings with which a model fits on a device, for ``portable-train init --device``.
+"""Choose settings with which a model fits on a device, for ``portable-train init --device``.
 
-This module lists candidate settings, from the best to the cheapest. The planner computes the memory that each
-candidate needs, as in ``portable-plan``. The first candidate that fits is written into the config.
+:class:`RecipeSearch` lists candidate settings, from the best to the cheapest. The planner computes the memory
+that each candidate needs, as in ``portable-plan``. The first candidate that fits is written into the config.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _LONGEST_SEQUENCE, _SHORTEST_SEQUENCE = DEFAULTS_BY_TRAINING_KIND["data.seq_len"
 
 Longer sequences are rarely needed. Shorter sequences would truncate too much of the data."""
 _MICRO_BATCH_TOKENS = 8192
-"""Tokens of a micro-batch that are enough to keep an accelerator busy with matrix products."""
+"""Number of tokens of a micro-batch that is enough to keep an accelerator busy with matrix products."""
 _MAX_RECORDS_READ = 5000
 """Maximum number of records that are read to estimate the size of the data."""
 _BYTES_PER_TOKEN = 4
 """Average number of bytes of English text in a token."""
 _MIN_LARGER_DEVICE_RATIO = 1.2
-"""Least memory of a device that an error message suggests, relative to the device that is too small."""
+"""Minimum memory of a device that an error message suggests, relative to the device that is too small."""
 _MAX_SUGGESTED_DEVICES = {"cuda": 8, "cpu": 1}
 """Largest number of devices that an error message suggests, by backend. For TPUs, the number is 64."""
 
 
 @dataclass(frozen=True)
 class DatasetEstimate:
-    """Size of the training data.
+    """Estimated size of the training data.
 
     Attributes:
         num_records: Number of records.
         num_tokens: Estimated tokens of all records.
         longest_record_tokens: Estimated tokens of the longest record.
-        is_measured: Whether the records have been read. Otherwise, the other attributes are assumptions.
+        is_measured: Whether records have been read. Otherwise, the other attributes are assumptions.
     """
 
     num_records: int
@@ -127,6 +127,9 @@ class Recipe:
 def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
     """Read the first records of the training data, and estimate the size of the data.
 
+    Returns:
+        The estimate. It is :data:`_ASSUMED_HUB_DATASET` if a source would have to be downloaded.
+
     Raises:
         UserError: If the data cannot be read.
     """
@@ -146,7 +149,7 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
         total_bytes = None if total_bytes is None or source_bytes is None else total_bytes + source_bytes
     if (
         count >= _MAX_RECORDS_READ and total_bytes is not None and read_bytes
-    ):  # the other records are about as long
+    ):  # assume that the other records have the same average length
         count, read_bytes = round(count * max(1.0, total_bytes / read_bytes)), max(read_bytes, total_bytes)
     # The longest record may have more tokens per byte than English text, and the chat template adds tokens.
     return DatasetEstimate(
@@ -155,7 +158,7 @@ def estimate_dataset_size(config: RunConfig) -> DatasetEstimate:
 
 
 class RecipeSearch:
-    """Search for settings with which a run fits.
+    """Search for settings with which a run fits on a device.
 
     Args:
         config: Starter config with the user's model and data.
@@ -163,13 +166,14 @@ class RecipeSearch:
     """
 
     def __init__(self, config: RunConfig, dataset_estimate: DatasetEstimate | None) -> None:
+        """Load the config of the model."""
         self.config = config
         self.dataset_estimate = dataset_estimate
         self._model_config = load_model_config(config.model)
         self._models: dict[tuple[object, ...], tuple[MetaModel, TrainingWork | None]] = {}
 
     def find_recipe(self, device: Device, num_devices: int) -> Recipe | None:
-        """Find the first candidate that fits on ``num_devices`` devices. Returns None if there is none."""
+        """Return the first candidate that fits on ``num_devices`` devices, or None if no candidate fits."""
         rejected = None
         for settings in self.build_candidates(device, num_devices):
             planner, work = self._build_candidate_planner(settings, device, num_devices)
@@ -189,13 +193,16 @@ class RecipeSearch:
         return None
 
     def build_candidates(self, device: Device, num_devices: int) -> list[dict[str, Any]]:
-        """List the candidates, from the best to the cheapest.
+        """Build the candidate settings, from the best to the cheapest.
 
-        The first candidate has a frozen base in 16 bits. A quantized base comes second, because it is slower
-        and less exact. Shorter sequences come last, because they truncate the data.
+        The first candidate has a frozen base in 16 bits. A quantized base is second, because it is slower and
+        less exact. Shorter sequences are last, because they truncate the data.
 
         For each candidate, the planner chooses the strategy, the micro-batch size and activation
         checkpointing. It does not use offloading, because the memory of the host is unknown.
+
+        Returns:
+            Values by dotted key of each candidate.
         """
         adapter, data = self.config.adapter, self.config.data
         bases = [adapter.base]
@@ -219,7 +226,7 @@ class RecipeSearch:
         return candidates
 
     def iter_device_suggestions(self, device: Device, num_devices: int) -> Iterator[str]:
-        """Yield up to two flags with which the run fits.
+        """Yield up to two ``--device`` flags with which the run fits.
 
         The first flag has the smallest sufficient number of the same devices, and the second flag has the
         smallest sufficient device.
@@ -256,6 +263,7 @@ class RecipeSearch:
         return f"at least {least}{on_each}, and a run can use {usable}"
 
     def _fits_cheapest_candidate(self, device: Device, num_devices: int) -> bool:
+        """Return whether the run fits with the cheapest candidate."""
         planner, _ = self._build_candidate_planner(
             self.build_candidates(device, num_devices)[-1], device, num_devices
         )
@@ -270,9 +278,16 @@ class RecipeSearch:
     def _choose_batch_settings(self, seq_len: int, num_devices: int) -> dict[str, Any]:
         """Choose the sequence length, packing and batch sizes.
 
-        The batch size of the starter counts records. If there are enough records, they are packed, and the
-        chosen batch size is the number of packed sequences with as many records. Otherwise, the records are
-        padded to the length of the longest record.
+        The batch size of the starter config counts records. If there are enough records, they are packed, and
+        the batch size becomes the number of packed sequences with the same number of records. Otherwise, the
+        records are padded to the length of the longest record.
+
+        Args:
+            seq_len: Maximum sequence length, in tokens.
+            num_devices: Number of devices, which divides the global batch size.
+
+        Returns:
+            Values by dotted key.
         """
         records, train = self.dataset_estimate, self.config.train
         batch = train.global_batch_size
@@ -305,6 +320,10 @@ class RecipeSearch:
     def _build_candidate_planner(
         self, settings: Mapping[str, Any], device: Device, num_devices: int
     ) -> CandidatePlanner:
+        """Build the planner of a candidate.
+
+        The model is built on the meta device once for each precision, base and length.
+        """
         config, target = choose_target(self.config.replaced(dict(settings)), device, num_devices, notes=False)
         key = config.backend, config.precision, config.adapter.base, config.data.seq_len
         if key not in self._models:
@@ -313,7 +332,10 @@ class RecipeSearch:
         return CandidatePlanner(Planner(config, model, target), work)
 
     def _estimate_work(self, settings: Mapping[str, Any]) -> TrainingWork | None:
-        """Estimate the amount of training. Returns None if the records have not been read."""
+        """Estimate the amount of training.
+
+        Returns None if no records have been read, or if the run has no epochs.
+        """
         records, epochs = self.dataset_estimate, self.config.train.epochs
         if records is None or not records.is_measured or epochs is None:
             return None

@@ -1,4 +1,4 @@
-"""What a checkpoint of this program holds, and which strategies can take it on: ``--resume-info``."""
+"""``--resume-info``: describe a checkpoint, and list the strategies and world sizes that can resume it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ MAX_WORLD_SIZE = 1 << 16
 
 
 def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:
+    """Build the table that describes a checkpoint of this program.
+
+    The files are checked against the manifest.
+
+    Returns:
+        Pairs of a label and a text.
+    """
     from portable.converters import CheckpointError, open_checkpoint
 
     try:
@@ -71,11 +78,20 @@ def _build_checkpoint_rows(folder: AnyPath, state: TrainerState, config: RunConf
 
 
 def _get_model_name(config: RunConfig) -> str:
+    """Return the name of the pretrained model, or the type of the model in ``model.config``."""
     return config.model.name_or_path or str((config.model.config or {}).get("model_type"))
 
 
 def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
-    """What the checkpoint in ``folder`` holds, and how it can be gone on from on a backend."""
+    """Describe a checkpoint of this program, and list the strategies with which a backend can resume it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        backend_name: Backend, or ``auto``.
+
+    Returns:
+        Several lines of text.
+    """
     state = TrainerState.read(folder)
     run_folder = folder.parent.parent
     is_in_run_folder = folder.parent.name == "checkpoints" and (run_folder / CONFIG_FILE).exists()
@@ -98,9 +114,16 @@ def format_checkpoint_info(folder: AnyPath, backend_name: str) -> str:
 
 
 def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
-    """For each strategy the numbers of ranks that can take a run on, or the reason why none can.
+    """List the world sizes with which each strategy can resume a run, or the reason why the strategy cannot.
 
-    Asks what a run itself would ask: the rules of the config, of the backend, and of dividing the batch.
+    The function uses the same checks as a run: of the config, of the backend, and of the batch plan.
+
+    Args:
+        config: Config of the run.
+        backend_name: Name of the backend.
+
+    Returns:
+        Pairs of a strategy and a text.
     """
     package = load_backend_package(backend_name)
     world = package.get_world(1)
@@ -126,9 +149,9 @@ def build_strategy_rows(config: RunConfig, backend_name: str) -> list[tuple[str,
 
 
 def _list_world_sizes(config: RunConfig) -> list[int]:
-    """Return the world sizes among which the global batch divides evenly, up to `MAX_WORLD_SIZE`.
+    """Return the world sizes among which the global batch divides evenly, up to :data:`MAX_WORLD_SIZE`.
 
-    A rank, or a group of ranks that share sequences, takes an equal part of the global batch.
+    Each rank, or each group of ranks that share sequences, gets the same number of sequences.
     """
     total, ranks_per_group = config.train.global_batch_size, config.ranks_together
     world_sizes = []
@@ -144,9 +167,18 @@ def _list_world_sizes(config: RunConfig) -> list[int]:
 
 
 def print_checkpoint_info(path: str, backend_name: str) -> int:
-    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on.
+    """Print a description of a checkpoint, which may be one of another program, without running custom code.
 
-    No code that its config names is run.
+    Args:
+        path: Folder or URL of a checkpoint, or of a run with checkpoints. The newest checkpoint of a run is
+            described.
+        backend_name: Backend that would resume the run, or ``auto``.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        UserError: If there is no checkpoint, or it cannot be read.
     """
     unknown = "cannot be told without running it"
     with convert_storage_errors("--resume-info"), plugins.refuse_custom_code(lambda _: unknown):

@@ -1,4 +1,4 @@
-"""``--show-data``: samples of a run, with the tokens that are trained."""
+"""``--show-data``: print samples of a run and mark the tokens that are trained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 
 
 def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
-    """Print the first ``num_samples`` samples; builds the token cache, and nothing else."""
+    """Print the first samples of a run, after building its token cache.
+
+    Args:
+        resolved: The resolved run.
+        num_samples: Number of samples to print.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        UserError: If the run would refuse a setting, or its data is already tokenized.
+    """
     config = resolved.config
     if config.model.task != "causal-lm":
         raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
@@ -30,7 +41,8 @@ def print_samples(resolved: ResolvedRun, num_samples: int) -> int:
     models.check_seq_len(model_config, config)
     special_tokens = ModelSpecialTokens(model_config, config.model)
     data = open_run_data(config, model_config, special_tokens)
-    assemble_model(config, model_config, special_tokens, data.tokenizer, data)  # refuses what a run refuses
+    # Raises for settings that a run would refuse.
+    assemble_model(config, model_config, special_tokens, data.tokenizer, data)
     if not data.tokenized_sources:
         raise UserError("--show-data: shows how texts become samples, and data.source gives finished ones")
     for warning in data.sizes.warnings:

@@ -1,4 +1,8 @@
-"""The configuration of a run: a typed schema for YAML and flags."""
+"""The configuration of a run: the schema, and the code that reads it from YAML files and flags.
+
+:class:`RunConfig` is the schema. :func:`load_config` builds one from YAML files and flags, :func:`dump_yaml`
+writes one as YAML, and :func:`find_changes` compares two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The settings in which two configs describe different runs."""
+"""Settings in which two runs differ, and whether a run may change them.
+
+A run compares its config with the config in its output folder and with the fingerprint in the checkpoint from
+which it resumes.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,11 @@ ADJUSTABLE_SETTINGS = frozenset(
 
 Weights, optimizer state and position in the data keep their meaning when one of them changes."""
 _TENSOR_SETTINGS = ("data.added_tokens", "train.optimizer", "train.trainable", "train.frozen")
-"""Settings outside the sections model and adapter that decide which tensors a checkpoint has."""
+"""Settings outside the sections model and adapter that determine which tensors a checkpoint has."""
 LENGTH_SETTINGS = ("train.steps", "train.epochs")
 """Settings for the length of a run. Only one of them is used."""
 _ALTERNATIVE_GROUPS = (LENGTH_SETTINGS, *REPLACED_SETTINGS.items())
+"""Groups of alternative settings. At most one setting of a group is used."""
 _EVAL_FRACTION = "data.eval_fraction"
 _INHERITED_SETTINGS = ADJUSTABLE_SETTINGS | {
     _EVAL_FRACTION,
@@ -57,6 +62,7 @@ _INHERITED_SETTINGS = ADJUSTABLE_SETTINGS | {
 
 Their defaults depend on other settings or on the version of this program."""
 _MISSING = object()
+"""Value of a setting that a run does not have."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class SettingChange:
 
     @property
     def is_adjustable(self) -> bool:
-        """Whether the setting may change while the run is trained."""
+        """Whether the setting may change while the run is trained, with ``checkpoint.allow_changes``."""
         return self.setting in ADJUSTABLE_SETTINGS
 
     @property
@@ -86,6 +92,7 @@ class SettingChange:
         return f"{self.key} {self.before} → {self.after}"
 
     def __str__(self) -> str:
+        """Format the change for an error message: ``train.steps: 200 and 300``."""
         return f"{self.key}: {self.before} and {self.after}"
 
 
@@ -106,7 +113,8 @@ def find_changes(
 ) -> list[SettingChange]:
     """Find the settings that define a run and differ between two runs.
 
-    A key that is missing in the fingerprint of an older release counts as its default.
+    A key that is missing in the fingerprint of an older release counts as its default. Mappings such as
+    ``model.config`` are compared item by item.
 
     Args:
         first_run: Config of the first run, or its fingerprint.
@@ -141,7 +149,10 @@ def is_allowed_in_new_folder(change: SettingChange) -> bool:
 
 
 def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
-    """Return whether ``extended`` is the same run as ``existing`` with more steps or epochs."""
+    """Return whether ``extended`` is the same run as ``existing`` with more steps or epochs.
+
+    Returns False if nothing has changed.
+    """
     changes = find_changes(existing, extended)
     if not changes or any(change.setting not in LENGTH_SETTINGS for change in changes):
         return False
@@ -149,7 +160,10 @@ def is_same_run_extended(existing: RunConfig, extended: RunConfig) -> bool:
 
 
 def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Find the settings that differ only because the new command does not set them.
+    """Find the settings that differ only because the command that continues a run does not set them.
+
+    :func:`portable.run.resolve.resolve_run` adds the result to the config of the continued run, so that it
+    keeps the values of the existing run.
 
     Args:
         existing: Config of the existing run.
@@ -157,7 +171,7 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
         config: The same config with defaults that depend on the model.
 
     Returns:
-        Values of the existing run by key. A setting is left out if its alternative is set, such as
+        Values of the existing run by dotted key. A setting is left out if its alternative is set, such as
         ``train.epochs`` for ``train.steps``.
     """
     values = {}
@@ -168,22 +182,22 @@ def find_inherited_values(existing: RunConfig, launched: RunConfig, config: RunC
         ):
             continue
         if key == _EVAL_FRACTION and config.get(key) is not None:
-            continue  # data.eval or data.stream sets the share to 0
+            continue  # data.eval or data.stream has set the fraction to 0
         if any(config.get(other) != existing.get(other) for other in alternatives):
             values[key] = existing.get(key)
     return values
 
 
 def _is_null_warmup(config: RunConfig, key: str) -> bool:
-    """Return whether a value is a null that asks for the default length of the warmup."""
+    """Return whether ``key`` is a warmup setting that is null, which selects the default warmup."""
     return key in ("train.warmup_steps", "train.warmup_ratio") and config.get(key) is None
 
 
 def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatValue]:
-    """Give each item of a mapping in a fingerprint a dotted key, so that items are compared one by one.
+    """Flatten the mappings in a fingerprint, so that their items are compared one by one.
 
     Returns:
-        Settings and values by dotted key.
+        Settings and values by dotted key. Null values are left out, and missing settings have their default.
     """
     values = run.fingerprint() if isinstance(run, RunConfig) else dict(run)
     for key, setting in keys.get_setting_fields(RunConfig).items():
@@ -199,4 +213,5 @@ def _flatten_fingerprint(run: RunConfig | Mapping[str, Any]) -> dict[str, _FlatV
 
 
 def _format_value_or_unset(value: object) -> str:
+    """Format a value for a message; a missing value is ``not set``."""
     return "not set" if value is _MISSING else format_short_value(value)

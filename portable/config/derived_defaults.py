@@ -1,4 +1,4 @@
-"""Defaults that follow from other settings."""
+"""Defaults that depend on other settings, such as on the kind of training."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
-    # RunConfig calls this module to complete itself, so each of the two modules needs the other.
+    # Only for annotations: RunConfig imports this module, so importing it here would be circular.
     from portable.config.run_config import RunConfig
     from portable.config.sections import TrainConfig
 
 ZERO_STRATEGIES = ("zero1", "zero2", "zero3")
+"""Values of ``strategy`` for DeepSpeed's engine."""
 HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_shard_zero2")
+"""Values of ``strategy`` that shard within a group of ranks and replicate across groups."""
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
+"""Tasks whose samples are padded instead of packed."""
 SCHEDULES_WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
-"""Schedules without a warmup. A custom schedule has none, either."""
+"""Schedules without a warmup. A custom schedule has no warmup either."""
 CONVERSATION_FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca")
 """Values of ``data.format`` for conversations."""
 TrainingKind = NewType("TrainingKind", str)
@@ -68,17 +71,23 @@ DEFAULTS_BY_TRAINING_KIND: dict[str, TrainingKindDefault] = {
         256, 4096, 4096, "for causal-lm, limited by the positions of the model; otherwise 256"
     ),
 }
-"""Settings whose default depends on the kind of training. The reasons are in docs/decisions.md."""
+"""Settings whose default depends on the kind of training, by dotted key. The reasons are in
+docs/decisions.md."""
 REPLACED_SETTINGS = {
     "train.warmup_ratio": "train.warmup_steps",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }
-"""Keyed by a setting: the setting that it replaces if both have values."""
+"""Settings that replace another setting, by dotted key.
+
+If the first setting has a value, the second becomes null."""
 
 
 def find_largest_divisor(dividend: int, max_divisor: int) -> int:
-    """Return the largest divisor of ``dividend`` that is at most ``max_divisor``, in O(sqrt(number))."""
+    """Return the largest divisor of ``dividend`` that is at most ``max_divisor``, in O(sqrt(dividend)).
+
+    Both arguments must be positive. The result is ``dividend`` itself if ``max_divisor`` is larger.
+    """
     if max_divisor >= dividend:
         return dividend
     small = (n for n in range(1, math.isqrt(dividend) + 1) if dividend % n == 0)
@@ -86,25 +95,34 @@ def find_largest_divisor(dividend: int, max_divisor: int) -> int:
 
 
 def has_warmup(schedule_name: str) -> bool:
-    """Return whether ``train.schedule`` uses the warmup steps. Custom code, which has a colon, does not."""
+    """Return whether a schedule uses the warmup steps. Custom code (with a colon in the name) does not."""
     return schedule_name not in SCHEDULES_WITHOUT_WARMUP and ":" not in schedule_name
 
 
 def compute_warmup_steps(settings: TrainConfig, total_steps: int) -> int:
-    """Return the number of warmup steps. A ratio is rounded up, as in the Trainer."""
+    """Compute the number of warmup steps.
+
+    ``train.warmup_ratio`` takes precedence over ``train.warmup_steps``. Its product with the steps is rounded
+    up, as in transformers' Trainer. If both settings are null, the result is a tenth of the steps, at most
+    20, or 0 for a schedule without a warmup.
+
+    Args:
+        settings: Section ``train``.
+        total_steps: Number of optimizer steps of the schedule.
+    """
     if settings.warmup_ratio is not None:
         return math.ceil(total_steps * settings.warmup_ratio)
     if settings.warmup_steps is not None:
         return settings.warmup_steps
-    # Version 0.1 wrote null for both settings into the config.yaml of a run with train.epochs.
+    # Runs of version 0.1 with train.epochs have null for both settings in their config.yaml.
     return min(20, total_steps // 10) if has_warmup(settings.schedule) else 0
 
 
 def classify_training_kind(config: RunConfig) -> TrainingKind:
-    """Return the kind of training, which determines the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
+    """Return the kind of training, which selects the defaults in :data:`DEFAULTS_BY_TRAINING_KIND`.
 
-    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces it by the
-    format of the first record before a default is used.
+    ``data.format: auto`` counts as plain text. :func:`portable.run.resolve.resolve_run` replaces ``auto`` by
+    the format of the first record before a default is used.
     """
     adapter, data, model = config.adapter, config.data, config.model
     has_adapter = (adapter.type, adapter.name_or_path, adapter.config) != (None, None, None)
@@ -117,10 +135,10 @@ def classify_training_kind(config: RunConfig) -> TrainingKind:
 
 
 def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
+    """Compute the defaults in :data:`DEFAULTS_BY_TRAINING_KIND` that apply to a run, by dotted key.
 
-    The result omits a setting if the user has set it or its alternative, or if the default of the schema
-    applies. It also omits ``data.seq_len``, which :func:`portable.model.build.apply_default_seq_len` chooses
+    A setting is left out if the user has set it or its alternative, or if the default of the schema applies.
+    ``data.seq_len`` is always left out, because :func:`portable.model.build.apply_default_seq_len` chooses it
     for the model.
     """
     train, kind = config.train, classify_training_kind(config)
@@ -136,7 +154,8 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
         for key, default in DEFAULTS_BY_TRAINING_KIND.items()
         if is_applicable.get(key, True)
     }
-    # A ratio of null means the default. An earlier run with two nulls is an exception: see warmup_steps.
+    # A ratio of null means the default, unless the user also set the steps to null, as in the config.yaml of
+    # old runs: see compute_warmup_steps.
     keys_with_null_as_default = () if config.is_set("train.warmup_steps") else ("train.warmup_ratio",)
     return {
         key: value
@@ -146,7 +165,11 @@ def compute_training_kind_defaults(config: RunConfig) -> dict[str, Any]:
 
 
 def compute_derived_defaults(config: RunConfig) -> dict[str, Any]:
-    """Defaults that depend on other settings, by dotted key, for keys that the user did not set."""
+    """Compute the defaults that depend on other settings, by dotted key.
+
+    Only keys that the user did not set are included, except ``train.warmup_ratio``, for which null means the
+    default. ``RunConfig`` calls this function whenever it is validated.
+    """
     model, train, checkpoint = config.model, config.train, config.checkpoint
     defaults: dict[str, Any] = {}
     if model.name_or_path is not None:

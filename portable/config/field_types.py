@@ -1,4 +1,4 @@
-"""Field types of the schema, in addition to pydantic's."""
+"""Field types of the schema, in addition to pydantic's types."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 IDENTITY: dict[str, JsonValue] = {"identity": True}
-"""Marks a field that defines the run; see ``RunConfig.fingerprint``."""
+"""Mark of a field that defines the run; see ``RunConfig.fingerprint``."""
 
 
 _BOOLEAN_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _MAX_DEPTH = 50
+"""Maximum nesting depth of a mapping in a setting."""
 
 
 class Section(BaseModel):
-    """A group of settings: strict, frozen, without unknown keys. The text below a field describes it."""
+    """A group of settings: strict, frozen, and without unknown keys.
+
+    The text below a field is its description, which help and docs/config.md show.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -42,9 +46,13 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_forbidden_characters(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse characters that no path, name or text file can have, in every setting."""
+        """Raise ``ValueError`` if a setting contains a character that no path, name or text file can have.
+
+        pydantic calls this validator for every field before it validates the value.
+        """
         kind = cls.model_fields[info.field_name or ""].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):  # the section checks its own fields
+        # A nested section checks its own fields.
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             for text in _iter_strings(value):
                 if _FORBIDDEN_CHARACTERS.search(text):
                     raise ValueError("contains a NUL character or half a surrogate pair; remove it")
@@ -52,11 +60,12 @@ class Section(BaseModel):
 
 
 _FORBIDDEN_CHARACTERS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""U+DC80 to U+DCFF are allowed, because they encode the bytes of file names that are not UTF-8."""
+"""NUL and half surrogate pairs. U+DC80 to U+DCFF are allowed, because they encode the bytes of file names
+that are not UTF-8."""
 
 
 def _iter_strings(value: object) -> Iterator[str]:
-    """Yield the texts in a value, also in the keys of mappings."""
+    """Yield the strings in a value, including the keys and values of mappings."""
     pending = [(value, 0)]
     while pending:
         value, depth = pending.pop()
@@ -68,7 +77,10 @@ def _iter_strings(value: object) -> Iterator[str]:
 
 
 def parse_boolean_word(value: Any) -> Any:
-    """Convert ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false``. Other values do not change."""
+    """Convert the words ``yes``, ``no``, ``on``, ``off``, ``true`` and ``false`` to booleans.
+
+    Other values are returned unchanged.
+    """
     return _BOOLEAN_WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -86,21 +98,27 @@ def _to_plain(value: object, depth: int = 0) -> object:
 
 
 def _to_text_key(key: object) -> str:
+    """Convert a key of a mapping to text. Raises ``ValueError`` for a date, for example."""
     if key is None or isinstance(key, bool | int | float | str):
         return str(key)
     raise ValueError(f"has a key of type {type(key).__name__}")
 
 
 def _convert_mapping_to_plain_values(value: object) -> object:
+    """Convert a mapping to plain values. Other values are returned unchanged, for pydantic to refuse."""
     return _to_plain(value) if isinstance(value, dict) else value
 
 
 def _wrap_single_text(value: object) -> object:
+    """Return a single string as a tuple. Other values are returned unchanged."""
     return (value,) if isinstance(value, str) else value
 
 
 def _unwrap_single_pattern(value: object) -> object:
-    """Return the only text of a list if it cannot be a name. A flag gives a pattern as such a list."""
+    """Return the only string of a list if it cannot be a module name; return other values unchanged.
+
+    A flag passes a regular expression as such a list.
+    """
     only_item = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     return only_item if isinstance(only_item, str) and not re.fullmatch(r"[\w.]+", only_item) else value
 
@@ -110,14 +128,15 @@ def _to_lower_case(value: object) -> object:
 
 
 class PathMarker:
-    """Mark of a type whose text may be a path or a URL; see ``Setting.may_be_path``."""
+    """Marker of a type whose text may be a path or a URL; see ``SettingField.may_be_path``."""
 
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095
-"""Largest number of bytes of a file name and of a path on Linux and macOS."""
+"""Maximum number of bytes of a file name and of a path on Linux and macOS."""
 
 
 def _expand_path(value: object) -> object:
+    """Expand ``~`` and ``${VAR}`` in a string. Raises ``ValueError`` if the path is too long."""
     if not isinstance(value, str):
         return value
     try:
@@ -136,16 +155,16 @@ def _expand_path(value: object) -> object:
 
 
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expand_path), PathMarker()]
-"""Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
+"""Text that may be a path or a URL (or a hub id, or auto). ``~`` and ``${VAR}`` are expanded."""
 
 Flag = Annotated[bool, BeforeValidator(parse_boolean_word)]
-"""A boolean; accepts the words yes, no, on and off, too."""
+"""A boolean that may also be written as yes, no, on or off."""
 
 OpenMapping = Annotated[dict[str, Any], BeforeValidator(_convert_mapping_to_plain_values)]
-"""A mapping with keys of another library (a model config, a DeepSpeed JSON), as plain values."""
+"""A mapping with the keys of another library (a model config, a DeepSpeed JSON), as plain values."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_wrap_single_text), Field(strict=False)]
-"""A list of names; a single name needs no brackets."""
+"""A list of names. A single name needs no brackets."""
 
 Columns = Annotated[
     Annotated[tuple[str, ...], Field(strict=False)] | dict[str, str], BeforeValidator(_wrap_single_text)
@@ -154,6 +173,7 @@ Columns = Annotated[
 
 
 def _normalize_code_name(value: object) -> object:
+    """Write the name of custom code in its normal form, so that equal names have equal text."""
     return str(plugins.parse_plugin_spec(value)) if isinstance(value, str) else value
 
 
@@ -162,32 +182,49 @@ PlugIn = Annotated[str, Field(min_length=1), BeforeValidator(_normalize_code_nam
 
 
 def _accept_code_or_name(value: object, validate_name: Callable[[object], object]) -> object:
+    """Accept the name of custom code, or validate another name.
+
+    Args:
+        value: The value to validate.
+        validate_name: Function that validates a name that is not custom code.
+    """
     return _normalize_code_name(value) if plugins.is_plugin_name(value) else validate_name(value)
 
 
 OrPlugIn = WrapValidator(_accept_code_or_name, json_schema_input_type=str)
-"""Lets a type of names also accept the name of custom code."""
+"""Validator that also allows the name of custom code in a type of names."""
 
 
 def _validate_compile_backend_name(value: str) -> str:
+    """Return the name of a compile backend. Raises ``ValueError`` if it cannot be one."""
     if re.fullmatch(r"[A-Za-z_][\w.-]*", value) is None:
         raise ValueError(f"{value[:40]!r} is not a name; use one that torch has, such as inductor")
     return value
 
 
 CompileBackend = Annotated[str, AfterValidator(_validate_compile_backend_name)]
-"""Name of a backend of torch.compile, which only a process that compiles can look up."""
+"""Name of a backend of torch.compile. Only a process that compiles can check that the backend exists."""
 
 _HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
 
 
 def _accept_kernel_or_name(value: object, validate_name: Callable[[object], object]) -> object:
+    """Accept the name of a kernel on the hub, or validate another name.
+
+    Args:
+        value: The value to validate.
+        validate_name: Function that validates a name that is not a kernel on the hub.
+    """
     return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else validate_name(value)
 
 
 OrHubKernel = WrapValidator(_accept_kernel_or_name, json_schema_input_type=str)
-"""Lets a type of names also accept a kernel on the hub, such as ``kernels-community/flash-attn3``."""
+"""Validator that also allows a kernel on the hub, such as ``kernels-community/flash-attn3``, in a type of
+names."""
 
 OneOrMany = BeforeValidator(_wrap_single_text)
+"""Validator that turns a single string into a list."""
 NamesOrPattern = BeforeValidator(_unwrap_single_pattern)
+"""Validator that turns a list with one regular expression into text."""
 AnyCase = BeforeValidator(_to_lower_case)
+"""Validator that converts text to lower case."""

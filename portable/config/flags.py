@@ -1,4 +1,4 @@
-"""Parse flags, which are derived from the schema: ``--train.steps 20`` for the key ``train.steps``."""
+"""Parse flags, which are derived from the schema: ``--train.steps 20`` sets ``train.steps``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _NULL_WORDS = ("null", "none", "~")
 _FIRST_FLAG_ORDER = sys.maxsize // 2
-"""Number of the first flag in the order of all settings: settings of files come first."""
+"""Order of the first flag. It is larger than the order of any line in a file, because flags come after
+files."""
 
 
 @dataclass
@@ -31,7 +32,7 @@ class ParsedCommandLine:
     Attributes:
         options: Values of the options of the command by name, not validated yet.
         settings: Settings of the run in the order of their flags, not validated yet.
-        help: Topic of ``--help``: a section or key, or empty for everything. None without ``--help``.
+        help: Topic of ``--help``: a section or key, or empty for an overview. None without ``--help``.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class ParsedCommandLine:
 
         Args:
             key: Dotted key of the setting.
-            value: Value of the setting.
+            value: Value of the setting, not validated yet.
             flag: The flag as the user typed it.
         """
         origin = Origin(flag, _FIRST_FLAG_ORDER + len(self.settings), is_flag=True)
@@ -58,7 +59,7 @@ def parse_flags(
     Args:
         argv: The arguments of the command.
         model: The schema of the config. Every setting has a flag.
-        options: The options of the command.
+        options: The options of the command, such as ``--dry-run``. None if it has no options.
 
     Raises:
         UserError: If a flag is unknown or has no value.
@@ -67,12 +68,17 @@ def parse_flags(
 
 
 def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: str) -> Any:
-    """Parse the words after a flag as YAML. Text stays text, so that ``--data.source 123`` is a name.
+    """Parse the words after a flag as YAML.
+
+    The value of a text setting stays text, so that ``--data.source 123`` is a name.
 
     Args:
         setting: The setting of the flag.
         words: One word, or several words for a list.
         flag: The flag as the user typed it, used in error messages.
+
+    Returns:
+        The value, not validated yet.
 
     Raises:
         UserError: If the words begin with a brace and are not a valid mapping.
@@ -87,13 +93,17 @@ def parse_setting_words(setting: keys.SettingField, words: Sequence[str], flag: 
             return parse_yaml_value(first_word)
         if not setting.accepts_type(tuple):
             return first_word if setting.is_text else parse_yaml_value(first_word)
-        # If plain text is allowed, too, as for data.source, a comma may be part of a name.
+        # A comma separates items, unless the setting also accepts plain text: it may be part of a name.
         words = words if setting.accepts_type(str) else first_word.split(",")
     return [word.strip() if setting.is_text else parse_yaml_value(word.strip()) for word in words]
 
 
 def expand_path(flag: str, path: str) -> str:
-    """Resolve ``~`` and ``${VAR}`` in ``path``. The shell does not expand them in ``--flag=~/x``.
+    """Expand ``~`` and ``${VAR}`` in a path, because the shell does not expand them in ``--flag=~/x``.
+
+    Args:
+        flag: The flag as the user typed it, used in error messages.
+        path: Value of the flag.
 
     Raises:
         UserError: If an environment variable or a user is unknown.
@@ -105,11 +115,12 @@ def expand_path(flag: str, path: str) -> str:
 
 
 class _FlagParser:
-    """Parser of one command line, which removes words from the front."""
+    """Parser of one command line, which removes words from the front of the list."""
 
     def __init__(
         self, argv: list[str], model: type[BaseModel], options: dict[str, keys.SettingField]
     ) -> None:
+        """Prepare to parse ``argv``, which is emptied word by word."""
         self._remaining_words = argv
         self._schema = model
         self._setting_fields = keys.get_setting_fields(model)
@@ -117,6 +128,7 @@ class _FlagParser:
         self._result = ParsedCommandLine()
 
     def parse(self) -> ParsedCommandLine:
+        """Parse all words, and return the options and settings."""
         while self._remaining_words:
             token = self._remaining_words.pop(0)
             if token == "-h":
@@ -135,7 +147,13 @@ class _FlagParser:
         return self._result
 
     def _parse_option(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse an option of the command; ``inline_words`` is the value after an equals sign."""
+        """Parse an option of the command.
+
+        Args:
+            name: Name of the option, with underscores.
+            flag: The flag as the user typed it.
+            inline_words: The value after an equals sign, in a list. None if the value is in the next words.
+        """
         setting, earlier_options = self._option_fields[name], self._result.options
         words = self._pop_value_words(1) if inline_words is None else inline_words
         value: Any = True
@@ -144,14 +162,21 @@ class _FlagParser:
             value = words[0] if setting.is_text else parse_yaml_value(words[0])
         if setting.accepts_type(tuple):
             value = [*earlier_options.get(name, ()), value]
-        elif setting.may_be_path and earlier_options.get(name, value) != value:  # would be ignored silently
+        elif setting.may_be_path and earlier_options.get(name, value) != value:
+            # Otherwise the first value would be ignored without a message.
             raise UserError(
                 f"{flag} is given twice, as {earlier_options[name]} and as {value}; remove one of the two"
             )
         earlier_options[name] = value
 
     def _parse_setting(self, name: str, flag: str, inline_words: list[str] | None) -> None:
-        """Parse a setting of the run; ``inline_words`` is the value after an equals sign."""
+        """Parse a setting of the run.
+
+        Args:
+            name: Dotted key, with underscores. It may be unknown, or begin with ``no_`` for a boolean.
+            flag: The flag as the user typed it.
+            inline_words: The value after an equals sign, in a list. None if the value is in the next words.
+        """
         value: Any = True
         if (setting := self._setting_fields.get(name)) is not None:
             words = (
@@ -177,14 +202,18 @@ class _FlagParser:
         self._result.add_setting(name, value, flag)
 
     def _pop_value_words(self, max_words: int | None) -> list[str]:
-        """Remove and return at most ``max_words`` words up to the next flag; None for all of them."""
+        """Remove and return the words up to the next flag, at most ``max_words`` unless it is None."""
         flag_indices = (number for number, word in enumerate(self._remaining_words) if _is_flag(word))
         words = self._remaining_words[: next(flag_indices, len(self._remaining_words))][:max_words]
         del self._remaining_words[: len(words)]
         return words
 
     def _pop_help_topic(self) -> str:
-        """Remove and return the topic of ``--help``: the next word, or the next flag if it is a setting."""
+        """Remove and return the topic of ``--help``.
+
+        The topic is the next word, or the next flag if it is a setting, as in ``--help --train.steps``.
+        Returns an empty string if there is no topic.
+        """
         if not self._remaining_words:
             return ""
         name = self._remaining_words[0].lstrip("-").replace("-", "_")
@@ -192,6 +221,7 @@ class _FlagParser:
         return self._remaining_words.pop(0) if is_topic or not _is_flag(self._remaining_words[0]) else ""
 
     def _describe_unknown_flag(self, name: str, flag: str) -> str:
+        """Return the error message for a flag that is a section, or that is unknown, with a suggestion."""
         if name in keys.get_section_descriptions(self._schema):
             keys_in_section = [key for key in self._setting_fields if key.startswith(f"{name}.")]
             hint = (
@@ -211,13 +241,14 @@ def _check_has_value(words: list[str], flag: str, allowed_values: str, *, may_be
         words: The words after the flag.
         flag: The flag as the user typed it.
         allowed_values: Description of the allowed values.
-        may_be_empty: Whether an empty word is a valid value. It may be the value of an empty shell variable.
+        may_be_empty: Whether an empty word is a valid value. If not, an empty shell variable is an error.
     """
     if not words or not (may_be_empty or any(map(str.strip, words))):
         raise UserError(f"{flag} needs a value: {allowed_values}")
 
 
 def _describe_stray_word(token: str) -> str:
+    """Return the error message for a word that is not a flag and does not follow one."""
     if token.endswith((".yaml", ".yml")):
         return f"unexpected argument {token!r}; use --config for a config file"
     if token.startswith("-") and token != "--":

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _MIN_WIDTH, _MAX_WIDTH = 60, 110
 _INDENT = " " * 6
 _DESCRIPTION_COLUMN = 28
+"""Column in which the descriptions of options begin."""
 ALL_SETTINGS_TOPIC = "all"
-"""The topic of ``--help`` that prints every setting."""
+"""Topic of ``--help`` that prints every setting."""
 _SETTINGS_HEADING = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
 _SETTINGS_NOTE = (
     "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
@@ -42,7 +43,18 @@ _SETTINGS_NOTE = (
 def render_help(
     topic: str, schema: type[BaseModel], options_schema: type[BaseModel], usage: str, terminal_columns: int
 ) -> str:
-    """Render the help on ``topic``: a section, a key, "all", or empty for a page on the command."""
+    """Render the help on a topic.
+
+    Args:
+        topic: A section, a key, ``all``, or an empty string for an overview of the command.
+        schema: The schema of the config.
+        options_schema: The options of the command.
+        usage: Usage and examples of the command.
+        terminal_columns: Width of the terminal, in characters.
+
+    Raises:
+        UserError: If the topic is unknown.
+    """
     width = min(max(terminal_columns, _MIN_WIDTH), _MAX_WIDTH)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
     settings, section_descriptions = keys.get_setting_fields(schema), keys.get_section_descriptions(schema)
@@ -84,7 +96,15 @@ def _format_command_overview(
     usage: str,
     width: int,
 ) -> str:
-    """Return the page of a command: usage, a line for each option, a line for each section of settings."""
+    """Return the overview of a command: usage, one line per option, and one line per section of settings.
+
+    Args:
+        section_descriptions: Descriptions of the sections, by name.
+        settings: All settings, by dotted key.
+        options_schema: The options of the command.
+        usage: Usage and examples of the command.
+        width: Line width, in characters.
+    """
     lines = [usage, "options:"]
     for option in keys.get_setting_fields(options_schema).values():
         lines.append(_format_first_sentence(_format_flag(option), option.description, width))
@@ -96,7 +116,7 @@ def _format_command_overview(
 
 
 def _format_first_sentence(label: str, text: str, width: int) -> str:
-    """Return ``label`` and the first sentence of ``text``."""
+    """Return ``label`` and the first sentence of ``text``, without its period."""
     first = re.split("(?<=[^ ])[.] ", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
     return _format_option(label, first, width)
 
@@ -110,6 +130,7 @@ def _format_flag(option: keys.SettingField) -> str:
 
 
 def _format_option(label: str, text: str, width: int) -> str:
+    """Return ``label`` and ``text`` in two columns. ``text`` begins on the next line if the label is long."""
     lines = _wrap_text(text, width - _DESCRIPTION_COLUMN)
     indented = [" " * _DESCRIPTION_COLUMN + line for line in lines]
     if len(label) > _DESCRIPTION_COLUMN - 4:
@@ -120,6 +141,7 @@ def _format_option(label: str, text: str, width: int) -> str:
 def _format_section(
     name: str, description: str, settings_by_key: dict[str, keys.SettingField], width: int
 ) -> str:
+    """Return the settings of one section, or of the top level if ``name`` is empty."""
     heading = f"{name}: {description}" if name else "top level:"
     settings = [setting for setting in settings_by_key.values() if setting.section == name]
     return "\n".join(
@@ -128,6 +150,7 @@ def _format_section(
 
 
 def _format_setting(setting: keys.SettingField, width: int) -> str:
+    """Return the flag, the default, the description and the allowed values of a setting."""
     mark = ("**" if setting.key in ADJUSTABLE_SETTINGS else "*") if setting.is_identity else ""
     head = f"  --{setting.key}{mark}  [{describe_default(setting)}]"
     body = f"{setting.description} ({setting.allowed_values})"
@@ -142,7 +165,7 @@ def describe_default(setting: keys.SettingField, quote: str = "") -> str:
 
     Args:
         setting: The setting.
-        quote: Quotation mark around values.
+        quote: Quotation mark around values, such as a backquote for Markdown.
     """
     default = DEFAULTS_BY_TRAINING_KIND.get(setting.key)
     if default is None:

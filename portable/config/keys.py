@@ -1,7 +1,7 @@
 """Table of all settings by dotted key, derived from the classes of the schema.
 
-Flags, help, error messages, the reference page and comparisons of runs read this table. Nothing else walks
-through the fields of the schema.
+Flags, help, error messages, the reference page and the comparison of runs read this table. No other code
+iterates over the fields of the schema.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER_WORDS = {2: "two", 3: "three"}
 
 
 class TypePart(NamedTuple):
-    """One alternative of an annotation, or of its items.
+    """One alternative of an annotation, or of the items of a list or mapping in it.
 
     Attributes:
         kind: The type without ``Annotated``, such as ``int`` or ``tuple[str, ...]``.
@@ -54,22 +54,22 @@ class SettingField:
 
     @property
     def section(self) -> str:
-        """Name of the section, empty for a setting at the top level."""
+        """Name of the section. Empty for a setting at the top level."""
         return self.key.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """Name within its section."""
+        """Name within its section, such as ``steps``."""
         return self.key.rpartition(".")[2]
 
     @property
     def description(self) -> str:
-        """Description in one line."""
+        """Description in one line, from the text below the field."""
         return to_one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
-        """Default of the schema."""
+        """Default of the schema, which a derived default may replace."""
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
@@ -80,12 +80,15 @@ class SettingField:
 
     @property
     def allowed_values(self) -> str:
-        """Description of the allowed values: ``integer >= 1 or null``."""
+        """Description of the allowed values, such as ``integer >= 1 or null``."""
         return _describe_type(self.field.annotation, tuple(self.field.metadata))
 
     @property
     def is_text(self) -> bool:
-        """Whether the value, or each item of the value, is text or a word, so that 123 is text."""
+        """Whether the value, or each item of a list, is text, so that the flag value ``123`` stays text.
+
+        False if one of the types is a boolean or a number.
+        """
         kinds = [kind for kind, _ in _iter_union_members(self.field.annotation)]
         items = [kind for kind in kinds if get_origin(kind) is tuple]
         kinds += [
@@ -99,7 +102,7 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed words for the value or its items. Empty if the value is not a choice."""
+        """Allowed words for the value or its items. Empty if the type has no ``Literal``."""
         words = (
             word
             for kind, _ in iter_type_parts(self.field.annotation)
@@ -110,19 +113,19 @@ class SettingField:
 
     @property
     def may_be_path(self) -> bool:
-        """Whether the value may be a path."""
+        """Whether the value may be a path or a URL."""
         kinds = iter_type_parts(self.field.annotation, tuple(self.field.metadata))
         return any(isinstance(mark, PathMarker) for _, marks in kinds for mark in marks)
 
     @property
     def item_schema(self) -> type[BaseModel] | None:
-        """Schema of the value, or of each of its items, if that is a group of settings. None otherwise."""
+        """Schema of the nested settings if the value or its items are groups of settings, otherwise None."""
         kinds = (kind for kind, _ in iter_type_parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
     def value_placeholder(self) -> str:
-        """Placeholder for the value in the help of a command. Empty for a switch."""
+        """Placeholder for the value in ``--help``: ``PATH``, ``N`` or ``TEXT``. Empty for a boolean."""
         return (
             ""
             if self.accepts_type(bool)
@@ -134,7 +137,11 @@ class SettingField:
         )
 
     def accepts_type(self, kind: type) -> bool:
-        """Return whether one alternative of the type is ``kind``, such as ``bool``, ``dict`` or ``tuple``."""
+        """Return whether one alternative of the type is ``kind``.
+
+        Args:
+            kind: Type without parameters, such as ``bool``, ``dict``, ``tuple`` or ``type(None)``.
+        """
         return any(
             kind in (member, get_origin(member)) for member, _ in _iter_union_members(self.field.annotation)
         )
@@ -147,7 +154,13 @@ def get_setting_fields(model: type[BaseModel]) -> dict[str, SettingField]:
 
 
 def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
-    """Find the setting with an open mapping that contains ``key``, such as model.config.hidden_size."""
+    """Find the setting whose value is an open mapping that contains ``key``.
+
+    For ``model.config.hidden_size``, this is the setting ``model.config``.
+
+    Returns:
+        The setting, or None if no prefix of the key is a setting with an open mapping.
+    """
     settings = get_setting_fields(model)
     parts_of_key = key.split(".")
     for length in range(len(parts_of_key) - 1, 0, -1):
@@ -159,7 +172,7 @@ def find_open_mapping(model: type[BaseModel], key: str) -> SettingField | None:
 
 @cache
 def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of every section of ``model``."""
+    """Return the description of every section of ``model`` by name, in the order of the schema."""
     return {
         field.alias or name: to_one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
@@ -168,6 +181,7 @@ def get_section_descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField]:
+    """Yield the settings of ``model`` and of its sections, with ``prefix`` before their keys."""
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         if _is_section(field):
@@ -178,11 +192,15 @@ def _iter_settings(model: type[BaseModel], prefix: str) -> Iterator[SettingField
 
 
 def _is_section(field: FieldInfo) -> bool:
+    """Return whether the value of a field is always a group of settings."""
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def to_plain_value(value: Any) -> Any:
-    """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
+    """Convert a value of the schema to plain JSON values.
+
+    Tuples become lists. A group of settings becomes a mapping of the values that are set.
+    """
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
@@ -191,7 +209,7 @@ def to_plain_value(value: Any) -> Any:
 
 
 def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert dotted keys to a nested mapping, as in the YAML file."""
+    """Convert a mapping with dotted keys to a mapping of sections, as in the YAML file."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -200,7 +218,7 @@ def nest_dotted_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the alternatives of a type, each with its constraints."""
+    """Yield the members of a union, or the annotation itself, each with its constraints."""
     if get_origin(annotation) is Annotated:
         inner, *constraints = get_args(annotation)
         yield from _iter_union_members(inner, (*metadata, *constraints))
@@ -212,7 +230,7 @@ def _iter_union_members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iter
 
 
 def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[TypePart]:
-    """Yield the alternatives of a type and of its items, each with its constraints."""
+    """Yield the members of a union and, for lists and mappings, the types of their items."""
     for alternative in _iter_union_members(annotation, metadata):
         yield alternative
         if get_origin(alternative.kind) in (tuple, dict):
@@ -221,6 +239,7 @@ def iter_type_parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator
 
 
 def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
+    """Describe the allowed values of an annotation, such as ``integer >= 1 or null``."""
     alternatives = [
         _describe_alternative(kind, constraints)
         for kind, constraints in _iter_union_members(annotation, metadata)
@@ -229,6 +248,7 @@ def _describe_type(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 
 def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
+    """Describe the allowed values of one member of a union, such as ``integer >= 1``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is type(None):
         return "null"
@@ -244,7 +264,7 @@ def _describe_alternative(kind: Any, constraints: tuple[Any, ...]) -> str:
 
 
 def _iter_constraint_texts(metadata: tuple[Any, ...]) -> Iterator[str]:
-    """Yield the constraints as text, only the tightest of several lower or upper bounds."""
+    """Yield the constraints as text, but only the tightest lower bound and the tightest upper bound."""
     lower: list[tuple[Any, str]] = []
     upper: list[tuple[Any, str]] = []
     for constraint in _iter_constraints(metadata):
@@ -268,6 +288,7 @@ def _format_bound(bound: Any) -> str:
 
 
 def _iter_constraints(metadata: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the constraints in the metadata of an annotation, also inside a ``FieldInfo``."""
     for item in metadata:
-        # Constraints inside an Annotated are wrapped in a FieldInfo.
+        # pydantic wraps the constraints inside an Annotated in a FieldInfo.
         yield from getattr(item, "metadata", None) or (item,)

@@ -1,4 +1,8 @@
-"""Build a ``RunConfig`` from YAML files, settings of other programs, flags and the schema's defaults."""
+"""Build a ``RunConfig`` from YAML files, settings of other programs, and flags.
+
+All values are merged into one nested mapping, with the origin (file and line, or flag) of each value. The
+mapping is validated once, after everything has been merged.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +52,8 @@ def load_config(
 
     Args:
         source: A YAML file or a nested mapping, or several, merged in order. None for the quickstart.
-        overrides: A mapping from dotted keys to values, or flags as on the command line
-            (``["--train.steps", "20"]``). They override ``source``.
+        overrides: A mapping from dotted keys to values, or flags as on the command line (``["--train.steps",
+            "20"]``). They override ``source``.
 
     Returns:
         The config. Settings have the same names as in YAML, for example ``config.train.learning_rate``.
@@ -81,6 +85,9 @@ def build_run_config(
         overrides: Settings that override all others, in order.
         imported: Settings from files of other programs. They must agree with ``sources``.
 
+    Returns:
+        The config, which also records the origin of each value.
+
     Raises:
         UserError: If a file cannot be read, a setting is not valid, or ``sources`` and ``imported`` disagree.
     """
@@ -98,7 +105,11 @@ def build_run_config(
 
 
 def _has_pretrained_model(merged: _MergedSettings, overrides: Sequence[Assignment]) -> bool:
-    """Return whether the run has a pretrained model, whose config is not the default config."""
+    """Return whether the files or the flags name a pretrained model in ``model.name_or_path``.
+
+    If they do, a flag such as ``--model.config.attention_dropout`` changes the config of that model instead
+    of the default ``model.config``.
+    """
     model = merged.values.get("model")
     is_named = isinstance(model, dict) and model.get("name_or_path") is not None
     path = ("model", "name_or_path")
@@ -110,7 +121,11 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
 
     Args:
         source: The file or the mapping.
-        line_offset: Position of the file's first line among the lines of all files.
+        line_offset: Number to add to the line numbers, so that lines of later files come after all lines of
+            earlier files.
+
+    Raises:
+        UserError: If the file cannot be read, is empty, or is not a mapping.
     """
     if isinstance(source, Mapping):
         return _SourceContent({str(key): deepcopy(value) for key, value in source.items()}, {})
@@ -126,7 +141,7 @@ def _read_source(source: ConfigSource, line_offset: int) -> _SourceContent:
 
 @dataclass
 class _MergedSettings:
-    """Settings of all sources read so far.
+    """Settings that have been merged so far, not validated yet.
 
     Attributes:
         values: Values nested as in the YAML file.
@@ -137,9 +152,14 @@ class _MergedSettings:
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def merge_file(self, values: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> None:
-        """Merge the content of a later file: mappings key by key; other values replace earlier values."""
+        """Merge the content of a later file.
+
+        Mappings are merged key by key, except configs of different model types. Any other value replaces
+        the earlier value. If the file sets either ``data.source`` or ``data.sources``, the other is removed.
+        """
         for section in keys.get_section_descriptions(RunConfig):
-            if section in values and values[section] is None:  # `fsdp:` without a value is an empty section
+            # A section without a value, such as `fsdp:`, is an empty section.
+            if section in values and values[section] is None:
                 values[section] = {}
         _remove_replaced_source(self.values.get("data"), values.get("data"))
         self._merge_mapping(self.values, values, (), origins)
@@ -148,6 +168,7 @@ class _MergedSettings:
     def _merge_mapping(
         self, target: dict[str, Any], values: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]
     ) -> None:
+        """Merge ``values`` into ``target``, which is at ``path``, and into its nested mappings."""
         for name, value in values.items():
             inner_path, earlier_value = (*path, name), target.get(name)
             if (
@@ -164,6 +185,9 @@ class _MergedSettings:
     def add_imported(self, assignment: Assignment) -> None:
         """Add a setting from a file of another program.
 
+        If the path leads through a value that is not a mapping, nothing is added, because the validation will
+        report that value.
+
         Raises:
             UserError: If a config file sets another value.
         """
@@ -173,7 +197,7 @@ class _MergedSettings:
         for name in path[:-1]:
             target = target.setdefault(name, {})
             if not isinstance(target, dict):
-                return  # a value of a wrong type, which the validation reports
+                return  # the validation reports the value of the wrong type
         if target.get(path[-1], value) != value:
             earlier = self.origins.get(path)
             key, earlier_value = ".".join(path), format_short_value(target[path[-1]])
@@ -185,11 +209,12 @@ class _MergedSettings:
         self.origins.setdefault(path, origin)
 
     def override_value(self, assignment: Assignment, *, has_pretrained_model: bool) -> None:
-        """Set a value, which replaces the value in the files.
+        """Set a value from a flag or from Python, replacing the value in the files.
 
         Args:
-            assignment: A setting, a key inside an open mapping, or from Python also a section.
-            has_pretrained_model: Whether the model is a pretrained model.
+            assignment: A setting, a key inside an open mapping, or (only from Python) a section.
+            has_pretrained_model: Whether ``model.name_or_path`` names a model. If not, a key inside
+                ``model.config`` changes the default config.
 
         Raises:
             UserError: If the path leads through a value that is not a mapping.
@@ -229,7 +254,7 @@ class _MergedSettings:
 
 
 def _remove_replaced_source(earlier: Any, later: Any) -> None:
-    """Drop the earlier `data.source` if the later file has `data.sources`, and the other way round."""
+    """Remove the earlier ``data.source`` if the later file sets only ``data.sources``, and vice versa."""
     if isinstance(earlier, dict) and isinstance(later, dict):
         for key, replaced_key in (("source", "sources"), ("sources", "source")):
             if later.get(key) and not later.get(replaced_key):
@@ -237,7 +262,10 @@ def _remove_replaced_source(earlier: Any, later: Any) -> None:
 
 
 def _have_different_model_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether these are configs of different model types, which must not be merged."""
+    """Return whether two mappings are configs of different model types.
+
+    The later config then replaces the earlier one, because their keys have different meanings.
+    """
     types = {config["model_type"] for config in (first, second) if isinstance(config.get("model_type"), str)}
     return len(types) > 1
 

@@ -23,7 +23,11 @@ MAX_TRAINED_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True)
 class BoundsReason:
-    """Reason of the bounds of a number, in the annotation of its type."""
+    """Reason for the bounds of a number, in the annotation of its type.
+
+    Attributes:
+        text: The reason. It is only for readers of the code.
+    """
 
     text: str
 

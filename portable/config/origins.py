@@ -1,4 +1,4 @@
-"""Origins of values, and the form in which messages show values."""
+"""Origins of values, and the format of values in error messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from portable.config import keys
 
 MAX_VALUE_CHARACTERS = 60
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in an error message."""
 KeyPath = tuple[str, ...]
-"""Names from the top level of the config to a value: ``("train", "steps")``."""
+"""Names from the top level of the config to a value, such as ``("train", "steps")``."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Origin:
     """The origin of a value: a line of a file, or a flag.
 
     Attributes:
-        text: ``run.yaml:7`` or ``--train.steps``.
-        order: Position among all origins. Flags come after files.
+        text: Text in messages, such as ``run.yaml:7`` or ``--train.steps``.
+        order: Position among all origins. Flags come after files. Error messages are sorted by it.
         is_flag: Whether the origin is a flag.
         overridden: Origins of earlier values that this value overrides, the latest first.
     """
@@ -30,7 +30,11 @@ class Origin:
     overridden: tuple[str, ...] = ()
 
     def add_to_message(self, message: str) -> str:
-        """Return ``message`` with the origin. A flag replaces the key that it sets."""
+        """Return ``message`` with the origin.
+
+        The origin of a file comes before the message (``run.yaml:7: train.steps must be ...``). A flag
+        replaces the key that it sets (``--train.steps must be ...``).
+        """
         key = self.text.removeprefix("--").replace("-", "_")
         if self.is_flag and message.startswith((f"{key} ", f"{key}: ")):
             return self.text + message.removeprefix(key)
@@ -52,7 +56,7 @@ class Assignment(NamedTuple):
 
 
 def format_short_value(value: object) -> str:
-    """Format ``value`` for an error message: short and printable."""
+    """Format ``value`` for an error message, with at most :data:`MAX_VALUE_CHARACTERS` characters."""
     text = (
         {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.to_plain_value(value))
     )

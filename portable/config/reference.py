@@ -1,6 +1,6 @@
 """Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check``
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``. ``--check``
 only checks that they are up to date.
 """
 
@@ -21,11 +21,11 @@ from portable.errors import to_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_PATH = ROOT / "docs" / "config.md"
-"""Its introduction is written there, up to the first section."""
+"""The reference page. Its introduction, up to the first section, is written by hand."""
 
 
 def build_reference_page() -> str:
-    """Return the text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``: its present introduction and a new table for each section."""
     settings, section_descriptions = (
         keys.get_setting_fields(RunConfig),
         keys.get_section_descriptions(RunConfig),
@@ -38,8 +38,15 @@ def build_reference_page() -> str:
 
 
 def _format_section(title: str, description: str, settings: list[keys.SettingField]) -> str:
+    """Return a heading, a description and a table of settings in Markdown.
+
+    Args:
+        title: Heading.
+        description: Text below the heading. Empty for no text.
+        settings: Settings in the table.
+    """
     source_keys = {f"data.{name}" for name in SourceConfig.model_fields}
-    # Two columns, which a phone can show. The link is to the row itself.
+    # Use two columns, because more do not fit on a phone. Each key links to its own row.
     rows = [
         f'| <a id="{s.key}" '
         f'href="#{s.key}">`{s.key}`</a>{_format_identity_mark(s)}{" ‡" * (s.key in source_keys)}'
@@ -52,14 +59,15 @@ def _format_section(title: str, description: str, settings: list[keys.SettingFie
 
 
 def _format_identity_mark(setting: keys.SettingField) -> str:
-    """Return the mark of a setting that defines the run."""
+    """Return the mark of a setting that defines the run, or an empty string for other settings."""
     if not setting.is_identity:
         return ""
     return " ††" if setting.key in ADJUSTABLE_SETTINGS else " †"
 
 
 def _format_cell(text: str) -> str:
-    # A bar would end the cell, so separate choices by commas. That a text is not empty goes without saying.
+    """Escape a text for a cell of a Markdown table."""
+    # Separate choices by commas, because a bar would end the cell. Leave out "(not empty)", which is obvious.
     text = (
         text.replace(" (not empty)", "")
         .replace(" | ", ", ")
@@ -71,15 +79,16 @@ def _format_cell(text: str) -> str:
 
 
 def _format_default(setting: keys.SettingField) -> str:
+    """Format the default of a setting for a cell, without the long default of ``model.config``."""
     if isinstance(setting.default, dict) and setting.default:
         return "the quickstart's"
     return describe_default(setting, "`")
 
 
 def build_json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the YAML file, with descriptions, for editors."""
+    """Return the JSON Schema of the YAML file, with descriptions, which editors use."""
     schema = RunConfig.model_json_schema(by_alias=True)
-    for key in DEFAULTS_BY_TRAINING_KIND:  # the default of most runs differs from the default of the schema
+    for key in DEFAULTS_BY_TRAINING_KIND:  # most runs have another default than the schema
         section, _, name = key.partition(".")
         setting = schema["$defs"][type(getattr(RunConfig(), section)).__name__]["properties"][name]
         del setting["default"]
@@ -93,9 +102,9 @@ def build_json_schema() -> dict[str, Any]:
 
 
 def _simplify_descriptions(node: Any) -> None:
-    """Fold descriptions into one line, and remove the titles that pydantic derives from names.
+    """Join the lines of all descriptions, and remove the titles that pydantic derives from names.
 
-    Editors would show a title before the description.
+    Editors would show such a title before the description.
     """
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         _simplify_descriptions(child)
@@ -107,7 +116,7 @@ def _simplify_descriptions(node: Any) -> None:
 
 
 def build_generated_files() -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Return the text of every generated file by its path."""
     return {
         PAGE_PATH: build_reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(build_json_schema(), indent=2, ensure_ascii=False)
@@ -116,7 +125,11 @@ def build_generated_files() -> dict[Path, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages, or check them. The exit code is 1 if one is out of date."""
+    """Write the generated files, or check that they are up to date.
+
+    Returns:
+        Exit code: 1 if a file is out of date, 2 for wrong arguments, otherwise 0.
+    """
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.config.reference [--check]", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
-"""Problems of settings, and the conditions that rules share.
+"""Problems of settings, and conditions that several checks share.
 
-A rule is an ``if`` in a function ``check_...(config)`` that yields a :class:`SettingProblem`. Most rules are
-in :mod:`portable.checks`. Backends, engines and optimizers contribute theirs.
+A check is a function ``check_...(config)`` that yields a :class:`SettingProblem` for each setting that is not
+supported. Most checks are in :mod:`portable.checks`. Backends, engines and optimizers add their own checks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class SettingProblem:
     """A setting that is not supported, or settings that do not work together.
 
     Attributes:
-        keys: Dotted keys of the settings; first the setting to change. The origin in the error message is the
+        keys: Dotted keys of the settings, beginning with the setting to change. The error message names the
             origin of one of them.
-        reason: Complete message without the origin. It begins with the first key.
+        reason: Complete error message without the origin. It begins with the first key.
     """
 
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ class SettingProblem:
 
 
 def format_problem(problem: SettingProblem, config: RunConfig) -> str:
-    """Return the message of a problem with the file and line, or the flag, of one of its keys.
+    """Return the error message of a problem, with the file and line, or the flag, of one of its keys.
 
     Flags take precedence over files, because the user most likely changed a flag last.
     """
@@ -53,26 +53,26 @@ def _iter_origins(key: str, config: RunConfig) -> Iterator[Origin]:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as a message shows it: ``null``, ``true``, ``0.1``."""
+    """Format a value for an error message: ``null``, ``true``, ``0.1``."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_setting_with_value(config: RunConfig, key: str) -> str:
-    """Return a key, followed by its value if that is a word or a number."""
+    """Return a key, followed by its value if the value is a word or a number."""
     value = config.get(key)
     is_word_or_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     return f"{key} {format_value(value)}" if is_word_or_number else key
 
 
 def is_not_default(config: RunConfig, key: str) -> bool:
-    """Return whether a setting differs from the default of the schema."""
+    """Return whether the value of a setting differs from the default of the schema."""
     return bool(config.get(key) != keys.get_setting_fields(type(config))[key].default)
 
 
 def uses_zero_strategy(config: RunConfig) -> bool:
-    """Return whether DeepSpeed's engine trains the model."""
+    """Return whether DeepSpeed's engine trains the model (strategy zero1, zero2 or zero3)."""
     return config.strategy in ZERO_STRATEGIES
 
 

@@ -118,27 +118,33 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _apply_derived_defaults(self) -> RunConfig:
+        """Replace the defaults of the schema that depend on other settings; pydantic calls this validator."""
         for key, value in compute_derived_defaults(self).items():
             setting = keys.get_setting_fields(type(self))[key]
             if not setting.section:  # frozen models do not allow plain assignment
                 object.__setattr__(self, setting.attribute, value)
                 continue
-            # A section may be a default that others share.
+            # Copy the section, because other configs may share it as a default.
             section = getattr(self, setting.section).model_copy(update={setting.attribute: value})
             section.model_fields_set.discard(setting.attribute)  # it does not count as set by the user
             object.__setattr__(self, setting.section, section)
         return self
 
     def _find_attribute(self, key: str) -> _AttributeLocation:
-        """Find the section and the attribute of a setting. Raises ``KeyError`` for an unknown key."""
+        """Return the section and the attribute of a setting. Raises ``KeyError`` for an unknown key."""
         setting = keys.get_setting_fields(type(self))[key]
         owner = getattr(self, setting.section) if setting.section else self
         return _AttributeLocation(owner, setting.attribute)
 
     def is_set(self, key: str) -> bool:
-        """Whether the user set ``key`` (dotted, such as ``train.steps``) in a file or by a flag.
+        """Return whether the user set ``key`` in a file or by a flag.
 
-        For a section: whether any of its keys is set. Raises ``KeyError`` for an unknown key.
+        Args:
+            key: Dotted key, such as ``train.steps``. For a section, the result is whether any of its keys is
+                set.
+
+        Raises:
+            KeyError: If the key is unknown.
         """
         if key in keys.get_section_descriptions(type(self)):
             return bool(getattr(self, key).model_fields_set)
@@ -146,21 +152,27 @@ class RunConfig(Section):
         return attribute in section.model_fields_set
 
     def is_set_or_put(self, key: str) -> bool:
-        """Return whether ``key`` has a value from the user, or from a file or machine (:meth:`replaced`)."""
+        """Return whether ``key`` was set by the user or by :meth:`replaced`.
+
+        If not, the value is a default of the schema or a derived default.
+        """
         return self.is_set(key) or key in self._put
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that the user has set, by dotted key."""
+        """Return the settings that the user has set in files or by flags, by dotted key."""
         return {key: self.get(key) for key in keys.get_setting_fields(type(self)) if self.is_set(key)}
 
     @property
     def ranks_together(self) -> int:
-        """Ranks that work on the same sequences."""
+        """Number of ranks that process the same sequences, by context and tensor parallelism."""
         return self.context_parallel_size * self.tensor_parallel_size
 
     @property
     def came_from(self) -> dict[str, str]:
-        """The origins of settings from files and flags, by dotted key, as text for the user."""
+        """Origins of the settings in files and flags, by dotted key, as text for the user.
+
+        Example: ``{"train.steps": "--train.steps (over run.yaml:7)"}``.
+        """
         around = {path[:length] for path in self._origins for length in range(1, len(path))}
         return {
             ".".join(path): origin.text
@@ -171,26 +183,48 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[tuple[str, ...], Origin]:
-        """The same by the path of the setting, with the order in which they were read."""
+        """Origins of the settings in files and flags, by path.
+
+        :func:`portable.config.load.build_run_config` fills the mapping. It is empty if all values come from
+        Python.
+        """
         return self._origins
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """The parsed files that settings name, by key; see :meth:`with_document`."""
+        """Parsed files that settings name, by dotted key of the setting; see :meth:`with_document`."""
         return self._documents
 
     def with_document(self, key: str, document: Any) -> RunConfig:
-        """Return a copy with the content of the file that setting ``key`` names, so that it is read once."""
+        """Return a copy that carries the parsed content of a file that a setting names.
+
+        The file is then read only once.
+
+        Args:
+            key: Dotted key of the setting, such as ``deepspeed.config``.
+            document: Parsed content of the file.
+        """
         copy = self.replaced({})
         copy._documents = {**self._documents, key: document}
         return copy
 
     def get(self, key: str) -> Any:
-        """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
+        """Return the value of a setting.
+
+        Args:
+            key: Dotted key, such as ``train.steps``.
+
+        Raises:
+            KeyError: If the key is unknown.
+        """
         return getattr(*self._find_attribute(key))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the settings that define the run, by dotted key, as plain JSON values."""
+        """Return the settings that define the run, by dotted key, as plain JSON values.
+
+        Checkpoints contain the fingerprint. On resume, :func:`portable.config.changed_settings.find_changes`
+        compares it with the fingerprint of the new config.
+        """
         return {
             key: keys.to_plain_value(self.get(key))
             for key, setting in keys.get_setting_fields(type(self)).items()
@@ -198,10 +232,17 @@ class RunConfig(Section):
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with ``values`` (by dotted key), with derived defaults applied again.
+        """Return a copy with other values, after applying the derived defaults again.
 
-        For values that depend on the machine or another file, such as ``{"backend": "cuda"}`` for ``auto``.
-        They do not count as set by the user. The rules in :mod:`portable.checks` are not checked.
+        Use this method for values that depend on the machine or on another file, such as ``{"backend":
+        "cuda"}`` for ``auto``. They do not count as set by the user. The rules in :mod:`portable.checks` are
+        not checked.
+
+        Args:
+            values: Values by dotted key.
+
+        Raises:
+            UserError: If a value does not match the schema.
         """
         put = {**self._put, **values}
         copy = validate_settings(type(self), keys.nest_dotted_keys({**self.given(), **put}))
@@ -214,7 +255,7 @@ class RunConfig(Section):
         return copy
 
     def __eq__(self, other: object) -> bool:
-        # Compare only values: a resolved config that is read back from its file is equal.
+        """Compare only the values: a resolved config that is read back from its file is equal."""
         return isinstance(other, RunConfig) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]

@@ -90,8 +90,10 @@ Format = Literal[
 XlaDtype = Literal["float32", "bfloat16"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
 SOURCE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+"""Regular expression of the names of sources."""
 SINGLE_EVAL_TAG, NAMED_EVAL_TAG = "[one]", "[several]"
-"""Alternatives of ``data.eval`` in the paths of pydantic's errors, in brackets like pydantic's ``[setting_key]``."""
+"""Tags of the two forms of ``data.eval``, one source or several named sources, in the paths of pydantic's
+errors. They have brackets like pydantic's ``[key]``, so that they differ from names of sources."""
 
 
 def _build_quickstart_model() -> dict[str, Any]:
@@ -143,7 +145,7 @@ class ModelConfig(Section):
 
     @property
     def setting_key(self) -> str:
-        """Key of the setting that names the model, used in error messages."""
+        """Key of the setting that defines the model, used in error messages."""
         return "model.config" if self.name_or_path is None else "model.name_or_path"
 
     @property
@@ -281,6 +283,10 @@ class SourceConfig(Section):
 
 
 def _validate_source_name(name: str) -> str:
+    """Return the name of a source.
+
+    Raises ``ValueError`` if it contains other characters than letters, digits, - and _.
+    """
     if SOURCE_NAME_PATTERN.fullmatch(name) is None:
         raise ValueError(f"may only have letters, digits, - and _, got {name[:60]!r}; rename the source")
     return name
@@ -310,6 +316,11 @@ class Phase(Section):
 
 
 def _choose_eval_tag(value: Any) -> str:
+    """Return the tag of the form of ``data.eval``, which pydantic uses to select the type.
+
+    The form is several named sources if all values are mappings and no key is a setting, otherwise one
+    source.
+    """
     several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
     return (
         NAMED_EVAL_TAG
@@ -393,12 +404,12 @@ class DataConfig(SourceConfig):
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences of a sample: a preference has two."""
+        """Number of sequences in a sample: two for preference data, otherwise one."""
         return 2 if self.format == "preference" else 1
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest sequence, including targets."""
+        """Maximum number of tokens of a sequence or of a target sequence."""
         return max(self.seq_len, self.target_seq_len or 0)
 
 
@@ -546,7 +557,7 @@ class TrainConfig(Section):
 
     @property
     def has_frozen_patterns(self) -> bool:
-        """Whether some parameters are frozen by pattern."""
+        """Whether ``train.trainable`` or ``train.frozen`` freezes parameters."""
         return self.trainable is not None or bool(self.frozen)
 
 
@@ -571,7 +582,7 @@ class MemoryConfig(Section):
 
     @property
     def has_offloading(self) -> bool:
-        """Whether anything is offloaded from the devices."""
+        """Whether the optimizer state or the parameters are offloaded from the devices."""
         return (self.offload_optimizer, self.offload_params) != ("none", "none")
 
 
@@ -700,7 +711,7 @@ class CheckpointConfig(Section):
 
     @property
     def saves_during_training(self) -> bool:
-        """Whether checkpoints are written during training."""
+        """Whether checkpoints are written during training, not only at the end."""
         return self.every_steps is not None or self.every_epochs is not None
 
 

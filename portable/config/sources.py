@@ -1,4 +1,8 @@
-"""Sources that a run trains and evaluates on, each with a complete ``data`` section."""
+"""Sources that a run trains and evaluates on, each with a complete ``data`` section.
+
+An entry of ``data.sources`` or ``data.eval`` inherits the settings that it does not set from section
+``data``.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +18,44 @@ if TYPE_CHECKING:
 ONLY_SOURCE = ""
 """Name of a source that is the only source of a run."""
 HELD_OUT_SOURCE = "held_out"
-"""Name of the share that ``data.eval_fraction`` holds out, if there are sources in ``data.eval`` as well."""
+"""Name of the samples that ``data.eval_fraction`` holds out, if ``data.eval`` has sources as well."""
 _NOT_INHERITED = ("config_name", "split", "max_samples", "format")
 """Settings that a source of an evaluation or a mixture does not inherit if it names its own data."""
 _WITHOUT_MIXTURE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
+"""Settings of a ``data`` section for a single source."""
 
 RECORD_FIELDS = {
     *("text", "target", "label", "messages", "conversations", "prompt", "completion", "chosen"),
     *("rejected", "instruction", "input", "output", "history", "system", "system_prompt"),
     *("tools", "functions", "chat_template_kwargs"),
 }
-"""Fields that a format of records reads by these names."""
+"""Fields of records that the formats read by these names. ``data.columns`` may rename them."""
 
 
 def list_number_columns(data: SourceConfig) -> tuple[str, ...]:
-    """Return the names of the columns of numbers in ``data.columns``."""
+    """Return the number columns in ``data.columns`` that are added to the batch for a custom loss."""
     return tuple(
         name for name in data.columns if not isinstance(data.columns, dict) or name not in RECORD_FIELDS
     )
 
 
 def list_renamed_fields(data: SourceConfig) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a name that is read and the field of a record that has its value."""
+    """Return the entries of ``data.columns`` as pairs of two names.
+
+    Returns:
+        Name that a format reads, and the field of a record that has the value. Empty if ``data.columns`` is a
+        list. The token cache depends on the ``repr`` of the result.
+    """
     return tuple(data.columns.items()) if isinstance(data.columns, dict) else ()
 
 
 def format_training_source_key(name: str) -> str:
-    """Return the dotted key of the source ``name``, or ``data`` for the only source of a run."""
+    """Return the dotted key of the training source ``name``, or ``data`` for the only source of a run."""
     return f"data.sources.{name}" if name else "data"
 
 
 def format_eval_source_key(name: str) -> str:
-    """Return the dotted key of the evaluation source ``name``."""
+    """Return the dotted key of the evaluation source ``name``, or ``data.eval`` for the only source."""
     return f"data.eval.{name}" if name else "data.eval"
 
 
@@ -55,19 +65,31 @@ def list_training_source_names(data: DataConfig) -> tuple[str, ...]:
 
 
 def get_training_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the settings of each training source by name. The only source has the name ``ONLY_SOURCE``."""
+    """Return the ``data`` section of each training source by name.
+
+    The only source has the name :data:`ONLY_SOURCE`.
+    """
     return {source.name: _build_source_section(data, source, {}) for source in data.sources} or {
         ONLY_SOURCE: data
     }
 
 
 def get_weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
-    """Return the first step and the weights by name of each entry of ``data.weight_schedule``."""
+    """Return the entries of ``data.weight_schedule`` as pairs.
+
+    Returns:
+        First step with the weights, and the weights by the name of the source. The fingerprint of a mixture
+        depends on the ``repr`` of the result.
+    """
     return [(phase.step, phase.weights) for phase in data.weight_schedule]
 
 
 def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the settings of each evaluation source by name. The only source has the name ``ONLY_SOURCE``."""
+    """Return the ``data`` section of each source in ``data.eval`` by name.
+
+    The only source has the name :data:`ONLY_SOURCE`. Samples that ``data.eval_fraction`` holds out are not
+    included.
+    """
     sources = _get_evaluation_settings(data)
     return {
         name: _build_source_section(data, source, {"eval_fraction": 0.0}) for name, source in sources.items()
@@ -75,7 +97,7 @@ def get_evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def list_evaluation_source_names(data: DataConfig) -> list[str]:
-    """Return the names of all data that a run evaluates on."""
+    """Return the names of all data that a run evaluates on, including held-out samples."""
     names = list(_get_evaluation_settings(data))
     return (
         names
@@ -85,12 +107,12 @@ def list_evaluation_source_names(data: DataConfig) -> list[str]:
 
 
 def get_held_out_source_name(data: DataConfig) -> str:
-    """Return the name of the data that the only source of a run holds out."""
+    """Return the name of the samples that are held out of the only training source."""
     return HELD_OUT_SOURCE if data.eval is not None else ONLY_SOURCE
 
 
 def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
-    """Yield the problems of the sources' names, weights and epochs, for training and for evaluation."""
+    """Yield the problems of the names, weights and epochs of the sources, for training and for evaluation."""
     names: set[str] = set()
     if data.sources and data.source is not None:
         yield SettingProblem(
@@ -131,6 +153,7 @@ def check_data_sources(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
+    """Yield the problems of ``data.weight_schedule``."""
     key, names = "data.weight_schedule", list_training_source_names(data)
     if data.weight_schedule and not names:
         yield SettingProblem((key, "data.sources"), f"{key}: has no effect without data.sources")
@@ -148,12 +171,14 @@ def _check_weight_schedule(data: DataConfig) -> Iterator[SettingProblem]:
 
 
 def _check_names_data(key: str, source: SourceConfig) -> Iterator[SettingProblem]:
+    """Yield a problem if a source sets neither ``source`` nor ``split`` nor ``config_name``."""
     if not source.model_fields_set & {"source", "split", "config_name"}:
         reason = f"{key}: names no data of its own; set source, or split of a hub dataset"
         yield SettingProblem((key,), reason)
 
 
 def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
+    """Return the settings of each source in ``data.eval`` by name, without inherited settings."""
     if data.eval is None:
         return {}
     return {ONLY_SOURCE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
@@ -162,7 +187,7 @@ def _get_evaluation_settings(data: DataConfig) -> dict[str, SourceConfig]:
 def _build_source_section(
     data: DataConfig, source: SourceConfig, extra_settings: dict[str, Any]
 ) -> DataConfig:
-    """Return the ``data`` section with the settings of one source.
+    """Build the ``data`` section of one source.
 
     Args:
         data: Section that provides the settings that the source does not set.

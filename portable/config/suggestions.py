@@ -1,8 +1,8 @@
-"""Suggestions for unknown keys and words, also for names of other programs.
+"""Suggestions for unknown keys and words, including names of other programs.
 
-The names of other programs are in the tables of the importer, which are large and which this package does not
-import. :mod:`portable.command_line` registers a function that loads the names when an error message needs
-them.
+The names of other programs are in the tables of :mod:`portable.importing`, which this package does not import
+because they are large. :mod:`portable.command_line` registers a function that loads the names when an error
+message needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def _return_no_program(values: Mapping[str, object]) -> str:
+    """Return an empty string: the default of :attr:`ForeignVocabulary.find_program`."""
     return ""
 
 
@@ -25,8 +26,8 @@ class ForeignNameMeaning(NamedTuple):
     """The meaning of a name of another program, or of an earlier release of this program.
 
     Attributes:
-        setting: Our setting; empty if the name has none.
-        advice: What to do instead; empty if the setting is enough.
+        setting: Dotted key of the setting with the same meaning. Empty if there is none.
+        advice: Instruction for the user. Empty if the setting has the same meaning.
     """
 
     setting: str = ""
@@ -38,10 +39,12 @@ class ForeignVocabulary:
     """Names of other programs, and names of earlier releases of this program.
 
     Attributes:
-        keys: Meaning of a name of a setting. A name that ends with a star is the beginning of several names.
-        words: Our word, or a sentence, by the other word for a value, by our dotted key.
-        find_program: Function that returns the name of the program whose config file has these top-level
-            keys, or an empty string.
+        keys: Meaning of each name of a setting. A name that ends with a star matches all names with this
+            beginning.
+        words: Translations of words for values, by dotted key and word. A translation is a word or a
+            sentence.
+        find_program: Function that receives the top-level content of a config file and returns the name of
+            the program that it is for, or an empty string.
     """
 
     keys: Mapping[str, ForeignNameMeaning] = field(default_factory=dict)
@@ -59,17 +62,20 @@ def register_foreign_vocabulary(load: Callable[[], ForeignVocabulary]) -> None:
 
 @cache
 def load_foreign_vocabulary() -> ForeignVocabulary:
-    """Load the registered names. No names are known without a registered function."""
+    """Load the registered names. The result is empty if no function is registered."""
     return _loaders[-1]() if _loaders else ForeignVocabulary()
 
 
 def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """Return the end of a message about an unknown key: ``"; did you mean X?"``, a remedy, or nothing.
+    """Return the end of an error message about an unknown key.
 
     Args:
         name: The unknown key.
         candidates: The valid keys.
-        prefix: Text in front of a suggested key, such as ``--``.
+        prefix: Text before a suggested key, such as ``--``.
+
+    Returns:
+        ``"; did you mean X?"``, advice for a name of another program, or an empty string.
     """
     candidates = list(candidates)
     meaning = _look_up_foreign_name(name)
@@ -81,18 +87,21 @@ def format_key_hint(name: str, candidates: Iterable[str], prefix: str = "") -> s
 
 
 def format_remedy_hint(name: str) -> str:
-    """Return ``"; do this"`` for a name of another program if it takes more than another name, or nothing."""
+    """Return ``"; "`` and the advice for a name of another program, or an empty string if there is none."""
     advice = _look_up_foreign_name(name).advice
     return f"; {advice}" if advice else ""
 
 
 def format_word_hint(key: str, word: str, words: Iterable[str]) -> str:
-    """Return the end of a message about an invalid word, as :func:`format_key_hint` does.
+    """Return the end of an error message about an invalid word.
 
     Args:
         key: Dotted key of the setting.
         word: The invalid word.
         words: The valid words.
+
+    Returns:
+        ``"; did you mean X?"`` or an empty string.
     """
     translation = load_foreign_vocabulary().words.get(key, {}).get(word.lower())
     return format_name_suggestion(word, words) if translation is None else f"; did you mean {translation}?"

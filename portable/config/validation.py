@@ -33,14 +33,13 @@ _MAX_MESSAGE_LINES = 10
 
 
 class _Mistake(NamedTuple):
-    """A message about one setting.
+    """An error message about one setting.
 
     Attributes:
         message: The message without its origin.
         origin: Origin of the value, or None if it is not known.
-        is_specific: Whether a validator of the value's type raised the error, which then precedes errors of
-        the
-            other alternatives of a union.
+        is_specific: Whether a validator of the value's type raised the error. Such an error is more useful
+            than the errors of the other alternatives of a union.
     """
 
     message: str
@@ -49,29 +48,32 @@ class _Mistake(NamedTuple):
 
     @property
     def message_with_origin(self) -> str:
-        """The message with its origin."""
+        """The message with its origin, in one line."""
         return to_one_line(self.message if self.origin is None else self.origin.add_to_message(self.message))
 
     @property
     def sort_key(self) -> tuple[int, bool]:
-        """Position among all messages."""
+        """Sort key: the position of the origin, and specific errors before others."""
         return (self.origin.order if self.origin else sys.maxsize, not self.is_specific)
 
 
 def validate_settings(
     model: type[Model], values: Mapping[str, Any], origins: Mapping[KeyPath, Origin] | None = None
 ) -> Model:
-    """Build a config or the options of a command from nested values.
+    """Build a config, or the options of a command, from nested values.
 
     Args:
         model: The schema.
         values: Values as in the YAML file.
-        origins: Origins of values by their path.
+        origins: Origins of values by their path, used in error messages.
+
+    Returns:
+        An instance of ``model``.
 
     Raises:
         UserError: If there is one mistake.
-        MistakesError: If there are several mistakes. The lines are in the order of their origins, one for
-            each setting.
+        MistakesError: If there are several mistakes. Its lines are sorted by origin, with one line per
+            setting.
     """
     origins = origins or {}
     try:
@@ -82,7 +84,7 @@ def validate_settings(
         (_get_setting_path(detail), _convert_pydantic_error(model, values, origins, detail))
         for detail in details
     ]
-    # One line for each setting, because every alternative of a union reports the same value.
+    # Keep one message per setting, because every alternative of a union reports the same value.
     mistakes: dict[KeyPath, _Mistake] = {}
     for path, mistake in sorted(explained, key=lambda item: item[1].sort_key):
         mistakes.setdefault(path, mistake)
@@ -99,7 +101,7 @@ def find_setting_mistake(model: type[BaseModel], key: str, value: Any) -> str | 
 
 
 def describe_unknown_key(model: type[BaseModel], key: str) -> str:
-    """Return the error message for a key that the schema does not have."""
+    """Return the error message for a key that is not in the schema, with a suggestion or the valid keys."""
     section = key.rpartition(".")[0]
     table, sections = keys.get_setting_fields(model), keys.get_section_descriptions(model)
     hint = format_key_hint(key, [*table, *sections])
@@ -112,7 +114,14 @@ def describe_unknown_key(model: type[BaseModel], key: str) -> str:
 
 
 def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> UserError:
-    """Build the exception for mistakes, which are in the order of their origins."""
+    """Build the exception for one or more mistakes.
+
+    If the values look like a config of another program, the first line recommends ``portable-train import``.
+
+    Args:
+        values: All values, which may be a config of another program.
+        mistakes: The mistakes, sorted by origin.
+    """
     lines = list(dict.fromkeys(mistake.message_with_origin for mistake in mistakes))
     if program := load_foreign_vocabulary().find_program(values):
         origin = mistakes[0].origin
@@ -124,7 +133,7 @@ def _build_user_error(values: Mapping[str, Any], mistakes: list[_Mistake]) -> Us
 
 
 def _get_setting_path(pydantic_error: Any) -> KeyPath:
-    """Return the path of the setting that an error of pydantic is about."""
+    """Return the path of the setting that an error of pydantic is about: at most section and name."""
     return tuple(map(str, pydantic_error["loc"]))[:2] or (str(pydantic_error["msg"]),)
 
 
@@ -137,7 +146,7 @@ def _convert_pydantic_error(
         model: The schema.
         values: All values.
         origins: Origins of values by their path.
-        pydantic_error: The error, an item of ``ValidationError.errors()``.
+        pydantic_error: An item of ``ValidationError.errors()``.
     """
     path = _remove_pydantic_marks(tuple(map(str, pydantic_error["loc"])), pydantic_error["type"])
     target = _resolve_error_path(
@@ -168,11 +177,14 @@ def _convert_pydantic_error(
 
 
 def _remove_pydantic_marks(path: KeyPath, error_type: str) -> KeyPath:
-    """Remove parts that pydantic adds to the path of an error: alternatives of a union, keys of a mapping."""
+    """Remove the parts that pydantic adds to the path of an error.
+
+    These are the tags of ``data.eval`` and the mark ``[key]`` of an invalid key in a mapping.
+    """
     if path[2:3] in (
         (SINGLE_EVAL_TAG,),
         (NAMED_EVAL_TAG,),
-    ):  # of data.eval; further in, it is the name of a source
+    ):  # deeper in the path, the same text would be the name of a source
         path = path[:2] + path[3:]
     return path[:-1] if path[1:] and path[-1] == "[key]" and error_type != "extra_forbidden" else path
 
@@ -181,7 +193,8 @@ class _ErrorTarget(NamedTuple):
     """The part of the schema that an error is about.
 
     Attributes:
-        label: Dotted name of the value in messages. Items of a list have their name, or a number from 1.
+        label: Dotted name of the value in messages. Items of a list are labeled by their name, or by a number
+            from 1.
         setting: The setting, or None for an unknown key, a section, or a group of settings in a list.
         schema: The schema that has the setting: the config, or the group of settings of an item.
         value: The value of the setting.
@@ -202,7 +215,7 @@ def _resolve_error_path(
         schema: The schema of the config.
         path: Path of the error.
         value: All values.
-        is_unknown_key: Whether the last part of the path is a key that the schema does not have.
+        is_unknown_key: Whether the last part of the path is a key that is not in the schema.
     """
     label = ""
     while True:
@@ -218,7 +231,7 @@ def _resolve_error_path(
         if setting.item_schema is None or not path:
             return _ErrorTarget(label, setting, schema, value)
         schema = setting.item_schema
-        # A list or a mapping of groups of settings: the next part is a number or a name.
+        # In a list or a mapping of groups of settings, the next part of the path is an index or a name.
         while (
             path
             and path[0] not in keys.get_setting_fields(schema)
@@ -233,12 +246,14 @@ def _resolve_error_path(
 
 
 def _get_item(values: object, name: str) -> Any:
+    """Return an item of a list by its index as text, or of a mapping by its key; None if it is missing."""
     if isinstance(values, list | tuple):
         return values[int(name)] if name.isdecimal() and int(name) < len(values) else None
     return values.get(name) if isinstance(values, dict) else None
 
 
 def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Origin | None) -> str:
+    """Return the message for a value of a wrong type or out of range, with advice for common mistakes."""
     message = f"{setting.key} must be {setting.allowed_values}, got {format_short_value(value)}"
     words = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
     if isinstance(value, bool) and setting.choices:
@@ -264,8 +279,12 @@ def _describe_wrong_value(setting: keys.SettingField, value: object, origin: Ori
 
 
 def _describe_wrong_section(model: type[BaseModel], section: str, value: object) -> str:
+    """Return the message for a section whose value is not a mapping, with an example of the correct form."""
     table = keys.get_setting_fields(model)
-    message = f"{section} must be a mapping of {_format_setting_names(model, section)}, got {format_short_value(value)}"
+    message = (
+        f"{section} must be a mapping of {_format_setting_names(model, section)}, got "
+        f"{format_short_value(value)}"
+    )
     if isinstance(value, str):
         name, _, rest = value.partition(" ")
         if rest and f"{section}.{name}" in table:
@@ -279,6 +298,7 @@ def _describe_wrong_section(model: type[BaseModel], section: str, value: object)
 
 
 def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
+    """Return the message for an unknown key in a file, which may be a dotted key as in a flag."""
     *parents, name = path
     if "." not in name:
         return describe_unknown_key(model, ".".join(path))
@@ -289,17 +309,19 @@ def _describe_extra_key(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def _format_setting_names(model: type[BaseModel], section: str) -> str:
+    """Return the names in a section (empty for the top level), separated by commas."""
     settings = keys.get_setting_fields(model).values()
     names = [setting.name for setting in settings if setting.section == section]
     return ", ".join(names if section else [*names, *keys.get_section_descriptions(model)])
 
 
 def _format_key(key: str) -> str:
+    """Return a key as it is if it is short and printable, otherwise quoted and truncated."""
     return key if key.isprintable() and 0 < len(key) <= MAX_VALUE_CHARACTERS else format_short_value(key)
 
 
 def _find_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return the origin of ``path``, or of its nearest parent."""
+    """Return the origin of ``path`` or of its nearest parent, or None if neither has an origin."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]

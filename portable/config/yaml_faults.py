@@ -1,7 +1,7 @@
-"""Explain mistakes in the syntax of a YAML file, with the line to correct.
+"""Find mistakes in the syntax of a YAML file, with the line to correct.
 
 PyYAML reports the line in which its parser stopped, in the terms of the YAML specification. The mistake is
-often in an earlier line: if a colon is missing, for example, the parser stops at a later colon.
+often in an earlier line. For example, if a colon is missing, the parser stops at a later colon.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ if TYPE_CHECKING:
 
 
 class YamlFault(NamedTuple):
-    """A mistake in a YAML file."""
+    """A mistake in a YAML file.
+
+    Attributes:
+        line_index: Index of the line, starting at 0.
+        reason: Description of the mistake.
+        remedy: Instruction to correct it.
+    """
 
     line_index: int
-    """Line number, starting at 0."""
 
     reason: str
     remedy: str
 
 
 def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
-    """Find the mistake because of which the parser stopped.
+    """Find the mistake that caused an error of the parser.
 
     Args:
-        error: Error of the parser, with a `problem_mark`.
+        error: Error of the parser, with a ``problem_mark``.
         text: The YAML document.
     """
     lines = text.splitlines() or [""]
@@ -72,6 +77,7 @@ def find_yaml_fault(error: yaml.MarkedYAMLError, text: str) -> YamlFault:
 
 
 def _explain_missing_colon(lines: list[str], line_index: int) -> YamlFault:
+    """Explain a line without a colon, or without a space after a dash or colon."""
     text = _remove_comment(lines[line_index])
     if match := re.match(r"-(?=[^\s-])(.+)", text):
         return YamlFault(line_index, f"{text[:60]!r} has no space after the dash", f"write - {match[1][:60]}")
@@ -113,7 +119,13 @@ def _explain_unexpected_colon(lines: list[str], line_index: int, column: int) ->
 
 
 def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> YamlFault:
-    """Explain a line whose indentation differs from the line above, or text after the end of a value."""
+    """Explain a line whose indentation differs from the line above, or text after the end of a value.
+
+    Args:
+        lines: Lines of the document.
+        line_index: Index of the line at which the parser stopped.
+        column: Column at which the parser stopped.
+    """
     previous_index = next(
         (line for line in range(line_index - 1, -1, -1) if _has_content(lines[line])), line_index
     )
@@ -134,6 +146,7 @@ def _explain_indentation(lines: list[str], line_index: int, column: int = 0) -> 
 
 
 def _has_content(line: str) -> bool:
+    """Return whether a line contains more than spaces and a comment."""
     return bool(_remove_comment(line))
 
 

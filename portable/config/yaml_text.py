@@ -1,8 +1,8 @@
 """Read YAML 1.2 as plain values with line numbers: config files, and single values of flags.
 
-PyYAML implements YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. Scalars here
-follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags and
-recursive or exploding aliases are refused.
+PyYAML implements YAML 1.1, in which ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. Scalars
+here follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags, and
+recursive or exponentially growing aliases are errors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from portable.converters.storage.path_or_url import AnyPath
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Size of a config file at most."""
+"""Maximum size of a config file, in bytes."""
 
 
 class ScalarRule(NamedTuple):
-    """A rule that gives a plain scalar its type.
+    """A rule that determines the type of a plain scalar.
 
     Attributes:
         tag: Tag of the type without the prefix, such as ``int``.
         pattern: Regular expression that the complete scalar must match.
-        first_characters: Possible first characters, by which PyYAML looks a rule up. An empty string is an
-            empty scalar.
+        first_characters: Possible first characters, by which PyYAML selects the rules to try. An empty string
+            represents an empty scalar.
     """
 
     tag: str
@@ -50,10 +50,13 @@ CORE_SCHEMA = (
 """Rules of the YAML 1.2 core schema. A scalar that matches none of them is text."""
 
 YAML_TAG_PREFIX = "tag:yaml.org,2002:"
+"""Prefix of the tags in the core schema."""
 _MAX_NODES = 100_000
+"""Maximum number of values of a document, counting each use of an alias."""
 _MAX_DIGITS = 3500
-"""Digits of an integer at most. Python refuses to print longer integers, also in hexadecimal."""
+"""Maximum number of digits of an integer. Python refuses to print longer integers, also in hexadecimal."""
 _PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, RecursionError)
+"""Exceptions that PyYAML raises for invalid documents."""
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -71,7 +74,7 @@ class YamlDocument:
     """A parsed document.
 
     Attributes:
-        value: Plain values.
+        value: Content of the document as plain values. None for an empty document.
         lines: Line number of every key, starting at 1, by the path of the key.
     """
 
@@ -80,7 +83,7 @@ class YamlDocument:
 
 
 def read_yaml_file(path: AnyPath) -> YamlDocument:
-    """Parse a YAML file.
+    """Read and parse a YAML file.
 
     Raises:
         UserError: If the file cannot be read or is not valid YAML.
@@ -92,11 +95,11 @@ def read_config_text(path: AnyPath, key: str | None = None) -> str:
     """Read the text of a config file, of at most :data:`MAX_CONFIG_BYTES`.
 
     Args:
-        path: The file.
-        key: Setting that names the file, at the start of error messages.
+        path: The file, on a disk or in an object store.
+        key: Setting that names the file. If given, error messages begin with it.
 
     Raises:
-        UserError: If the file cannot be read, is too large, or is not text.
+        UserError: If the file cannot be read, is too large, or is not UTF-8 text.
     """
     message_prefix = "" if key is None else f"{key}: "
     try:
@@ -128,7 +131,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
     Args:
         text: The document.
         file_name: Name of the file or flag, used in error messages.
-        max_nodes: Largest number of values, counted with each use of an alias.
+        max_nodes: Maximum number of values, counting each use of an alias.
 
     Raises:
         UserError: If the document is not valid, or too large.
@@ -143,7 +146,7 @@ def parse_yaml(text: str, file_name: str, *, max_nodes: int = _MAX_NODES) -> Yam
 
 
 def parse_yaml_value(text: str) -> Any:
-    """Parse the value of a flag as YAML. Invalid YAML is text."""
+    """Parse the value of a flag as YAML. A value that is not valid YAML is returned as text."""
     try:
         return parse_yaml(text, "value").value
     except UserError:
@@ -160,6 +163,13 @@ def parse_mapping_or_text(text: str, flag: str) -> Any:
 
 
 def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
+    """Return the error message for an exception of PyYAML.
+
+    Args:
+        name: Name of the file or flag.
+        text: The document.
+        error: The exception.
+    """
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         fault = find_yaml_fault(error, text)
         return to_one_line(f"{name}:{fault.line_index + 1}: not valid YAML: {fault.reason}; {fault.remedy}")
@@ -170,7 +180,13 @@ def _describe_parser_error(name: str, text: str, error: BaseException) -> str:
 
 @dataclass
 class _NodeConverter:
-    """Converter from PyYAML's nodes to plain values, which records line numbers."""
+    """Converter from PyYAML's nodes to plain values, which records line numbers.
+
+    Attributes:
+        file_name: Name of the file or flag, used in error messages.
+        max_nodes: Maximum number of nodes to convert, counting each use of an alias.
+        lines: Line number of every key so far, starting at 1, by the path of the key.
+    """
 
     name: str
     max_nodes: int
@@ -179,9 +195,9 @@ class _NodeConverter:
     _num_nodes: int = 0
 
     def convert_node(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Convert a node and the nodes inside it."""
+        """Convert a node and the nodes inside it, which are at ``path``."""
         self._num_nodes += 1
-        # Nested aliases can expand a short file to more than fits in memory.
+        # Count nodes, because nested aliases can expand a short file to more than fits in memory.
         if id(node) in self._open_node_ids or self._num_nodes > self.max_nodes:
             raise self._build_error(node, "a recursive alias, or a file too large for a config")
         self._open_node_ids.add(id(node))
@@ -191,6 +207,7 @@ class _NodeConverter:
             self._open_node_ids.discard(id(node))
 
     def _convert_by_tag(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Convert a mapping, a list or a scalar. Raises ``UserError`` for a custom tag."""
         if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG_PREFIX + "map":
             return self._convert_mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG_PREFIX + "seq":
@@ -200,11 +217,12 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        """Convert a mapping, record the lines of its keys, and raise ``UserError`` for a duplicate key."""
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._build_error(key_node, "a key must be a word")
-            # As in JSON, keys are text, including the 0 of id2label: {0: no}.
+            # Keys are text as in JSON, for example the 0 in id2label: {0: no}.
             key = str(key_node.value)
             inner = (*path, key)
             line = key_node.start_mark.line + 1
@@ -216,6 +234,7 @@ class _NodeConverter:
         return result
 
     def _convert_scalar(self, node: yaml.ScalarNode) -> Any:
+        """Convert a scalar to the type of its tag."""
         kind, text = node.tag.removeprefix(YAML_TAG_PREFIX), str(node.value)
         try:
             if kind == "str":
@@ -235,4 +254,5 @@ class _NodeConverter:
         raise self._build_error(node, f"the tag {node.tag} is not allowed in a config")
 
     def _build_error(self, node: yaml.Node, message: str) -> UserError:
+        """Build the error for a node, with its line number."""
         return UserError(to_one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
 
 _LINE_WIDTH = 80
+"""Characters of a line at which it is folded."""
 
 
 class _Dumper(yaml.SafeDumper):
     """PyYAML's writer, which quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write equal values out, instead of as aliases."""
+        """Return True, so that equal values are written out instead of as aliases."""
         return True
 
 
@@ -30,6 +31,7 @@ for _tag, _pattern, _first in CORE_SCHEMA:
 
 
 def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    """Write a list in one line with brackets, unless it contains lists or mappings."""
     flat = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence(YAML_TAG_PREFIX + "seq", items, flow_style=flat)
 
@@ -38,9 +40,9 @@ _Dumper.add_representer(list, _represent_list)
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Write every setting of ``config`` in schema order, with a comment per section.
+    """Write every setting of ``config`` as YAML in the order of the schema, with a comment for each section.
 
-    Sections whose defaults are all null contain only the settings that are not null.
+    In sections whose defaults are all null, settings that are null are left out.
     """
     tree, section_descriptions = _nest_settings(config), keys.get_section_descriptions(type(config))
     parts = []
@@ -53,7 +55,7 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _nest_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the values nested as in the file: the top level, then every section."""
+    """Return the values as nested mappings of plain values, in the order of the file."""
     settings, sections = keys.get_setting_fields(type(config)), keys.get_section_descriptions(type(config))
     tree: dict[str, Any] = {key: config.get(key) for key, setting in settings.items() if not setting.section}
     for section in sections:
@@ -66,7 +68,7 @@ def _nest_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def format_yaml(value: dict[str, Any], width: float = _LINE_WIDTH) -> str:
-    """Write plain values as YAML that reads back as the same values.
+    """Format plain values as YAML that reads back as the same values.
 
     Args:
         value: A mapping of plain values.

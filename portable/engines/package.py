@@ -16,7 +16,7 @@ from portable.config.derived_defaults import ZERO_STRATEGIES
 from portable.config.rules import uses_zero_strategy
 from portable.engines.torch_device import TorchDevice
 from portable.errors import UserError, require
-from portable.registry import World, import_engine_module
+from portable.registry import BackendPackage, World, import_engine_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ _RANKS_PER_CORE = 4
 
 
 @dataclass(frozen=True)
-class TorchPackage(TorchDevice):
+class TorchPackage(TorchDevice, BackendPackage):
     """A kind of device that torch.distributed links, one a rank: DDP and FSDP2 run on it, and maybe ZeRO.
 
     The record is all that the engines know of a device besides what ``torch.accelerator`` says of any. To add
@@ -54,7 +54,7 @@ class TorchPackage(TorchDevice):
     def get_world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
-    def launch_environment(self, ranks: int) -> dict[str, str]:
+    def get_launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
     def find_problems(self, config: RunConfig, *, late: bool) -> Iterator[SettingProblem]:
@@ -71,7 +71,7 @@ class TorchPackage(TorchDevice):
             yield from checks.check_memory(config)
             yield from checks.check_fsdp(config)
 
-    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+    def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:
             return config
         adopted: RunConfig = import_engine_module(ZERO_STRATEGIES[0], "engine").apply_deepspeed_json(
@@ -79,7 +79,7 @@ class TorchPackage(TorchDevice):
         )
         return adopted
 
-    def check(self, config: RunConfig, world: World) -> None:
+    def check_config(self, config: RunConfig, world: World) -> None:
         from portable.engines.fsdp.sharding import compute_shard_group_size
 
         attention = config.model.attention
@@ -111,7 +111,7 @@ class TorchPackage(TorchDevice):
         )
         return zero_notes
 
-    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         memory = config.memory
         sharded = "zero3" if config.strategy in ZERO_STRATEGIES else "full_shard"
         if memory.activation_checkpointing != "full":
@@ -136,13 +136,13 @@ class TorchPackage(TorchDevice):
 
         return footprint
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+    def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
             "--device"
         )
 
-    def create(self) -> Backend:
+    def create_backend(self) -> Backend:
         from portable.engines.backend import TorchBackend
 
         return TorchBackend(self)
@@ -159,7 +159,7 @@ _FLASH_PACKAGES = {
 class CpuPackage(TorchPackage):
     """CPU ranks with gloo."""
 
-    def is_here(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
     def count_local_ranks(self) -> int:

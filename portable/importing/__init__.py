@@ -1,10 +1,10 @@
-"""Conversion of the files of other programs.
+"""Conversion of config files of other programs to settings of a run.
 
-Each program is a module with a table from its keys to :mod:`portable.importing.foreign_keys`:
-:mod:`~portable.importing.trl` (also the Trainer and its example scripts), :mod:`~portable.importing.axolotl`,
-:mod:`~portable.importing.llama_factory`, :mod:`~portable.importing.ms_swift`,
-:mod:`~portable.importing.torchtune`, :mod:`~portable.importing.accelerate` and
-:mod:`~portable.importing.deepspeed`.
-:mod:`portable.importing.programs` lists them and reads their files.
-``python -m portable.importing.reference`` writes docs/wild.md from the tables.
+Each program has a module with a table from its keys to entries of the kinds in
+:mod:`portable.importing.foreign_keys`: :mod:`~portable.importing.trl` (also the Trainer and its example
+scripts), :mod:`~portable.importing.axolotl`, :mod:`~portable.importing.llama_factory`,
+:mod:`~portable.importing.ms_swift`, :mod:`~portable.importing.torchtune`,
+:mod:`~portable.importing.accelerate` and :mod:`~portable.importing.deepspeed`.
+:mod:`portable.importing.programs` lists the programs and converts their files. ``python -m
+portable.importing.reference`` writes docs/wild.md from the tables.
 """

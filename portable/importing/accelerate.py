@@ -1,7 +1,7 @@
-"""The keys of an ``accelerate config`` file, and of the environment that ``accelerate launch`` makes of one.
+"""The keys of an ``accelerate config`` file, and the environment variables that ``accelerate launch`` sets.
 
-The file defines launch and sharding, not model, data or training. As in Accelerate, the sections for FSDP and
-DeepSpeed apply only if ``distributed_type`` names them.
+The file defines launch and sharding, but not model, data or training. As in Accelerate, the sections for FSDP
+and DeepSpeed apply only if ``distributed_type`` names them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignFile, ForeignKeys, KeyPath
 
 FSDP_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""In the order of Accelerate's numbers, from 1."""
+"""Strategies of FSDP, in the order of Accelerate's numbers, which begin at 1."""
 SHARDING_WORDS = {word: name for n, name in enumerate(FSDP_STRATEGIES, 1) for word in (str(n), name)}
 PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 START_ON_EVERY_HOST = "start it on every host of the slice, as docs/tpu.md says"
@@ -49,7 +49,7 @@ ONLY_LAYERS_WRAPPED = "under SPMD nothing is wrapped, and each transformer layer
 
 
 def get_distributed_type(file: ForeignFile) -> str:
-    """Return the distributed type of a file, in capitals."""
+    """Return the distributed type of a file, in capitals. The default is ``NO``."""
     return str(file.values.get("distributed_type", "NO")).upper()
 
 
@@ -62,18 +62,24 @@ def is_for_xla(file: ForeignFile) -> bool:
 
 
 def uses_deepspeed_json(file: ForeignFile) -> bool:
-    """Return whether a file names a DeepSpeed JSON, which then decides."""
+    """Return whether a file names a DeepSpeed JSON, which then replaces the other DeepSpeed keys."""
     return file.get_value("deepspeed_config.deepspeed_config_file") not in (*EMPTY_VALUES, "none")
 
 
 def get_zero_stage(file: ForeignFile) -> int:
-    """Return the ZeRO stage; 3 if a DeepSpeed JSON decides, which is not read here."""
+    """Return the ZeRO stage of a file.
+
+    It is assumed to be 3 if the stage is in a DeepSpeed JSON, which is not read here.
+    """
     stage = str(file.get_value("deepspeed_config.zero_stage", 2))
     return int(stage) if stage in "0123" and not uses_deepspeed_json(file) else 3
 
 
 def parse_quoted_number(value: Any) -> Any:
-    """Parse a quoted number. Accelerate reads numbers from environment variables, so it takes quoted ones."""
+    """Parse a number in quotes. Other values are returned unchanged.
+
+    Accelerate accepts quoted numbers, because it reads them from environment variables.
+    """
     try:
         number = float(value) if isinstance(value, str) else value
     except ValueError:
@@ -83,28 +89,37 @@ def parse_quoted_number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class TpuLauncherKey(CounterpartlessKey):
-    """A key for starting TPU hosts. It is refused under XLA, and has no effect otherwise.
+    """A key for starting TPU hosts. It is refused under XLA, and otherwise has no effect.
 
     Attributes:
-        advice: Advice under XLA.
+        advice: End of the error message under XLA.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Refuse the value, or note that it has no effect."""
+        """Raise an exception, because no value is converted.
+
+        Raises:
+            NoCounterpart: Under XLA.
+            NoEffect: Otherwise.
+        """
         if is_for_xla(file):
             raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
         raise NoEffect(f"{format_short_value(value)} has no effect: it is for TPUs")
 
     @property
     def remedy(self) -> str:
-        """Advice for the message."""
+        """The advice."""
         return self.advice
 
 
 def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
-    """Read one of the two keys for the sharding. Each version of FSDP has its own."""
+    """Convert ``fsdp_sharding_strategy`` (FSDP1) or ``fsdp_reshard_after_forward`` (FSDP2) to the strategy.
+
+    Raises:
+        NoEffect: If the key belongs to the other version of FSDP than ``fsdp_version``.
+    """
     version = str(file.get_value("fsdp_config.fsdp_version", file.get_value("fsdp_version", 1)))
     is_key_of_fsdp2 = file.path[-1] == "fsdp_reshard_after_forward"
     if (version == "2") != is_key_of_fsdp2 and not is_for_xla(file):
@@ -116,7 +131,7 @@ def convert_sharding_strategy(value: Any, file: ForeignFile) -> Any:
 
 
 def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
-    """Note that the original parameters are kept, if the file does not ask for them."""
+    """Raise ``NoEffect`` if the value is false, because FSDP2 always keeps the original parameters."""
     if parse_boolean_word(value) not in (True, *EMPTY_VALUES):
         raise NoEffect(
             f"{format_short_value(value)} has no effect: FSDP2 always keeps the original parameters"
@@ -124,13 +139,17 @@ def note_unused_use_orig_params(value: Any, _: ForeignFile) -> None:
 
 
 def convert_group_size(value: Any, _: ForeignFile) -> Any:
-    """Read the size of a group of ranks. One rank is not a group."""
+    """Convert the number of ranks of a group. Returns None for groups of one rank, which is the default."""
     size = parse_quoted_number(value)
     return None if size == 1 else size
 
 
 def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
-    """Read whether to run on the CPU."""
+    """Convert ``use_cpu`` to the backend.
+
+    Raises:
+        NoEffect: If the distributed type is ``MULTI_GPU``, because Accelerate then uses GPUs.
+    """
     if not parse_flag(value):
         return None
     if get_distributed_type(file) == "MULTI_GPU":
@@ -139,7 +158,11 @@ def convert_use_cpu(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the backend of torch.compile. It is at the top level in older files."""
+    """Convert the backend of torch.compile. Older files have it at the top level.
+
+    Raises:
+        NoEffect: If the distributed type is ``DEEPSPEED``, because Accelerate then ignores the key.
+    """
     if value in EMPTY_VALUES:
         return {}
     if str(value).upper() in ("NO", "FALSE"):
@@ -150,32 +173,43 @@ def convert_dynamo_backend(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def store_gpu_ids(value: Any, file: ForeignFile) -> None:
-    """Read the GPUs to use: a list, or text with commas."""
+    """Store the GPUs to use, a list or text with commas, in ``gpu_ids`` of the result.
+
+    Raises:
+        NoEffect: Always, so that a note reports the environment variable that will be set.
+    """
     ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
     file.result.gpu_ids = ids.replace(" ", "")
     raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is set already")
 
 
 def convert_old_fp16(value: Any, file: ForeignFile) -> str | None:
-    """Read ``fp16``, which Accelerate had before ``mixed_precision``."""
+    """Convert ``fp16``, which older versions of Accelerate have instead of ``mixed_precision``."""
     if value in EMPTY_VALUES or file.get_value("mixed_precision"):
         return None
     return "fp16" if parse_flag(value) else "fp32"
 
 
 def convert_class_names(value: Any, _: ForeignFile) -> list[str] | None:
-    """Read the classes of layers to wrap: a list, or text with commas."""
+    """Convert the classes of layers to wrap, a list or text with commas."""
     return parse_name_list(value) or None
 
 
 def convert_min_num_params(value: Any, file: ForeignFile) -> Any:
-    """Read the size of a layer to wrap. Accelerate writes it for other policies, too."""
+    """Convert the size of a layer to wrap.
+
+    It is ignored for other policies, because Accelerate writes it for all of them.
+    """
     policy = str(file.get_value("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
     return parse_quoted_number(value) if policy == "SIZE_BASED_WRAP" else None
 
 
 def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
-    """Read the policy of wrapping. Under XLA, there is only one."""
+    """Convert the policy of wrapping.
+
+    Raises:
+        NoCounterpart: If it is not ``transformer_based_wrap`` under XLA.
+    """
     policy = translate_word(
         value, {word: word for word in ("transformer_based_wrap", "size_based_wrap", "no_wrap")}
     )
@@ -185,7 +219,14 @@ def convert_wrap_policy(value: Any, file: ForeignFile) -> str:
 
 
 def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
-    """Read XLA's second name for the strategy, which must agree with the first one."""
+    """Convert the key of XLA that selects between ``full_shard`` and ``shard_grad_op``.
+
+    Returns:
+        The strategy. None if the file also has ``fsdp_sharding_strategy``.
+
+    Raises:
+        NoCounterpart: If it contradicts ``fsdp_sharding_strategy``.
+    """
     if value in EMPTY_VALUES:
         return None
     strategy = "full_shard" if parse_flag(value) else "shard_grad_op"
@@ -203,7 +244,11 @@ def convert_xla_reshard(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
-    """Read XLA's second name for ``mixed_precision``, which must agree with it."""
+    """Convert the key of XLA for the compute dtype to the precision.
+
+    Raises:
+        NoCounterpart: If it contradicts ``mixed_precision``.
+    """
     dtypes = {"float32": "fp32", "bfloat16": "bf16"}
     precision = str(translate_word(str(value).removeprefix("torch."), dtypes))
     mixed = file.get_value("mixed_precision")
@@ -215,14 +260,21 @@ def convert_xla_compute_dtype(value: Any, file: ForeignFile) -> str:
 
 
 def convert_xla_buffer_dtype(value: Any, _: ForeignFile) -> str:
-    """Read a dtype, with or without ``torch.``."""
+    """Convert a dtype, with or without ``torch.``."""
     return str(value).removeprefix("torch.")
 
 
 def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] | None:
-    """Read the accumulation steps as if they were in a DeepSpeed JSON, which this section abbreviates."""
+    """Convert the accumulation steps to a DeepSpeed JSON, which the section ``deepspeed_config`` abbreviates.
+
+    Returns:
+        Content of the JSON. None for 1 and ``auto``.
+
+    Raises:
+        NoCounterpart: If the value is not a positive integer, or the file also names a DeepSpeed JSON.
+    """
     steps = int(value) if isinstance(value, str) and value.isdigit() else value
-    if steps in (1, "auto"):  # Accelerate's default in every file
+    if steps in (1, "auto"):  # Accelerate writes its default 1 into every file
         return None
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise NoCounterpart(f"must be a positive whole number or auto, not {format_short_value(value)}")
@@ -232,7 +284,11 @@ def convert_accumulation_steps(value: Any, file: ForeignFile) -> dict[str, Any] 
 
 
 def convert_deepspeed_json_path(value: Any, file: ForeignFile) -> Any:
-    """Read the path of a DeepSpeed JSON."""
+    """Return the path of a DeepSpeed JSON, or None if the file does not name one.
+
+    Raises:
+        NoCounterpart: If the JSON does not exist.
+    """
     if not uses_deepspeed_json(file):
         return None
     if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
@@ -283,8 +339,10 @@ XLA_KEYS: ForeignKeys = {
     ),
     "xla_fsdp_settings.auto_wrap_policy": RefusedKey(ONLY_LAYERS_WRAPPED, unless=("transformer_based_wrap",)),
 }
-"""Keys of FSDP under XLA: at the top level in some guides, and in FSDP's section in the Trainer's."""
+"""Keys of FSDP under XLA. Some guides have them at the top level, and the Trainer has them in
+``fsdp_config``."""
 XLA_SECTIONS = {name.partition(".")[0] for name in XLA_KEYS}
+"""Names of the keys in :data:`XLA_KEYS` without the names inside their sections."""
 FSDP_KEYS: ForeignKeys = {
     **dict.fromkeys(
         ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
@@ -459,7 +517,7 @@ RENAMED_SETTINGS: ForeignKeys = {
 
 
 def normalize_accelerate_file(file: ForeignFile) -> None:
-    """Drop sections that Accelerate would not read, and add its prefixes to the keys of the others.
+    """Remove sections that Accelerate would not read, and add the missing prefixes to the keys of the others.
 
     Args:
         file: A file whose keys have not been converted.
@@ -474,7 +532,7 @@ def normalize_accelerate_file(file: ForeignFile) -> None:
     is_read = {
         "fsdp_config": get_distributed_type(file) == "FSDP" or is_for_xla(file),
         "deepspeed_config": get_distributed_type(file) == "DEEPSPEED",
-        "megatron_lm_config": False,  # Megatron-LM is refused as distributed_type
+        "megatron_lm_config": False,  # distributed_type refuses Megatron-LM
     }
     for section, read in is_read.items():
         if section in values and (values[section] in EMPTY_VALUES or isinstance(values[section], dict)):
@@ -496,14 +554,15 @@ def complete_accelerate_settings(file: ForeignFile, num_devices: int) -> None:
         file.set_setting(path, "strategy", "full_shard")
     if kind == "DEEPSPEED" and "strategy" not in result.values and not uses_deepspeed_json(file):
         file.set_setting(path, "strategy", "zero2")
-    if is_for_xla(file):  # if nothing is wrapped or prefetched
+    if is_for_xla(file):  # XLA does not wrap or prefetch layers
         for key in [key for key in result.values if key.startswith("fsdp.")]:
             del result.values[key], result.origins[key]
     if is_for_xla(file) and not (
         file.get_value("fsdp_config") or any(key in file.values for key in XLA_SECTIONS)
     ):
         file.add_note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
-    if is_for_xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets it
+    # One process uses all TPUs, or a launcher has started the ranks.
+    if is_for_xla(file) or "RANK" in os.environ:
         return
     machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
     if machines not in (None, 1):
@@ -527,6 +586,7 @@ DISTRIBUTED_TYPES = {
     "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
 }
+"""Values of ``distributed_type`` by the environment variable that selects them."""
 
 
 @dataclass(frozen=True)
@@ -534,9 +594,10 @@ class LaunchVariable:
     """An environment variable that ``accelerate launch`` sets for each rank.
 
     Attributes:
-        key: The key of a config file that it sets. A star is the rest of the variable's name.
-        values_without_meaning: Values, in lower case, that mean nothing, because the launcher always sets the
-        variable.
+        key: Dotted key of a config file that the variable sets. A star is replaced by the rest of the
+            variable's name.
+        values_without_meaning: Values to ignore, in lower case, because the launcher always sets the
+            variable.
     """
 
     key: str
@@ -572,11 +633,19 @@ LAUNCH_VARIABLES: dict[str, LaunchVariable] = {
     ),
     "ACCELERATE_DEEPSPEED_*": LaunchVariable("deepspeed_config.*"),
 }
-"""Variables by name. A name that ends in a star is for all variables that begin like it."""
+"""Variables by name. A name that ends with a star matches all variables with this beginning."""
 
 
 def find_variable_key(variable_name: str, value: str) -> str:
-    """Return the key that a variable sets; empty if it means nothing, or is not Accelerate's."""
+    """Return the dotted key of a config file that an environment variable sets.
+
+    Args:
+        variable_name: Name of the variable.
+        value: Value of the variable.
+
+    Returns:
+        The key. Empty if the value is ignored, or the variable is not one of Accelerate's.
+    """
     if variable_name in LAUNCH_VARIABLES:
         entry = LAUNCH_VARIABLES[variable_name]
         return "" if value.lower() in entry.values_without_meaning else entry.key
@@ -599,7 +668,7 @@ class LaunchEnvironment(NamedTuple):
 
 
 def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
-    """Convert the variables of a launcher to the content of a config file.
+    """Convert the variables of ``accelerate launch`` to the content of a config file.
 
     Args:
         environment: Environment of a process that the launcher has started.
@@ -610,7 +679,7 @@ def parse_launch_variables(environment: Mapping[str, str]) -> LaunchEnvironment:
         if parse_boolean_word(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
             variables[("distributed_type",)] = variable
-    # FSDP1 and FSDP2 have different keys for the sharding.
+    # Ignore the key of the other version of FSDP, because the launcher sets the keys of both.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
         dotted = find_variable_key(variable, text)

@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 PAIR_LOSSES = ("dpo", "ipo", "orpo", "simpo")
 FORMAT_BY_TYPE = {"completion": "text", "pretrain": "text", "None": "auto"}
-"""``data.format`` for types of records that have no other keys."""
+"""Value of ``data.format`` for types of records that have no further keys."""
 QUESTION_FIELDS = {"alpaca_chat.load_qa": "question", "context_qa.load_v2": "question"}
 """Field of the question, for types of records with a question and an answer."""
 MESSAGE_FIELDS = {("role", "content"): "messages", ("from", "value"): "conversations"}
-"""Field of the messages, by the two keys of a message."""
+"""Field of the messages, by the keys of role and content in a message."""
 PAIR_COLUMNS = {
     "field_prompt": "prompt",
     "field_chosen": "chosen",
@@ -65,14 +65,17 @@ ROLE_NAMES = {
     "system": {"system"},
     "tool": {"tool"},
 }
-"""The names of roles in records that can be read."""
+"""Names in records that are supported for each role."""
 USE_CUSTOM_CODE = "custom code goes into train.loss, train.callbacks or model.function; leave it out"
 SET_TEMPLATE = "write a template into a .jinja file, and name it in data.chat_template"
 TURN_END = "the token that ends a trained turn is trained, and no other; leave it out"
 
 
 def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
-    """Read ``roles_to_train``, whose names may be the names of ShareGPT."""
+    """Convert ``roles_to_train``, which may contain the names of ShareGPT.
+
+    Returns None for the default, only the assistant.
+    """
     names = {"human": "user", "gpt": "assistant"}
     roles = [names.get(role, role) for role in map(str, value if isinstance(value, list) else [value])]
     roles = list(dict.fromkeys(roles))
@@ -80,7 +83,11 @@ def convert_trained_roles(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def check_role_names(value: Any, _: ForeignFile) -> None:
-    """Refuse a mapping from roles to names in the records, unless these are the usual names."""
+    """Check that a mapping from roles to names in the records has only the usual names.
+
+    Raises:
+        NoCounterpart: If a role has another name.
+    """
     others = {
         role: words
         for role, words in value.items()
@@ -94,7 +101,7 @@ def check_role_names(value: Any, _: ForeignFile) -> None:
 
 
 def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
-    """Note the plugins that only replace kernels, because they have no effect here. Refuse the others."""
+    """Add a note for each plugin that only replaces kernels, and a refusal for each other plugin."""
     for name in [
         str(item) for item in (value if isinstance(value, list) else [value]) if not is_off_or_empty(item)
     ]:
@@ -107,19 +114,30 @@ def note_or_refuse_plugins(value: Any, file: ForeignFile) -> None:
 
 
 def convert_wandb_project(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the project, which also chooses the tracker."""
+    """Convert the W&B project, which also selects the tracker."""
     return {"log.project": value, "log.trackers": ["wandb"]} if value else {}
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read ``rl``, the name of a loss of pairs."""
+    """Convert ``rl``, the name of a loss of pairs.
+
+    Raises:
+        NoCounterpart: If the loss is not supported.
+    """
     if value not in PAIR_LOSSES:
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
     return {"train.loss": format_pair_loss(value, file.get_value("rl_beta", file.get_value("dpo_beta")))}
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the list of datasets, or the only one."""
+    """Convert a dataset or a list of datasets.
+
+    Returns:
+        Settings of the source or of the mixture.
+
+    Raises:
+        NoCounterpart: If an entry has no path.
+    """
     sources = []
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
         if not isinstance(entry, dict) or not entry.get("path"):
@@ -131,6 +149,13 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def _convert_dataset(entry: dict[str, Any], number: int, file: ForeignFile) -> dict[str, Any]:
+    """Convert one entry of ``datasets`` to the settings of a source, without the prefix ``data.``.
+
+    Args:
+        entry: Keys of the entry.
+        number: Number of the entry in its list, from 1, used in error messages.
+        file: File of the list.
+    """
     kind = entry.get("type")
     if isinstance(kind, dict):  # a custom prompter
         entry = {**kind, **{key: value for key, value in entry.items() if key != "type"}}
@@ -174,7 +199,11 @@ class RecordFormat(NamedTuple):
 
 
 def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
-    """Return ``data.format`` and ``data.columns`` of an entry of ``datasets``.
+    """Convert the type of an entry of ``datasets``.
+
+    Args:
+        kind: Value of ``type``, such as ``alpaca`` or ``chat_template``.
+        entry: Keys of the entry.
 
     Raises:
         NoCounterpart: If no format reads such records.
@@ -196,6 +225,16 @@ def convert_record_format(kind: str, entry: Mapping[str, Any]) -> RecordFormat:
 
 
 def _convert_message_format(entry: Mapping[str, Any], *, is_sharegpt: bool) -> RecordFormat:
+    """Convert an entry of ``datasets`` with conversations.
+
+    Args:
+        entry: Keys of the entry.
+        is_sharegpt: Whether the messages have the keys ``from`` and ``value`` by default.
+
+    Raises:
+        NoCounterpart: If the messages have other keys than ``role`` and ``content``, or ``from`` and
+            ``value``.
+    """
     mapping = entry.get("message_property_mappings") or {}
     role = mapping.get("role") or entry.get("message_field_role") or ("from" if is_sharegpt else "role")
     content = mapping.get("content") or entry.get("message_field_content")
@@ -413,7 +452,7 @@ DIFFERENCES = (
 
 
 def complete_axolotl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Push to the hub if the file names a repository, and the settings that :func:`complete_run_settings` adds.
+    """Set ``hub.push`` if the file names a repository, and call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.

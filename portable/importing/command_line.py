@@ -1,4 +1,4 @@
-"""The command line of a script of another program, as the file that its arguments amount to."""
+"""Conversion of the command line of a script of another program to the content of a config file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LaunchedScript(NamedTuple):
     """A command line, separated into its launcher and its script.
 
     Attributes:
-        num_processes: Number of processes per machine. None if the launcher does not name it.
+        num_processes: Number of processes per machine. None if the launcher does not specify it.
         words: The script and its arguments, or all words if there is no script.
     """
 
@@ -25,6 +25,9 @@ class LaunchedScript(NamedTuple):
 
 def split_launcher_and_script(words: list[str]) -> LaunchedScript:
     """Separate a launcher from the script that it starts: ``torchrun --nproc_per_node 2 train.py --bf16``.
+
+    Args:
+        words: Words of the command line.
 
     Raises:
         UserError: If the script has no arguments.
@@ -43,7 +46,12 @@ def split_launcher_and_script(words: list[str]) -> LaunchedScript:
 
 
 def build_script_error(path: str, prefix: str = "") -> UserError:
-    """Build the error for a Python script, whose settings are in its code."""
+    """Build the error for a Python script, because settings in its code cannot be read.
+
+    Args:
+        path: Path of the script.
+        prefix: Beginning of the message.
+    """
     return UserError(
         f"{prefix}{path}: a Python script, whose settings are not read; write its arguments after --, as in "
         f"portable-train import -- {path} --learning_rate 1e-5, or start from portable-train init and copy "
@@ -55,7 +63,8 @@ def parse_script_arguments(words: list[str]) -> dict[str, Any]:
     """Parse the arguments of a script, such as ``--bf16 --learning_rate 1e-5``.
 
     Returns:
-        Content of the file that the arguments amount to.
+        Values by name, like the content of a config file. An argument without a value is True, and several
+        values form a list.
 
     Raises:
         UserError: If there are no arguments.

@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed JSON that are settings here, have no effect, or are refused.
+"""The keys of a DeepSpeed JSON that correspond to settings, have no effect, or are refused.
 
-All other keys are passed on to DeepSpeed, in ``deepspeed.config``. DeepSpeed itself judges them when a run
-starts (:mod:`portable.gpu.zero.config`), so this module works without DeepSpeed.
+All other keys are passed on to DeepSpeed, in ``deepspeed.config``. DeepSpeed itself checks them when a run
+starts (:mod:`portable.gpu.zero.config`), so that this module works without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ AUTO = "auto"
 LEARNING_RATE_PARAMS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 """Params of schedulers that set the learning rate."""
 TORCH_ADAMW_WEIGHT_DECAY = 0.01
-"""The default of torch's AdamW, which ``torch_adam`` selects."""
+"""Default weight decay of torch's AdamW, which ``torch_adam`` selects."""
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "adam": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
 }
-"""Optimizers that are supported, with DeepSpeed's defaults for the params that are settings here."""
+"""Supported optimizers, with DeepSpeed's defaults for the params that correspond to settings."""
 SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 1000},
     "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
@@ -51,7 +51,7 @@ SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
     "OneCycle": {},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001},
 }
-"""Schedulers, with DeepSpeed's defaults for the params that are settings here."""
+"""Supported schedulers, with DeepSpeed's defaults for the params that correspond to settings."""
 UNSUPPORTED_UPDATE = "another update of the weights is not supported; remove it"
 CHECKED_LATER = (
     "The keys in deepspeed.config are passed on. The installed DeepSpeed checks them when the run starts."
@@ -60,28 +60,30 @@ _BOOLEAN = TypeAdapter(bool)
 
 
 def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
-    """Parse a JSON, or Hjson, as DeepSpeed does: with comments and trailing commas.
+    """Parse a DeepSpeed JSON with comments and trailing commas, like DeepSpeed, which also accepts Hjson.
+
+    Hjson is supported if the package hjson is installed.
 
     Args:
         text: Text of the file.
         file_name: Name of the file, used in error messages.
 
     Raises:
-        UserError: If the text is neither, is empty, is not a mapping, or has a key twice.
+        UserError: If the text is not valid, is empty, is not a mapping, or has a duplicate key.
     """
     require(
         bool(text.strip()), f"{file_name}: is empty; write {{}} for a DeepSpeed JSON that changes nothing"
     )
     problem = ""
     parsed: Any = None
-    for package in ("json", "hjson"):  # the second comes with DeepSpeed
+    for package in ("json", "hjson"):  # DeepSpeed installs hjson
         if parsed is None and find_spec(package) is not None:
             try:
                 load = import_module(package).loads
                 parsed = load(text, object_pairs_hook=lambda pairs: _build_unique_dict(pairs, file_name))
             except (ValueError, RecursionError) as error:
                 problem = problem or str(error)
-    if problem and not isinstance(parsed, dict):  # a single word is valid Hjson, too
+    if problem and not isinstance(parsed, dict):  # a single word is valid Hjson, but is not a mapping
         raise UserError(to_one_line(f"{file_name}: invalid JSON: {problem}"))
     require(isinstance(parsed, dict), f"{file_name}: a DeepSpeed JSON must be a mapping")
     values: dict[str, Any] = parsed
@@ -89,6 +91,7 @@ def parse_deepspeed_json(text: str, file_name: str) -> dict[str, Any]:
 
 
 def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    """Build a mapping from pairs. Raises ``UserError`` for a duplicate key that is not a comment."""
     keys = [key for key, _ in pairs if not _is_comment(key)]
     duplicate_key = next((key for key in keys if keys.count(key) > 1), None)
     require(duplicate_key is None, f"{name}: duplicate key {duplicate_key}; remove one")
@@ -96,7 +99,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any
 
 
 def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy ``values`` without the keys that serve as comments, and without keys whose value is null."""
+    """Return a copy of ``values`` without keys that are comments, and without keys whose value is null."""
     return {
         key: _remove_comments_and_nulls(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -105,18 +108,19 @@ def _remove_comments_and_nulls(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_comment(key: object) -> bool:
+    """Return whether a key begins with an underscore or two slashes, as comments in JSON often do."""
     return str(key).startswith(("_", "//"))
 
 
 def normalize_deepspeed_file(file: ForeignFile) -> None:
-    """Rename deprecated keys that DeepSpeed's models do not rename themselves.
+    """Rename deprecated keys that DeepSpeed's own config classes do not rename, and add notes.
 
     Args:
         file: A file whose keys have not been converted.
     """
     file.values = values = _remove_comments_and_nulls(file.values)
     zero = values.get("zero_optimization")
-    if isinstance(zero, bool):  # the form before stages existed
+    if isinstance(zero, bool):  # the form of DeepSpeed versions without stages
         zero = values["zero_optimization"] = {"stage": int(zero)}
         size = values.pop("allgather_size", None)
         if size is not None and zero["stage"]:
@@ -128,11 +132,12 @@ def normalize_deepspeed_file(file: ForeignFile) -> None:
         values.setdefault("aio", zero.pop("aio"))
         file.add_note(("aio",), "in zero_optimization is deprecated: moved to the top level")
     if isinstance(aio := values.get("aio"), dict):
-        for old in ("thread_count", "num_threads"):  # DeepSpeed 0.16's name, and the one ds_nvme_tune prints
+        # Names in DeepSpeed 0.16 and in the output of ds_nvme_tune.
+        for old in ("thread_count", "num_threads"):
             if old in aio:
                 aio.setdefault("intra_op_parallelism", aio.pop(old))
                 file.add_note(("aio", old), "is deprecated: read as aio.intra_op_parallelism")
-        # ds_nvme_tune prints strings, all of which are true to DeepSpeed
+        # Convert the strings that ds_nvme_tune prints, because DeepSpeed treats every string as true.
         for switch in ("single_submit", "overlap_events"):
             aio |= {switch: aio[switch] == "true"} if aio.get(switch) in ("true", "false") else {}
     if "bfloat16" in values:
@@ -144,7 +149,7 @@ def normalize_deepspeed_file(file: ForeignFile) -> None:
 
 
 def parse_switch(value: Any) -> Any:
-    """Return the boolean that DeepSpeed's models, which are pydantic's, read; other values as they are."""
+    """Return the boolean that pydantic reads from a value, as in DeepSpeed, or the value if it is not one."""
     try:
         return _BOOLEAN.validate_python(value)
     except ValidationError:
@@ -152,15 +157,20 @@ def parse_switch(value: Any) -> Any:
 
 
 def get_zero_stage(file: ForeignFile) -> Any:
-    """Return the ZeRO stage of a file."""
+    """Return the ZeRO stage of a file, or None if the file does not set it."""
     return file.get_value("zero_optimization.stage")
 
 
 def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
-    """Put the key that is being converted into ``deepspeed.config``.
+    """Copy the key that is being converted to ``deepspeed.config``.
+
+    Args:
+        file: The file. ``file.path`` is the path of the key.
+        value: Value of the key.
 
     Raises:
-        NoCounterpart: For a param of the optimizer or the scheduler, which DeepSpeed does not build here.
+        NoCounterpart: If it is a param of the optimizer or the scheduler, which DeepSpeed does not build in a
+            run.
     """
     if file.path[0] in ("optimizer", "scheduler"):
         raise NoCounterpart(f"{format_short_value(value)} is not supported; remove it")
@@ -175,10 +185,10 @@ def pass_key_to_deepspeed(file: ForeignFile, value: Any) -> None:
 
 @dataclass(frozen=True)
 class PassThroughKey(ForeignKey):
-    """A key of DeepSpeed that is passed on, except for some values.
+    """A key that is passed on to DeepSpeed, except for some values.
 
     Attributes:
-        check_value: Raises for a value that is not passed on.
+        check_value: Function that raises ``NoEffect`` or ``NoCounterpart`` for a value that is not passed on.
         docs_text: Text in docs/wild.md.
     """
 
@@ -191,7 +201,7 @@ class PassThroughKey(ForeignKey):
         return False
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Pass the value on."""
+        """Pass the value on to DeepSpeed. The result has no settings."""
         self.check_value(value, file)
         pass_key_to_deepspeed(file, value)
         return {}
@@ -203,12 +213,20 @@ class PassThroughKey(ForeignKey):
 
 
 def keep_value(value: Any, _: ForeignFile) -> Any:
-    """Return the value of a key that is a setting here, too."""
+    """Return ``value`` unchanged."""
     return value
 
 
 def convert_precision(value: Any, file: ForeignFile) -> str | None:
-    """Read the type that is on; fp32 if one is off, and the other is neither on nor left to the run."""
+    """Convert ``bf16.enabled`` or ``fp16.enabled`` to the precision.
+
+    Returns:
+        The dtype that is enabled. ``fp32`` if the dtype is off and the other dtype is neither on nor
+        ``auto``. None if the run determines the precision.
+
+    Raises:
+        NoCounterpart: If both are enabled.
+    """
     sections = [section for section in ("bf16", "fp16") if isinstance(file.get_value(section), dict)]
     switches = [parse_switch(file.get_value(f"{section}.enabled")) for section in sections]
     if switches == [True, True]:
@@ -220,7 +238,10 @@ def convert_precision(value: Any, file: ForeignFile) -> str | None:
 
 
 def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
-    """Read a param of the dynamic loss scale. It is passed on unless fp16 is certain to be on."""
+    """Convert a param of the dynamic loss scale.
+
+    Unless fp16 is certainly on, the param is also passed on to DeepSpeed. Returns None if fp16 is off.
+    """
     is_on = parse_switch(file.get_value("fp16.enabled", False))
     if is_on is not True:
         pass_key_to_deepspeed(file, value)
@@ -228,20 +249,23 @@ def convert_loss_scale_param(value: Any, file: ForeignFile) -> Any:
 
 
 def check_fixed_loss_scale(value: Any, file: ForeignFile) -> None:
-    """Note that a fixed loss scale has no effect without ZeRO."""
+    """Raise ``NoEffect`` for a fixed loss scale without ZeRO, because the loss scale is then dynamic."""
     if value and parse_switch(file.get_value("fp16.enabled")) is True and get_zero_stage(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
 
 
 def convert_gradient_clipping(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the gradient norm to clip to. Zero means not to clip."""
+    """Convert the maximum gradient norm. Zero turns clipping off."""
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
 
 def build_offload_device_converter(
     offloaded_state: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> ValueConverter:
-    """Return the conversion of the device that the state is offloaded to.
+    """Build the converter of the device to which a part of the state is offloaded.
+
+    The converter raises ``NoEffect`` at ZeRO stages that do not offload this part. At the stages 1 and 2, it
+    converts ``nvme`` to ``cpu``, like DeepSpeed, and adds a note.
 
     Args:
         offloaded_state: The offloaded part of the state: ``optimizer`` or ``params``.
@@ -266,7 +290,7 @@ def build_offload_device_converter(
 
 
 def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
-    """Return the conversion of the switch that DeepSpeed had before devices.
+    """Build the converter of ``cpu_offload``, a switch in old versions of DeepSpeed.
 
     Args:
         offloaded_state: The offloaded part of the state: ``optimizer`` or ``params``.
@@ -278,12 +302,12 @@ def build_cpu_offload_converter(offloaded_state: str) -> ValueConverter:
 def build_nvme_path_converter(
     device_key: str, stage_getter: Callable[[ForeignFile], Any]
 ) -> Callable[[Any, ForeignFile], None]:
-    """Return the conversion of the folder of a disk.
+    """Build the converter of the folder on an NVMe disk.
 
     The setting is only assumed, because folders differ between machines.
 
     Args:
-        device_key: Key of the device, which must be nvme.
+        device_key: Key of the device, which must be ``nvme``.
         stage_getter: Function that returns the ZeRO stage of a file.
     """
 
@@ -300,7 +324,11 @@ def build_nvme_path_converter(
 
 
 def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
-    """Read the type of the optimizer, in any case."""
+    """Convert the type of the optimizer, ignoring case.
+
+    Raises:
+        NoCounterpart: If the optimizer is not supported.
+    """
     kind = str(value).lower()
     if kind not in OPTIMIZER_DEFAULTS:
         reason = "it scales updates by norms of whole tensors, which ZeRO's flat partitions do not have; "
@@ -312,7 +340,11 @@ def convert_optimizer_type(value: Any, _: ForeignFile) -> str:
 
 
 def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
-    """Read the learning rate of the optimizer, unless the scheduler sets it."""
+    """Convert the learning rate of the optimizer.
+
+    Raises:
+        NoEffect: If the scheduler sets the learning rate.
+    """
     rate = find_scheduler_rate_param(file)
     if rate is not None:
         raise NoEffect(f"has no effect: scheduler.params.{rate} sets the learning rate")
@@ -320,7 +352,7 @@ def convert_optimizer_rate(value: Any, file: ForeignFile) -> Any:
 
 
 def find_scheduler_rate_param(file: ForeignFile) -> str | None:
-    """Return the param of the scheduler that sets the learning rate; None if the optimizer sets it."""
+    """Return the param of the scheduler that sets the learning rate, or None if the optimizer sets it."""
     params = {
         **SCHEDULER_DEFAULTS.get(str(file.get_value("scheduler.type")), {}),
         **get_params(file, "scheduler"),
@@ -329,24 +361,28 @@ def find_scheduler_rate_param(file: ForeignFile) -> str | None:
 
 
 def get_params(file: ForeignFile, section: str) -> dict[str, Any]:
-    """Return the params of the optimizer or the scheduler."""
+    """Return the params of the optimizer or the scheduler. Empty if there are none."""
     params = file.get_value(f"{section}.params")
     return params if isinstance(params, dict) else {}
 
 
 def convert_momentum_to_betas(value: Any, _: ForeignFile) -> list[Any]:
-    """Return both betas: the momentum of SGD is the first one."""
+    """Convert the momentum of SGD to both betas, because the first beta is the momentum."""
     return [value, 0.95]
 
 
 def check_adam_w_mode(value: Any, file: ForeignFile) -> None:
-    """Refuse Adam with L2 regularization. The switch does not change AdamW."""
+    """Raise ``NoCounterpart`` for Adam with L2 regularization. The switch does not change AdamW."""
     if parse_switch(value) is False and str(file.get_value("optimizer.type")).lower() != "adamw":
         raise NoCounterpart(f"{format_short_value(value)}: {UNSUPPORTED_UPDATE}")
 
 
 def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
-    """Read the type of the scheduler."""
+    """Return the type of the scheduler, which is also the name of the schedule.
+
+    Raises:
+        NoCounterpart: If the scheduler is not supported.
+    """
     if value not in SCHEDULER_DEFAULTS:
         remedy = (
             format_name_suggestion(str(value), SCHEDULER_DEFAULTS) or "; remove it and set train.schedule"
@@ -356,20 +392,24 @@ def convert_scheduler_type(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_scheduler_param(value: Any, _: ForeignFile) -> Any:
-    """Read a param of the scheduler that is a setting here."""
+    """Return the value of a param of the scheduler.
+
+    Raises:
+        NoCounterpart: If it is a list with one value for each parameter group.
+    """
     if isinstance(value, list):
         raise NoCounterpart("a list with a value per parameter group is not supported; give one number")
     return value
 
 
 def convert_to_schedule_params(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Add a param of the scheduler to ``train.schedule_params``."""
+    """Return ``train.schedule_params`` with the param of the scheduler that is being converted."""
     params = file.result.values.get("train.schedule_params", {})
     return {"train.schedule_params": {**params, file.path[-1]: convert_scheduler_param(value, file)}}
 
 
 def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
-    """Read whether layers are recomputed."""
+    """Convert the switch for activation checkpointing with CPU checkpointing, and add a note without ZeRO."""
     if value is True and get_zero_stage(file) == 0:
         file.add_note(
             file.path, "has no effect without ZeRO: the inputs of recomputed layers stay on the device"
@@ -378,10 +418,12 @@ def convert_recomputation(value: Any, file: ForeignFile) -> str | None:
 
 
 def build_recomputation_converter(reason: str) -> ValueConverter:
-    """Return the conversion of a switch that recomputes layers and whose own effect there is not here.
+    """Build the converter of a switch that implies activation checkpointing.
+
+    Its own effect is not supported, so the converter adds a note.
 
     Args:
-        reason: Why its own effect is missing.
+        reason: Reason why its own effect is not supported.
     """
 
     def convert_switch(value: Any, file: ForeignFile) -> str | None:
@@ -393,7 +435,7 @@ def build_recomputation_converter(reason: str) -> ValueConverter:
 
 
 def note_full_weights_export(value: Any, file: ForeignFile) -> None:
-    """Note that the full weights are written anyway."""
+    """Add a note that the full weights are written in any case."""
     if value is True and get_zero_stage(file) == 3:
         file.add_note(
             file.path,
@@ -402,13 +444,17 @@ def note_full_weights_export(value: Any, file: ForeignFile) -> None:
 
 
 def check_is_step_count(value: Any, _: ForeignFile) -> None:
-    """Refuse a number of accumulation steps that is not a count. The batch is computed from it later."""
+    """Check a number of accumulation steps, from which the global batch size is computed later.
+
+    Raises:
+        NoCounterpart: If the value is not a positive integer.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise NoCounterpart(f"must be a whole number from 1, or auto, not {format_short_value(value)}")
 
 
 def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
-    """Refuse to divide gradients before they are summed, if ZeRO reduces and scatters them."""
+    """Raise ``NoCounterpart`` if gradients are divided before ZeRO reduces and scatters them."""
     scatters = get_zero_stage(file) != 0 and file.get_value("zero_optimization.reduce_scatter") is not False
     if scatters and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
@@ -418,7 +464,7 @@ def check_gradient_scaling(value: Any, file: ForeignFile) -> None:
 
 
 def check_accumulation_dtype(value: Any, file: ForeignFile) -> None:
-    """Refuse to accumulate gradients in fp32 at stage 1."""
+    """Raise ``NoCounterpart`` if gradients are accumulated in fp32 at stage 1."""
     if value == "fp32" and get_zero_stage(file) == 1 and parse_switch(file.get_value("bf16.enabled")) is True:
         raise NoCounterpart(
             "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
@@ -610,11 +656,11 @@ REFUSED_KEYS = {name for name, key in KEYS.items() if isinstance(key, RefusedKey
 
 
 def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add DeepSpeed's defaults and the batch, and note which sections are idle without ZeRO.
+    """Add DeepSpeed's defaults and the global batch size, and notes about unused sections without ZeRO.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over; 0 if it is not known.
+        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
     """
     reason = "default of DeepSpeed"
     kind, scheduler = str(file.get_value("optimizer.type", "")).lower(), str(file.get_value("scheduler.type"))
@@ -631,7 +677,7 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
     for name in SCHEDULER_DEFAULTS.get(scheduler, {}).keys() - get_params(file, "scheduler").keys():
         (target,) = KEYS[f"scheduler.params.{name}"].targets
         file.set_default_setting(target, SCHEDULER_DEFAULTS[scheduler][name], reason)
-    if scheduler == "OneCycle" and kind == "sgd":  # which has no betas that it could move
+    if scheduler == "OneCycle" and kind == "sgd":  # SGD has no betas, so its momentum is not cycled
         schedule_params = file.result.values.get("train.schedule_params", {})
         without_momentum = {**schedule_params, "cycle_momentum": False}
         file.set_setting(("scheduler", "type"), "train.schedule_params", without_momentum)
@@ -652,7 +698,7 @@ def complete_deepspeed_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _turns_something_on(value: Any) -> bool:
-    """Return whether a value turns something on."""
+    """Return whether a value turns a feature on: ``enabled`` of a section, or any of its values."""
     if isinstance(value, dict):
         return (
             _turns_something_on(value["enabled"])

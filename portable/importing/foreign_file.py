@@ -1,4 +1,9 @@
-"""A file of another program while it is converted, key by key, and the settings that it becomes."""
+"""A config file of another program, and its conversion key by key to settings of a run.
+
+:meth:`ForeignFile.convert_keys` looks up each key in the table of its program (:class:`ForeignProgram`). The
+entry (a :class:`ForeignKey`) converts the value to settings, or raises :class:`NoEffect` or
+:class:`NoCounterpart`. The result is an :class:`ImportedRun`.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KeyPath = tuple[str, ...]
+"""Names from the top level of a file to a key."""
 ConvertedSettings = Mapping[str, Any]
 """Values by dotted key of the config of a run."""
 EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
+"""Values that have no meaning for most keys."""
 
 
 class NoEffect(Exception):  # noqa: N818  (not an error)
-    """A value has no effect here. The text gives the reason."""
+    """Raised by a conversion if a value has no effect in a run. Its text is the reason."""
 
 
 class NoCounterpart(ValueError):  # noqa: N818
-    """A value cannot be expressed here. The text ends with advice."""
+    """Raised by a conversion if a run has no equivalent of a value. Its text ends with advice."""
 
 
 def is_off_or_empty(value: Any) -> bool:
-    """Return whether ``value`` is null, false or empty. Zero is a value."""
+    """Return whether ``value`` is null, false or empty. Zero is not."""
     return value is False or value in EMPTY_VALUES
 
 
@@ -37,13 +44,13 @@ def is_off_or_empty(value: Any) -> bool:
 class ForeignKey:
     """Conversion of the values of one key of another program.
 
-    One rule holds for all programs: null, false and empty values mean nothing, and so do the values in
-    ``unless``.
+    Null, false and empty values of a key are ignored, and so are the values in ``unless``.
 
     Attributes:
-        unless: Further values that mean nothing, such as the default of the program.
+        unless: Further values to ignore, such as the default of the program.
         converts_empty_values: Whether :meth:`convert` also gets null, false and empty values.
-        hint: Advice for messages about this name as a key of a run's config. Empty if the target is enough.
+        hint: Advice for error messages about this name in the config of a run. Empty if the target setting is
+            enough.
     """
 
     unless: Sequence[Any] = ()
@@ -51,53 +58,64 @@ class ForeignKey:
     hint: str = ""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is."""
+        """Return whether ``value`` is ignored, because it does not change anything."""
         silent = (*self.unless, *file.program.unset_values)
         if value in silent or parse_boolean_word(value) in silent or str(value) in map(str, silent):
             return True
         return not self.converts_empty_values and is_off_or_empty(value)
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Convert a value that means something to settings.
+        """Convert a value to settings.
+
+        Args:
+            value: Value of the key, for which :meth:`has_no_effect` is false.
+            file: The file. ``file.path`` is the path of the key.
+
+        Returns:
+            Values by dotted key. May be empty.
 
         Raises:
-            NoEffect: If the value has no effect here.
-            NoCounterpart: If the value is refused.
+            NoEffect: If the value has no effect in a run.
+            NoCounterpart: If a run has no equivalent of the value.
         """
         raise NotImplementedError
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The settings that values may become."""
+        """Settings that values may be converted to, as dotted keys."""
         return ()
 
     @property
     def remedy(self) -> str:
-        """Replacement for this name in a run's config: a setting, or a sentence."""
+        """Replacement for this name in the config of a run: a setting, or a sentence."""
         return self.hint or ", ".join(self.targets)
 
     @property
     def summary(self) -> str:
-        """Text about the key in docs/wild.md; empty if the key has no effect and needs no replacement."""
+        """Text about the key in docs/wild.md. Empty if the key has no effect and needs no replacement."""
         return self.remedy
 
 
 ForeignKeys = Mapping[str, ForeignKey]
+"""Table of a program: entries by dotted key. A key that ends with a star matches all keys with this
+beginning."""
 
 
 @dataclass
 class ImportedRun:
-    """The settings that files of other programs become.
+    """Settings that were converted from files of other programs.
 
     Attributes:
         values: Values by dotted key of the config of a run.
         origins: File, line and key of each value.
-        assumed_keys: Settings that the files leave to their program. A value in another file precedes them.
-        notes: Keys that are ignored or have another meaning here, one line each.
-        refusals: Keys without a counterpart, one line each, with what to do instead.
-        differences: Differences between a run and the program that remain if every key has a counterpart.
-        num_processes: Number of local ranks to start. None if a launcher or the backend decides.
-        gpu_ids: Value for ``CUDA_VISIBLE_DEVICES``. None to keep it.
+        assumed_keys: Settings that are defaults of the program. Values in other files take precedence over
+            them.
+        notes: Messages about keys that are ignored or have another meaning in a run.
+        refusals: Messages about keys that have no counterpart, with advice.
+        differences: Sentences about differences between a run and the program that remain although all keys
+            were converted.
+        num_processes: Number of local ranks to start. None if a launcher or the backend determines it.
+        gpu_ids: Value for ``CUDA_VISIBLE_DEVICES``. None to keep its value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -110,10 +128,10 @@ class ImportedRun:
     gpu_ids: str | None = None
 
     def raise_first_refusal(self) -> ImportedRun:
-        """Return this object if no key is refused.
+        """Return this object, unless a key has no counterpart.
 
         Raises:
-            UserError: The first refused key.
+            UserError: The first refusal.
         """
         if self.refusals:
             raise UserError(self.refusals[0])
@@ -122,11 +140,11 @@ class ImportedRun:
 
 @dataclass(frozen=True)
 class ProgramDifference:
-    """A difference that remains between a run and the program that its file is from.
+    """A difference between a run and the program of the imported file, which no setting removes.
 
     Attributes:
         text: A sentence.
-        setting: The setting that must be on for the difference to matter; empty if it always does.
+        setting: The setting that must be on for the difference to matter. Empty if it always matters.
     """
 
     text: str
@@ -136,11 +154,11 @@ class ProgramDifference:
 def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
     """Refuse a key that is not in the table.
 
-    A later release may have added a key that is off, so false and empty values are passed over. A key with a
-    similar name in the table may be misspelled.
+    False and empty values are ignored, because a later release of the program may have added a key that is
+    off. They are only refused if the table has a similar name, because then the key may be misspelled.
 
     Raises:
-        NoCounterpart: If the key may mean something.
+        NoCounterpart: If the key may have a meaning.
     """
     section = ".".join((*file.path[:-1], ""))
     inside = [name.removeprefix(section) for name in file.program.keys if name.startswith(section)]
@@ -154,11 +172,11 @@ def refuse_unknown_key(file: ForeignFile, value: Any) -> None:
 
 
 def _keep_file(file: ForeignFile) -> None:
-    pass
+    """Do nothing: the default of :attr:`ForeignProgram.normalize_file`."""
 
 
 def _keep_settings(file: ForeignFile, num_devices: int) -> None:
-    pass
+    """Do nothing: the default of :attr:`ForeignProgram.complete_settings`."""
 
 
 @dataclass(frozen=True)
@@ -168,17 +186,19 @@ class ForeignProgram:
     Attributes:
         name: Name in messages.
         keys: Table of its keys.
-        unique_keys: Keys that no other program has.
-        usual_keys: More keys of its files.
-        title: Name in the list of programs, if it is another one.
-        defaults: Settings that the program assumes and that differ from the defaults here.
-        differences: Differences that remain if every key has a counterpart.
-        unset_values: Values that mean nothing for any of its keys.
-        unknown_key_message: Message about an unknown key; ``{value}`` is its value.
+        unique_keys: Keys that no other program has. They identify a file of the program.
+        usual_keys: Further keys that its files usually have.
+        title: Name in the list of programs, if it differs from ``name``.
+        defaults: Defaults of the program that differ from the defaults of a run, by dotted key of the run.
+        differences: Differences that remain although all keys were converted.
+        unset_values: Values that are ignored for all keys.
+        unknown_key_message: Message about an unknown key. ``{value}`` is replaced by its value.
         convert_unknown_key: Function that handles a key that is not in the table.
-        normalize_file: Brings a file into the form that the table is for.
-        complete_settings: Converts settings that several keys determine together, after each of them has been
-            converted. Its second argument is the number of devices that share a batch; 0 if it is not known.
+        normalize_file: Function that changes a file to the form that the table expects, before the
+            conversion.
+        complete_settings: Function that adds the settings that depend on several keys, after all keys have
+            been converted. Its second argument is the number of devices that share a batch, or 0 if it is not
+            known.
     """
 
     name: str
@@ -195,23 +215,25 @@ class ForeignProgram:
     complete_settings: Callable[[ForeignFile, int], None] = _keep_settings
 
     def is_program_of(self, file_content: Mapping[str, object], *, is_foreign_file: bool) -> bool:
-        """Return whether a file with the top-level keys ``file_content`` is one of this program.
+        """Return whether a file is probably a file of this program.
+
+        At least two of its unique and usual keys must be in the file.
 
         Args:
             file_content: Content of the file.
-            is_foreign_file: Whether the file is from one of the programs. Then a single key that only
-                this program has is enough.
+            is_foreign_file: Whether the file is certainly from one of the programs. Then a single unique key
+                is enough.
         """
         present = {*self.unique_keys, *self.usual_keys} & file_content.keys()
         return len(present) > 1 or (is_foreign_file and not present.isdisjoint(self.unique_keys))
 
     def find_key_entry(self, dotted_key: str) -> ForeignKey | None:
-        """Return the entry of the dotted key ``dotted_key``, or None."""
+        """Return the entry of a dotted key, or None. See :func:`find_key_entry`."""
         return find_key_entry(self.keys, dotted_key)
 
 
 def find_key_entry(keys: ForeignKeys, dotted_key: str) -> ForeignKey | None:
-    """Return the entry of the dotted key ``dotted_key``, or the entry with a star that matches it, or None."""
+    """Return the entry of a dotted key, or the entry with a star that matches the key, or None."""
     if dotted_key in keys:
         return keys[dotted_key]
     starred = (
@@ -225,7 +247,7 @@ class ForeignValue(NamedTuple):
 
     Attributes:
         path: Path of its key.
-        value: The value, which may be a mapping if the table has an entry for the key.
+        value: The value. It may be a mapping if the table has an entry for the key.
     """
 
     path: KeyPath
@@ -239,8 +261,8 @@ class ForeignFile:
     Attributes:
         program: The program.
         values: Content of the file.
-        build_origin: Function from the path of a key to its origin.
-        result: The settings so far.
+        build_origin: Function that returns the origin of a key, given its path.
+        result: The settings that have been converted so far.
         path: Path of the key that is being converted.
     """
 
@@ -251,29 +273,49 @@ class ForeignFile:
     path: KeyPath = ()
 
     def get_value(self, dotted_key: str, default: Any = None) -> Any:
-        """Return the value at a dotted path of the file."""
+        """Return a value of the file.
+
+        Args:
+            dotted_key: Path of the value, such as ``optimizer.params.lr``.
+            default: Result if the value is missing or null.
+        """
         value: Any = self.values
         for part in dotted_key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def set_setting(self, source_path: KeyPath, setting: str, value: Any) -> None:
-        """Set ``setting`` of the run because of the key at ``source_path``."""
+        """Set a setting of the run, because of a key of the file.
+
+        Args:
+            source_path: Path of the key in the file, which becomes the origin of the setting.
+            setting: Dotted key of the setting.
+            value: Value of the setting.
+        """
         self.result.values[setting] = value
         self.result.origins[setting] = self.build_origin(source_path)
 
     def set_default_setting(self, setting: str, value: Any, reason: str) -> None:
-        """Set ``setting`` of the run, unless the file does."""
+        """Set a setting of the run to a default, unless a key of the file has set it.
+
+        Args:
+            setting: Dotted key of the setting.
+            value: Value of the setting.
+            reason: Origin of the value in messages, such as ``default of TRL``.
+        """
         if setting not in self.result.values:
             self.result.values[setting] = value
             self.result.origins[setting] = Origin(reason, 0)
             self.result.assumed_keys.add(setting)
 
     def set_global_batch_size(self, num_devices: int) -> None:
-        """Set the global batch size, which does not depend on the number of devices from now on.
+        """Set the global batch size: micro-batch size times accumulation steps times data-parallel devices.
+
+        Other programs compute the global batch size when a run starts. Here, it is a setting and does not
+        change with the number of devices. Nothing is set if one of the factors is not known.
 
         Args:
-            num_devices: Number of devices that a batch is spread over; 0 if it is not known.
+            num_devices: Number of devices that a batch is spread over. 0 if it is not known.
         """
         micro = self.result.values.get("train.micro_batch_size")
         steps = self.get_value("gradient_accumulation_steps", 1)
@@ -291,11 +333,14 @@ class ForeignFile:
         self.result.notes.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def add_refusal(self, path: KeyPath, message: str) -> None:
-        """Refuse the key at ``path``. The message ends with advice."""
+        """Add the message that the key at ``path`` has no counterpart. The message ends with advice."""
         self.result.refusals.append(to_one_line(f"{self.build_origin(path).text}: {message}"))
 
     def convert_keys(self) -> None:
-        """Convert every key."""
+        """Convert every key of the file into :attr:`result`.
+
+        Exceptions of a conversion become notes and refusals.
+        """
         for path, value in self._iter_key_values(self.values, ()):
             self.path = path
             try:
@@ -304,13 +349,17 @@ class ForeignFile:
                 self.add_note(path, str(reason))
             except NoCounterpart as reason:
                 self.add_refusal(path, str(reason))
-            except (TypeError, ValueError, AttributeError, LookupError):  # of a conversion
+            except (TypeError, ValueError, AttributeError, LookupError):
+                # Raised by a conversion that expects another type.
                 self.add_refusal(
                     path, f"{format_short_value(value)} has no counterpart: it is not of the expected kind"
                 )
 
     def _iter_key_values(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[ForeignValue]:
-        """Yield the path and the value of each key that is in the table or in none of its sections."""
+        """Yield each key with its value, except the sections of the table, whose keys are yielded instead.
+
+        A section that is not a mapping is refused, unless its value is off.
+        """
         for key, value in values.items():
             path = (*section, str(key))
             dotted = ".".join(path)
@@ -323,6 +372,7 @@ class ForeignFile:
                 yield ForeignValue(path, value)
 
     def _convert_key(self, path: KeyPath, value: Any) -> None:
+        """Convert one key with its entry in the table, or with ``convert_unknown_key``."""
         key = self.program.find_key_entry(".".join(path))
         if key is None:
             self.program.convert_unknown_key(self, value)

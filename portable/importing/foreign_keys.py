@@ -1,13 +1,13 @@
-"""Kinds of entries in the table of another program: what becomes of the values of one of its keys.
+"""Kinds of entries in the table of another program. An entry converts the values of one key.
 
-A table is a plain mapping from a key of the other program, dotted if it is nested, to an entry. A key that
-ends in a star is for all keys that begin like it and have no entry of their own::
+A table is a mapping from a key of the other program (dotted, if it is nested) to an entry. A key that ends in
+a star matches all keys with this beginning that have no separate entry::
 
     KEYS: ForeignKeys = {
-        "learning_rate": Setting("train.learning_rate"),
-        "sample_packing": Switch({"data.packing": "documents"}),
-        "skip_memory_metrics": Ignored(),
-        "vllm_*": Refused("training on rewards of generated answers is not supported; leave it out"),
+        "learning_rate": SettingKey("train.learning_rate"),
+        "sample_packing": SwitchKey({"data.packing": "documents"}),
+        "skip_memory_metrics": IgnoredKey(),
+        "vllm_*": RefusedKey("training on rewards of generated answers is not supported; leave it out"),
     }
 """
 
@@ -29,17 +29,17 @@ from portable.importing.foreign_file import (
 )
 
 ValueConverter = Callable[[Any, "ForeignFile"], Any]
-"""Converts the value of a key, given the other values of its file. None leaves the setting out."""
+"""Function from the value of a key and its file to the value of a setting. None leaves the setting out."""
 
 
 def drop_unset_value(value: Any, _: ForeignFile) -> Any:
-    """Return ``value`` as it is; None for ``auto`` and for the negative numbers that mean "not set"."""
+    """Return ``value`` unchanged, or None for ``auto`` and for the negative numbers that mean "not set"."""
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if negative or value == "auto" else value
 
 
 def parse_flag(value: Any) -> bool:
-    """Return a boolean, which may be one of YAML's words.
+    """Return a boolean, which may be a word such as ``yes``.
 
     Raises:
         NoCounterpart: If ``value`` is not a boolean.
@@ -51,16 +51,20 @@ def parse_flag(value: Any) -> bool:
 
 
 def parse_name_list(value: Any) -> list[str]:
-    """Read names: a list, or text with commas."""
+    """Return a list of names, which may be a single text with commas."""
     names = value.split(",") if isinstance(value, str) else value
     return [name for name in (str(name).strip() for name in names) if name]
 
 
 def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
-    """Look up ``value`` among ``meanings``, ignoring case. Null is None.
+    """Return the meaning of a word, ignoring case.
+
+    Args:
+        value: The word, or a boolean. None has the meaning None.
+        meanings: Meanings by word.
 
     Raises:
-        NoCounterpart: If ``value`` is not among the words, which are listed.
+        NoCounterpart: If ``value`` is not one of the words. The message lists them.
     """
     word = find_matching_word(value, meanings)
     if word is None and value is not None:
@@ -71,7 +75,10 @@ def translate_word(value: Any, meanings: Mapping[str, Any]) -> Any:
 
 
 def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
-    """Return the key of ``words`` that is written like ``value``, ignoring case, or None."""
+    """Return the key of ``words`` that equals ``value`` ignoring case, or None.
+
+    The words ``yes``, ``no``, ``on`` and ``off`` also match ``true`` and ``false``.
+    """
     by_upper_case = {word.upper(): word for word in words}
     for item in (value, parse_boolean_word(value)):
         text = (item if isinstance(item, str) else format_short_value(item)).upper()
@@ -82,10 +89,10 @@ def find_matching_word(value: Any, words: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class SingleTargetKey(ForeignKey):
-    """A key whose values become one setting.
+    """A key whose values become values of one setting.
 
     Attributes:
-        target: The setting, as a dotted key.
+        target: Dotted key of the setting.
     """
 
     target: str
@@ -97,7 +104,7 @@ class SingleTargetKey(ForeignKey):
 
     @property
     def summary(self) -> str:
-        """The setting: the hint only adds how to write it."""
+        """The setting, without the hint, which only explains its values."""
         return self.target
 
 
@@ -106,35 +113,38 @@ class WordKey(ForeignKey):
     """A key whose values are words.
 
     Attributes:
-        words: The meaning of each word.
+        words: Meaning of each word.
     """
 
     words: Mapping[str, Any]
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is. A word for it comes first."""
+        """Return whether ``value`` is ignored. A word that is in :attr:`words` is never ignored."""
         return find_matching_word(value, self.words) is None and super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
 class SettingKey(SingleTargetKey):
-    """A key that becomes one setting.
+    """A key that corresponds to one setting.
 
     Attributes:
-        converter: Converts the value.
+        converter: Function that converts the value.
     """
 
     converter: ValueConverter = drop_unset_value
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the setting, unless :attr:`converter` leaves it out."""
+        """Return the setting. The result is empty if :attr:`converter` returns None."""
         converted = self.converter(value, file)
         return {} if converted is None else {self.target: converted}
 
 
 @dataclass(frozen=True)
 class WordSettingKey(WordKey, SingleTargetKey):
-    """A key whose words are translated to values of one setting; a word for None leaves the setting out."""
+    """A key whose words are translated to values of one setting.
+
+    A word with the meaning None leaves the setting out.
+    """
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the setting for a word."""
@@ -144,7 +154,7 @@ class WordSettingKey(WordKey, SingleTargetKey):
 
 @dataclass(frozen=True)
 class PresetKey(WordKey):
-    """A key with words that each become several settings."""
+    """A key whose words each select values of several settings."""
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
         """Return the settings for a word."""
@@ -158,22 +168,22 @@ class PresetKey(WordKey):
 
     @property
     def remedy(self) -> str:
-        """The hint, because the settings do not determine which value to write."""
+        """The hint, because the names of the settings do not determine which value to write."""
         return self.hint
 
 
 @dataclass(frozen=True)
 class SwitchKey(ForeignKey):
-    """A key that sets something if it is true. ``auto`` and ``full`` count as true.
+    """A switch that selects values of settings if it is true. The words ``auto`` and ``full`` count as true.
 
     Attributes:
-        settings: Settings if it is true.
+        settings: Values by dotted key if the switch is true.
     """
 
     settings: Mapping[str, str]
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return the settings of a switch that is on."""
+        """Return the settings if the switch is true."""
         settings_if_true = self.settings
         settings: ConvertedSettings = translate_word(
             value, {"true": settings_if_true, "auto": settings_if_true, "full": settings_if_true, "false": {}}
@@ -187,22 +197,22 @@ class SwitchKey(ForeignKey):
 
     @property
     def remedy(self) -> str:
-        """The settings with their values."""
+        """Instruction to set the settings."""
         return "set " + ", and ".join(f"{key} to {value}" for key, value in self.settings.items())
 
     @property
     def summary(self) -> str:
-        """The settings with their values, and the condition."""
+        """Instruction to set the settings, with the condition."""
         return f"if true: {self.remedy}"
 
 
 @dataclass(frozen=True)
 class MultiSettingKey(ForeignKey):
-    """A key that becomes settings which depend on its value.
+    """A key whose value determines which settings are set.
 
     Attributes:
-        possible_settings: The settings that values may become, as dotted keys.
-        converter: Converts the value to some of these settings.
+        possible_settings: Settings that values may be converted to, as dotted keys.
+        converter: Function that converts the value to some of these settings. None means no settings.
     """
 
     possible_settings: tuple[str, ...]
@@ -214,51 +224,55 @@ class MultiSettingKey(ForeignKey):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The settings."""
+        """The settings that values may be converted to."""
         return self.possible_settings
 
 
 @dataclass(frozen=True)
 class CompanionKey(ForeignKey):
-    """A key that is only read by the conversion of another key.
+    """A key that only the conversion of another key reads.
 
     Attributes:
-        advice: Advice: a setting, or a sentence.
+        advice: Replacement for the key: a setting, or a sentence.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return nothing: the other key's conversion returns the settings."""
+        """Return no settings, because the conversion of the other key returns them."""
         return {}
 
     @property
     def remedy(self) -> str:
-        """Advice for the message."""
+        """The replacement for the key."""
         return self.advice
 
 
 @dataclass(frozen=True)
 class CounterpartlessKey(ForeignKey):
-    """A key that cannot be expressed here."""
+    """A key that has no equivalent in a run."""
 
     def has_no_effect(self, value: Any, file: ForeignFile) -> bool:
-        """Return whether ``value`` leaves everything as it is, as zero and ``no`` do."""
+        """Return whether ``value`` is ignored, like zero and ``no``."""
         return value == 0 or is_off_or_empty(parse_boolean_word(value)) or super().has_no_effect(value, file)
 
 
 @dataclass(frozen=True)
 class IgnoredKey(CounterpartlessKey):
-    """A key without an effect.
+    """A key that has no effect in a run.
 
     Attributes:
-        reason: Why, or what to do instead. Without a reason, the key is passed over in silence.
+        reason: Reason, or advice. The key is ignored without a note if it is empty.
     """
 
     reason: str = ""
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Return nothing, with a note if there is a reason."""
+        """Return no settings.
+
+        Raises:
+            NoEffect: If there is a reason.
+        """
         if self.reason:
             raise NoEffect(f"{format_short_value(value)} has no effect: {self.reason}")
         return {}
@@ -270,58 +284,62 @@ class IgnoredKey(CounterpartlessKey):
 
     @property
     def summary(self) -> str:
-        """The reason; a key that is passed over in silence is not listed."""
+        """The reason. Empty for a key that is ignored without a note, so that it is not listed."""
         return self.reason and f"no effect: {self.reason}"
 
 
 @dataclass(frozen=True)
 class RefusedKey(CounterpartlessKey):
-    """A key that has no counterpart, unless its value means nothing.
+    """A key that has no counterpart and is refused, unless its value is off.
 
     Attributes:
-        advice: Advice for the message.
+        advice: End of the error message.
     """
 
     advice: str
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Refuse the value."""
+        """Raise ``NoCounterpart``."""
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {self.advice}")
 
     @property
     def remedy(self) -> str:
-        """Advice for the message."""
+        """The advice."""
         return self.advice
 
     @property
     def summary(self) -> str:
-        """Advice for the message."""
+        """The advice, marked as a refusal."""
         return f"refused: {self.advice}"
 
 
 @dataclass(frozen=True)
 class NeverFalseKey(ForeignKey):
-    """A switch that cannot be turned off.
+    """A switch whose effect cannot be turned off in a run.
 
     Attributes:
-        reason: Why, and what to do.
+        reason: Reason and advice, for the error message.
     """
 
     reason: str
     converts_empty_values: bool = field(default=True, kw_only=True)
 
     def convert(self, value: Any, file: ForeignFile) -> ConvertedSettings:
-        """Refuse false and zero."""
+        """Return no settings for a switch that is on.
+
+        Raises:
+            NoCounterpart: If the value is false or zero.
+        """
         if value == 0 or parse_boolean_word(value) is False:
             raise NoCounterpart(f"false has no counterpart: {self.reason}")
         return {}
 
     @property
     def remedy(self) -> str:
-        """The reason."""
+        """The reason and advice."""
         return self.summary
 
     @property
     def summary(self) -> str:
-        """The reason."""
+        """The reason and advice."""
         return f"never false: {self.reason}"

@@ -1,6 +1,6 @@
-"""Names and words of other programs, for messages about an unknown key or value in a run's config.
+"""Names and words of other programs, for error messages about an unknown key or value in the config of a run.
 
-:mod:`portable.command_line` loads this module when there is such a message to write.
+:mod:`portable.command_line` imports this module only when there is such an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 
 def _find_program_title(values: Mapping[str, object]) -> str:
+    """Return the name of the program whose config file has these values, or an empty string."""
     program = programs.detect_program(values)
     return "" if program is None else program.title or program.name
 
 
 def _build_foreign_meaning(key: ForeignKey) -> ForeignNameMeaning:
+    """Return the meaning of a key: a setting, or advice."""
     is_setting = key.remedy in keys.get_setting_fields(RunConfig)
     return ForeignNameMeaning(setting=key.remedy) if is_setting else ForeignNameMeaning(advice=key.remedy)
 
@@ -43,3 +45,4 @@ FOREIGN_VOCABULARY = ForeignVocabulary(
     },
     find_program=_find_program_title,
 )
+"""All names and words that the importer supports."""

@@ -44,7 +44,13 @@ if TYPE_CHECKING:
 
 
 def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the names of datasets, which are hub datasets only if no folder of LLaMA-Factory's is named."""
+    """Convert the names of datasets if they are hub datasets.
+
+    They are if the names contain a slash and ``dataset_dir`` is not a folder of LLaMA-Factory.
+
+    Raises:
+        NoCounterpart: If the names refer to LLaMA-Factory's ``dataset_info.json``.
+    """
     names = parse_name_list(value)
     if file.get_value("dataset_dir", "ONLINE") == "ONLINE" and all("/" in name for name in names):
         return build_source_settings([{"source": name} for name in names])
@@ -55,7 +61,11 @@ def convert_dataset_names(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_stage(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the kind of training: on conversations, on text or on pairs."""
+    """Convert the kind of training: on conversations (``sft``), on text (``pt``), or on pairs (``dpo``).
+
+    Raises:
+        NoCounterpart: For other kinds.
+    """
     if value == "sft":
         return {}
     if value == "pt":
@@ -142,7 +152,7 @@ DIFFERENCES = (OTHER_ORDER, CUT_LATER, PACKED_APART)
 
 
 def complete_llama_factory_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the default of ``lora_alpha``, twice the rank, and the settings that :func:`complete_run_settings` adds.
+    """Set ``adapter.alpha`` to twice the rank by default, and call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.

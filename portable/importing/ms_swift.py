@@ -1,4 +1,4 @@
-"""The keys of ms-swift: those that the Trainer does not have, or that have another meaning there."""
+"""The keys of ms-swift that the Trainer does not have, or that have another meaning in ms-swift."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ if TYPE_CHECKING:
 SET_PATTERN = "set train.frozen or train.trainable to a pattern of the names that begin like this"
 CUSTOM_CODE = "custom code is named by its import path, package.module:name; leave it out"
 SEQUENCES_PER_STEP = 16
-"""Sequences of an optimizer step if a file does not have ``gradient_accumulation_steps``."""
+"""Sequences per optimizer step if a file does not set ``gradient_accumulation_steps``."""
 _DATASET = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[^:#]+)(?::(?P<subsets>[^#]+))?(?:#(?P<count>\d+))?")
 
 
 def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read names of datasets, each with its subsets and the number of samples: ``name:subset#500``."""
+    """Convert names of datasets, each with its subsets and number of samples: ``name:subset#500``.
+
+    Raises:
+        NoCounterpart: If a name has another form.
+    """
     sources = []
     for text in map(str, value if isinstance(value, list) else [value]):
         match = _DATASET.fullmatch(text.strip())
@@ -73,7 +77,11 @@ def convert_datasets(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read ``rlhf_type``, the name of a loss of pairs."""
+    """Convert ``rlhf_type``, the name of a loss of pairs.
+
+    Raises:
+        NoCounterpart: If the loss is not supported, or combines several formulas.
+    """
     if value not in ("dpo", "orpo", "simpo"):
         raise NoCounterpart(f"{format_short_value(value)} has no counterpart: {SET_PAIR_LOSS}")
     kinds = file.get_value("loss_type")
@@ -89,7 +97,7 @@ def convert_pair_loss(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_deepspeed_name(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the name of one of ms-swift's DeepSpeed files, or the path of another file."""
+    """Convert the name of a DeepSpeed config in ms-swift, such as ``zero3_offload``, or a path."""
     match = re.fullmatch(r"zero([0-3])(_offload)?", str(value))
     if match is None:
         return {"deepspeed.config": value}
@@ -225,11 +233,11 @@ DIFFERENCES = (
 
 
 def complete_ms_swift_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the defaults that depend on other keys, and the settings that :func:`complete_run_settings` adds.
+    """Add the defaults that depend on other keys, and call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
     """
     values = file.result.values
     if file.get_value("tuner_type", file.get_value("train_type", "lora")) == "lora":

@@ -1,4 +1,4 @@
-"""The programs whose files are read, for ``portable-train import`` and for a run that names such a file."""
+"""Programs whose files can be imported, and the functions that convert their files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 TRAINER_KEYS: ForeignKeys = {**axolotl.KEYS, **llama_factory.KEYS, **trl.KEYS, **trl.FSDP_KEYS}
 """Keys of the Trainer and of the programs that are built on it.
 
-They share one table, because their files mix the names: axolotl and LLaMA-Factory read the arguments of the
-Trainer, and recipes for TRL bring names of axolotl along.
-"""
+They share one table, because their files mix the names: axolotl and LLaMA-Factory accept the arguments of the
+Trainer, and recipes for TRL contain names of axolotl."""
 TORCHTUNE = ForeignProgram(
     name="torchtune",
     keys=torchtune.KEYS,
@@ -97,17 +96,18 @@ DEEPSPEED = ForeignProgram(
     complete_settings=deepspeed.complete_deepspeed_settings,
 )
 FOREIGN_PROGRAMS = (TORCHTUNE, AXOLOTL, LLAMA_FACTORY, ACCELERATE, MS_SWIFT, TRL, DEEPSPEED)
-"""In the order in which a file is compared with them."""
+"""All programs, in the order in which a file is compared with them."""
 
 
 def detect_program(
     file_content: Mapping[str, object], *, is_foreign_file: bool = False
 ) -> ForeignProgram | None:
-    """Return the program that a file with the top-level keys ``file_content`` is from, or None.
+    """Return the program that a file is from, or None.
 
     Args:
         file_content: Content of the file.
-        is_foreign_file: Whether the file is from one of the programs.
+        is_foreign_file: Whether the file is certainly from one of the programs. Then fewer keys are enough to
+            identify the program.
     """
     return next(
         (
@@ -120,7 +120,7 @@ def detect_program(
 
 
 def format_program_names() -> str:
-    """Return the names of the programs for a sentence."""
+    """Return the names of the programs, separated by commas."""
     return ", ".join(program.title or program.name for program in FOREIGN_PROGRAMS)
 
 
@@ -131,6 +131,9 @@ def convert_foreign_file(document: YamlDocument, file_name: str, *, num_devices:
         document: Content of the file, with the lines of its keys.
         file_name: Name of the file, used in messages.
         num_devices: Number of devices that a batch is spread over.
+
+    Returns:
+        The settings, notes and refusals. Keys without a counterpart do not raise an error.
 
     Raises:
         UserError: If the file is from none of the programs.
@@ -154,7 +157,7 @@ def convert_accelerate_file(document: YamlDocument, file_name: str) -> ImportedR
         file_name: Name of the file, used in messages.
 
     Raises:
-        UserError: For a key that is unknown or has no counterpart.
+        UserError: If a key is unknown or has no counterpart.
     """
     if not isinstance(document.value, dict):
         raise UserError(f"{file_name}: not an Accelerate config; accelerate config writes one")
@@ -170,7 +173,7 @@ def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRu
         environment: Environment variables.
 
     Raises:
-        UserError: For a variable that has no counterpart.
+        UserError: If a variable has no counterpart.
     """
     values, variables = accelerate.parse_launch_variables(environment)
 
@@ -183,21 +186,28 @@ def convert_accelerate_environment(environment: Mapping[str, str]) -> ImportedRu
 
 
 def build_deepspeed_file(values: Mapping[str, Any], name: str) -> ForeignFile:
-    """Rename the deprecated keys of a DeepSpeed JSON.
+    """Build a file from the content of a DeepSpeed JSON, and rename its deprecated keys.
+
+    The caller reads the renamed keys, and passes the file to :func:`convert_deepspeed_file`.
 
     Args:
-        values: Content of the file.
-        name: Name of the file, or of the setting that has the content, used in messages.
+        values: Content of the JSON.
+        name: Name of the JSON file, or of the setting with the content, used in messages.
     """
     return _build_normalized_file(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
 
 
 def convert_deepspeed_file(file: ForeignFile) -> ImportedRun:
-    """Convert a DeepSpeed JSON. A batch size that needs the number of ranks is not among the settings."""
+    """Convert a DeepSpeed JSON. The global batch size is not set if it depends on the number of ranks."""
     return _convert_file(file, num_devices=0)
 
 
 def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[KeyPath], Origin]:
+    """Return the function from the path of a key to its origin, with its line in the file.
+
+    Accelerate's keys may have got the prefix ``fsdp_``, which is not in the file.
+    """
+
     def build_origin(path: KeyPath) -> Origin:
         line = document.lines.get(path) or document.lines.get((*path[:-1], path[-1].removeprefix("fsdp_")), 0)
         return Origin(f"{file_name}:{line}: {path[-1]}" if line else f"{file_name}: {path[-1]}", line)
@@ -208,19 +218,24 @@ def _build_origin_finder(document: YamlDocument, file_name: str) -> Callable[[Ke
 def _build_normalized_file(
     program: ForeignProgram, values: Mapping[str, Any], build_origin: Callable[[KeyPath], Origin]
 ) -> ForeignFile:
+    """Build a file and change it to the form that the table of its program expects."""
     file = ForeignFile(program, dict(values), build_origin)
     program.normalize_file(file)
     return file
 
 
 def _convert_file(file: ForeignFile, *, num_devices: int = 1) -> ImportedRun:
+    """Convert all keys of a file, and add the settings that depend on several keys."""
     file.convert_keys()
     file.program.complete_settings(file, num_devices)
     return file.result
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace references to other values of a file, such as ``${output_dir}/logs``."""
+    """Replace references to other top-level values of a file, such as ``${output_dir}/logs``.
+
+    A reference to an unknown value is not replaced.
+    """
 
     def resolve_value(value: Any, depth: int = 0) -> Any:
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Generate docs/wild.md, the page of other programs' keys, from their tables.
+"""Generate docs/wild.md, the page about the keys of other programs, from their tables.
 
-``python -m portable.importing.reference`` writes the page; ``--check`` only checks that it is up to date.
+``python -m portable.importing.reference`` writes the page. ``--check`` only checks that it is up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from portable.importing.foreign_file import ForeignKeys
 
 PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "wild.md"
-"""The page. The text above each table is written there."""
+"""The page. The text above each table is written by hand."""
 TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "DeepSpeed JSON": deepspeed.KEYS,
     "Accelerate YAML": {name: key for name, key in accelerate.KEYS.items() if ".xla" not in name},
@@ -27,7 +27,7 @@ TABLE_BY_CHAPTER: dict[str, ForeignKeys] = {
     "Entries of TRL's dataset_mixture": trl.MIXTURE_ENTRY_KEYS,
     "torchtune": {name: key for name, key in torchtune.KEYS.items() if not name.endswith("*")},
 }
-"""The table of each chapter."""
+"""The table of keys for each chapter of the page."""
 
 
 def build_foreign_keys_page() -> str:
@@ -43,10 +43,10 @@ def build_foreign_keys_page() -> str:
 
 
 def build_table_rows(keys: ForeignKeys) -> list[str]:
-    """Return one row of a table for all keys with the same meaning.
+    """Return the rows of a table. Keys with the same meaning share a row.
 
-    A key that is named like its setting, or like its last part, is left out, and so is a key without
-    effect that needs no replacement.
+    A key with the same name as its setting, ignoring sections, is left out. A key that has no effect and
+    needs no replacement is left out, too.
     """
     names_by_text: dict[str, list[str]] = {}
     for name, key in keys.items():
@@ -59,10 +59,10 @@ def build_table_rows(keys: ForeignKeys) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the page, or check it.
+    """Write the page, or check that it is up to date.
 
     Returns:
-        The exit code: 1 if the page is out of date.
+        Exit code: 1 if the page is out of date, 2 for wrong arguments, otherwise 0.
     """
     if argv not in ([], ["--check"]):
         print("usage: python -m portable.importing.reference [--check]", file=sys.stderr)

@@ -38,43 +38,47 @@ DATASETS: dict[str, dict[str, Any]] = {
     "instruct_dataset": {"format": "alpaca", "columns": {"instruction": "input", "output": "output"}},
     "preference_dataset": {"format": "preference"},
 }
-"""Settings of a source, by the name of a builder of datasets."""
+"""Settings of a source, by the name of its dataset builder."""
 LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
-"""``train.loss``, by the name of a class."""
+"""Value of ``train.loss``, by the name of the class."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"adapter.type": "lora"},
     "dora": {"adapter.type": "lora", "adapter.use_dora": True},
     "qlora": {"adapter.type": "lora", "adapter.base": "nf4"},
 }
-"""Settings of the adapter, by how the name of a builder of models begins."""
+"""Settings of the adapter, by the prefix of the model builder."""
 
 
 def get_component_name(component: Any) -> str:
-    """Return the name in the dotted path of a component."""
+    """Return the last part of the dotted path of a component."""
     return str(component).rpartition(".")[2]
 
 
 def check_checkpointer(value: Any, _: ForeignFile) -> None:
-    """Refuse the checkpointer that reads Meta's own files."""
+    """Raise ``NoCounterpart`` for the checkpointer that reads Meta's own files."""
     if "Meta" in str(value):
         raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
 
 
 def convert_model_builder(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the adapter from the builder of the model, such as ``lora_llama3_8b``."""
+    """Convert the model builder, such as ``lora_llama3_8b``, to the settings of the adapter."""
     kind, _underscore, model = get_component_name(value).partition("_")
     return ADAPTERS.get(kind, {}) if model else {}
 
 
 def convert_adapted_modules(value: Any, file: ForeignFile) -> list[str]:
-    """Read the modules with an adapter, by the names of transformers."""
+    """Convert the modules with an adapter to the module names of transformers."""
     names = ["o_proj" if name == "output_proj" else name for name in value or ()]
     adapts_mlp = file.get_value("model.apply_lora_to_mlp") is True
     return names + (["gate_proj", "up_proj", "down_proj"] if adapts_mlp else [])
 
 
 def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the source from the builder of the dataset and its arguments."""
+    """Convert the dataset builder and its arguments to the settings of the source.
+
+    Raises:
+        NoCounterpart: If the builder is not supported.
+    """
     name, arguments = get_component_name(value), file.get_value("dataset")
     if name not in DATASETS:
         raise NoCounterpart(f"{format_short_value(name)} has no counterpart: set data.source and data.format")
@@ -93,40 +97,40 @@ def convert_dataset_builder(value: Any, file: ForeignFile) -> dict[str, Any]:
     settings["columns"] = {key: column for key, column in columns.items() if key != column} or None
     if settings["format"] == "text":
         settings["text_field"] = arguments.get("column")
-    # Its datasets of instructions train on the prompt, unless they say otherwise.
+    # torchtune's datasets of instructions train on the prompt by default.
     elif arguments.get("train_on_input", name.startswith("alpaca")):
         settings["train_on"] = "all"
     return build_source_settings([settings])
 
 
 def convert_optimizer_class(value: Any, file: ForeignFile) -> Any:
-    """Read the class of the optimizer."""
+    """Convert the class of the optimizer."""
     return translate_setting_word("train.optimizer", get_component_name(value).lower(), file)
 
 
 def convert_schedule_function(value: Any, _: ForeignFile) -> str:
-    """Read the function that builds the schedule."""
+    """Convert the function that builds the schedule."""
     name = get_component_name(value)
     return "cosine" if name == "get_cosine_schedule_with_warmup" else name
 
 
 def convert_loss_class(value: Any, _: ForeignFile) -> str | None:
-    """Read the class of the loss, which is a loss of pairs or the default."""
+    """Convert the class of the loss. Returns None for the default loss, which is not a loss of pairs."""
     return LOSSES.get(get_component_name(value))
 
 
 def convert_metric_logger(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the class of the logger. Only the class for W&B becomes a tracker."""
+    """Convert the class of the logger. Only the class for W&B selects a tracker."""
     return {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
 
 
 def convert_to_bool(value: Any, _: ForeignFile) -> bool:
-    """Read whether to compile."""
+    """Return whether the value is true."""
     return bool(value)
 
 
 def convert_to_lower_case(value: Any, _: ForeignFile) -> str:
-    """Read a word in capitals."""
+    """Return the value as text in lower case."""
     return str(value).lower()
 
 

@@ -1,4 +1,4 @@
-"""Conversions that TRL, axolotl, LLaMA-Factory and torchtune share."""
+"""Converters, messages and settings that TRL, axolotl, LLaMA-Factory, ms-swift and torchtune share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ NO_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens s
 
 
 def convert_module_names(value: Any, _: ForeignFile) -> Any:
-    """Read module names: a list, or text with commas. ``all`` means every linear layer."""
+    """Convert module names, a list or text with commas. ``all`` becomes ``all-linear``."""
     names = parse_name_list(value or ())
     return "all-linear" if names in (["all"], ["all-linear"]) else names or None
 
 
 def convert_eval_fraction(value: Any, _: ForeignFile) -> Any:
-    """Read the share of the records that is held out. A number of records is refused."""
+    """Convert the fraction of the records that is held out.
+
+    Raises:
+        NoCounterpart: If the value is a number of records.
+    """
     if value and value >= 1:
         raise NoCounterpart(
             f"{format_short_value(value)} is a number of records; set data.eval_fraction to a share of 1"
@@ -46,7 +50,14 @@ def convert_eval_fraction(value: Any, _: ForeignFile) -> Any:
 
 
 def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
-    """Read the name of a chat template. Other programs include templates with different names."""
+    """Convert the name of a chat template.
+
+    Returns:
+        ``chatml``, or None for the template of the tokenizer.
+
+    Raises:
+        NoEffect: For another name, because other programs have their own templates by these names.
+    """
     if value == "chatml":
         return "chatml"
     if value == "tokenizer_default":
@@ -60,12 +71,12 @@ def convert_chat_template(value: Any, _: ForeignFile) -> str | None:
 def build_interval_converter(
     steps_setting: str, epochs_setting: str, unit_key: str
 ) -> Callable[[Any, ForeignFile], dict[str, Any]]:
-    """Return the conversion of the number of steps between two events, or of their share of all steps.
+    """Build the converter of an interval between two events: a number of steps, or a fraction of all steps.
 
     Args:
-        steps_setting: Setting for the number of steps.
-        epochs_setting: Setting for the number of epochs.
-        unit_key: Key that decides whether steps count.
+        steps_setting: Setting for the interval in steps.
+        epochs_setting: Setting for the interval in epochs.
+        unit_key: Key that must be ``steps``, otherwise the interval is ignored.
     """
 
     def convert_interval(value: Any, file: ForeignFile) -> dict[str, Any]:
@@ -88,19 +99,25 @@ def convert_events_per_epoch(value: Any, _: ForeignFile) -> float | None:
 
 
 def convert_push_time(value: Any, file: ForeignFile) -> str | None:
-    """Return when to push to the hub if ``push_to_hub`` is true, according to ``hub_strategy``."""
+    """Convert ``push_to_hub`` and ``hub_strategy`` to ``hub.push``.
+
+    Returns None if ``push_to_hub`` is false.
+    """
     if parse_boolean_word(value) is not True:
         return None
     return "end" if file.get_value("hub_strategy", "every_save") == "end" else "checkpoints"
 
 
 def format_pair_loss(kind: Any, beta: Any, sft: Any = None) -> str:
-    """Return ``train.loss`` for a loss of pairs, by the names that the programs share.
+    """Format ``train.loss`` for a loss of pairs.
 
     Args:
-        kind: Name of the loss; None for DPO.
-        beta: Its ``beta``; None for the default.
-        sft: Weight of an additional cross-entropy on the chosen answer.
+        kind: Name of the loss in the programs. None for DPO.
+        beta: Its ``beta``. None for the default.
+        sft: Weight of an additional cross-entropy on the chosen answer. None or 0 for no cross-entropy.
+
+    Returns:
+        The value, such as ``dpo(beta=0.1, loss_type='hinge')``.
     """
     if kind in ("orpo", "simpo"):
         return kind if beta is None or kind == "orpo" else f"{kind}(beta={beta})"
@@ -114,7 +131,8 @@ def convert_dataset_entry(
 ) -> dict[str, Any]:
     """Convert the keys of one entry of a list of datasets.
 
-    Each key is in the table, or is refused by name. A key without a counterpart does not drop the others.
+    Notes and refusals of the entry are added to the file. A key without a counterpart does not affect the
+    other keys.
 
     Args:
         entry: Keys of the entry.
@@ -123,7 +141,7 @@ def convert_dataset_entry(
         file: File of the list.
 
     Returns:
-        Settings of the source, without ``data.``.
+        Settings of the source, without the prefix ``data.``.
     """
     outer = file.build_origin(file.path)
 
@@ -138,7 +156,16 @@ def convert_dataset_entry(
 
 
 def build_source_settings(sources: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings for one source, or for a mixture in which each source is read once in an epoch."""
+    """Build the settings for one source, or for a mixture of several sources.
+
+    A mixture reads each source once per epoch. Its sources are named after the last part of their paths.
+
+    Args:
+        sources: Settings of each source, without the prefix ``data.``. None values are left out.
+
+    Returns:
+        Values by dotted key. Empty if there are no sources.
+    """
     sources = [{key: value for key, value in entry.items() if value is not None} for entry in sources]
     if len(sources) == 1:
         return {f"data.{key}": value for key, value in sources[0].items()}
@@ -155,22 +182,25 @@ SOURCE_SETTINGS = (
     *("data.source", "data.sources", "data.split", "data.config_name", "data.format", "data.columns"),
     *("data.text_field", "data.train_on", "data.roles_to_train"),
 )
-"""Settings that a list of datasets may become."""
+"""Settings that a list of datasets may be converted to."""
 _EXCLUDED_BY = {
     "train.steps": "train.epochs",
     "train.eval_every_epochs": "train.eval_every",
     "checkpoint.every_epochs": "checkpoint.every_steps",
     "train.warmup_ratio": "train.warmup_steps",
 }
-"""Settings that exclude another one."""
+"""Settings that exclude another setting, with the excluded setting."""
 
 
 def complete_run_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the program's defaults, the global batch and the differences; drop settings that exclude others.
+    """Add the defaults of the program, the global batch size and the differences.
+
+    Settings without an effect are removed: settings of section ``adapter`` or ``hub`` if there is no adapter
+    or no push, and settings that another setting excludes.
 
     Args:
         file: A file whose keys have been converted.
-        num_devices: Number of devices that a batch is spread over.
+        num_devices: Number of devices that a batch is spread over. 0 if it is not known.
     """
     values, program = file.result.values, file.program
     if "train.loss" in values:

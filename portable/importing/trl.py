@@ -1,6 +1,7 @@
 """The keys of the Trainer, of TRL, and of transformers' example scripts.
 
-axolotl and LLaMA-Factory pass most arguments of the Trainer on, so their files have these keys, too.
+The files of axolotl and LLaMA-Factory also have these keys, because both programs pass most arguments on to
+the Trainer.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SCRIPT_ARGUMENTS = {
 
 
 def build_betas_converter(default_second_beta: float) -> ValueConverter:
-    """Return the conversion of either beta of Adam to both.
+    """Build the converter of ``adam_beta1`` or ``adam_beta2``, which returns both betas.
 
     Args:
         default_second_beta: Default of the second beta.
@@ -71,17 +72,21 @@ def build_betas_converter(default_second_beta: float) -> ValueConverter:
 
 
 def convert_logging_steps(value: Any, _: ForeignFile) -> int:
-    """Read the number of steps between two logs. A share of all steps becomes every step."""
+    """Convert the number of steps between two logs. A fraction of all steps becomes 1."""
     return max(1, int(value))
 
 
 def convert_tf32(value: Any, file: ForeignFile) -> str | None:
-    """Return TF32 as the precision if it is on, unless bf16 is on, too."""
+    """Return ``tf32`` as the precision if the value is true, unless bf16 is on."""
     return "tf32" if parse_boolean_word(value) is True and not file.get_value("bf16") else None
 
 
 def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the lowest learning rate, or its ratio, from the arguments of the scheduler."""
+    """Convert the arguments of the scheduler: the lowest learning rate, or its ratio to the learning rate.
+
+    Raises:
+        NoCounterpart: If there are other arguments.
+    """
     arguments = dict(value)
     ratio, lowest = arguments.pop("min_lr_rate", None), arguments.pop("min_lr", None)
     ratio = lowest / file.get_value("learning_rate", 5e-5) if lowest else ratio
@@ -91,12 +96,15 @@ def convert_scheduler_arguments(value: Any, file: ForeignFile) -> dict[str, Any]
 
 
 def convert_warmup(value: Any, _: ForeignFile) -> dict[str, Any]:
-    """Read the number of warmup steps, or their share of all steps."""
+    """Convert the number of warmup steps, or their fraction of all steps."""
     return {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
 def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
-    """Read the list of trackers, which may be ``none`` or ``all``. ``all`` has no counterpart."""
+    """Convert the list of trackers.
+
+    ``none`` becomes an empty list. Returns None for ``all``, which has no counterpart.
+    """
     names = [
         str(name) for name in (value if isinstance(value, list) else [value]) if not is_off_or_empty(name)
     ]
@@ -104,7 +112,10 @@ def convert_trackers(value: Any, _: ForeignFile) -> list[str] | None:
 
 
 def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read TRL's two switches for the tokens that are trained. The more specific one wins if both are on."""
+    """Convert TRL's switches for the tokens that are trained.
+
+    If both are on, ``assistant_only_loss`` takes precedence.
+    """
     if parse_boolean_word(file.get_value("assistant_only_loss")) is True:
         return {"data.train_on": "assistant"}
     if parse_boolean_word(file.get_value("completion_only_loss")) is True:
@@ -117,7 +128,7 @@ def convert_trained_tokens(_: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read TRL's ``dataset_mixture``, or ``dataset_mixer`` of older recipes: names with a share."""
+    """Convert TRL's ``dataset_mixture``, or the mapping ``dataset_mixer`` of older recipes."""
     if value.get("test_split_size"):
         file.add_note(file.path, f"test_split_size has no effect: {SET_EVAL}")
     entries = value.get("datasets") or [{"id": name, "weight": share} for name, share in value.items()]
@@ -125,7 +136,7 @@ def convert_mixture(value: Any, file: ForeignFile) -> dict[str, Any]:
 
 
 def convert_mixture_entries(entries: Any, file: ForeignFile) -> dict[str, Any]:
-    """Read the list of datasets in TRL's ``dataset_mixture``."""
+    """Convert the list of datasets in TRL's ``dataset_mixture``."""
     sources = []
     for number, entry in enumerate(entries, start=1):
         convert_dataset_entry(entry, MIXTURE_ENTRY_KEYS, number, file)
@@ -268,7 +279,7 @@ _DATA: ForeignKeys = {
 _TRAINING: ForeignKeys = {
     **dict.fromkeys(("seed", "data_seed"), SettingKey("seed")),
     "num_train_epochs": SettingKey("train.epochs"),
-    # 0 is as good as none in axolotl; -1 is in the others.
+    # axolotl treats 0 as unset, and the other programs -1.
     "max_steps": SettingKey("train.steps", unless=(0, -1)),
     "per_device_train_batch_size": SettingKey("train.micro_batch_size"),
     "train_batch_size": SettingKey("train.global_batch_size"),
@@ -437,14 +448,17 @@ _LAUNCH: ForeignKeys = {
 
 
 def _build_fsdp_config_keys() -> dict[str, ForeignKey]:
-    """Return Accelerate's keys of ``fsdp_config``, which the Trainer reads with and without ``fsdp_``."""
+    """Build the table of the Trainer's ``fsdp_config`` from Accelerate's keys.
+
+    The Trainer accepts the keys with and without the prefix ``fsdp_``.
+    """
     keys = {
         name.replace(".fsdp_", start): key
         for name, key in accelerate.KEYS.items()
         if name.startswith("fsdp_config.")
         for start in (".fsdp_", ".")
     }
-    # Without a prefix, it is a boolean.
+    # Without the prefix, the value is always a boolean, as under XLA.
     keys["fsdp_config.reshard_after_forward"] = accelerate.KEYS["xla_fsdp_settings.reshard_after_forward"]
     return keys
 
@@ -502,7 +516,7 @@ DIFFERENCES = (
 
 
 def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
-    """Add the loss of pairs, TRL's default for conversations, and the settings that :func:`complete_run_settings` adds.
+    """Add the loss of pairs and TRL's default for conversations, and call :func:`complete_run_settings`.
 
     Args:
         file: A file whose keys have been converted.
@@ -516,7 +530,11 @@ def complete_trl_settings(file: ForeignFile, num_devices: int) -> None:
 
 
 def _set_pair_loss(file: ForeignFile) -> None:
-    """Set TRL's loss of pairs, if the file has a key of its DPO: files do not name their trainer."""
+    """Set ``train.loss`` if the file has a key of TRL's DPO.
+
+    The keys decide, because the file does not name its trainer. The function also sets TRL's default learning
+    rate for DPO, and refuses a combination of several formulas.
+    """
     key = next(
         (key for key in ("beta", "max_prompt_length", "loss_weights") if file.get_value(key) is not None),
         None,

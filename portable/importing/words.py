@@ -1,7 +1,7 @@
-"""Words of other programs for values of our settings.
+"""Words of other programs for values of settings.
 
-The words of the settings in :data:`TRANSLATED_SETTINGS` are translated when a file is imported. The words of
-the others only make a better message about a wrong value.
+When a file is imported, the words of the settings in :data:`TRANSLATED_SETTINGS` are translated. The words of
+the other settings only improve the error message about a wrong value.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class WordMeaning(NamedTuple):
     """The meaning of a word of another program.
 
     Attributes:
-        value: Our value.
-        advice: What to set with it, or how it differs. Only used in messages.
+        value: Value of the setting.
+        advice: Addition to the value in messages: another setting to change, or a difference in meaning.
     """
 
     value: str
     advice: str
 
     def __str__(self) -> str:
+        """Return the value and the advice, for an error message."""
         return f"{self.value}, {self.advice}"
 
 
@@ -89,12 +90,23 @@ FOREIGN_WORDS: dict[str, dict[str, str | WordMeaning]] = {
         **dict.fromkeys(("instruct", "instruction"), "alpaca"),
     },
 }
-"""Words of other programs, by setting or section. Outside of :data:`TRANSLATED_SETTINGS`, a text may be advice."""
+"""Words of other programs by setting or section. For settings that are not in :data:`TRANSLATED_SETTINGS`,
+the text may be advice."""
 TRANSLATED_SETTINGS = ("model.attention", "precision", "train.optimizer", "train.schedule")
+"""Settings whose words are translated when a file is imported."""
 
 
 def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
-    """Translate a word for a value of ``setting``, which is one of :data:`TRANSLATED_SETTINGS`."""
+    """Translate a word of another program to a value of a setting.
+
+    Args:
+        setting: One of :data:`TRANSLATED_SETTINGS`.
+        value: The word. Unknown words are returned as text.
+        file: The file. For Adafactor, ``train.adafactor_rule`` is also set in its result.
+
+    Returns:
+        The value, or None if the word is a boolean, empty or ``auto``.
+    """
     if value == "adafactor":
         file.set_setting(file.path, "train.adafactor_rule", "transformers")
     if is_off_or_empty(value) or isinstance(parse_boolean_word(value), bool) or value == "auto":
@@ -104,5 +116,5 @@ def translate_setting_word(setting: str, value: Any, file: ForeignFile) -> Any:
 
 
 def build_word_converter(setting: str) -> ValueConverter:
-    """Return the conversion that translates words for values of ``setting``."""
+    """Return the converter that translates words to values of ``setting``."""
     return lambda value, file: translate_setting_word(setting, value, file)

@@ -464,7 +464,7 @@ def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, c
         assert all(same)  # the update overflowed, and was left out
         results = [trial.step() for _ in range(19)]
         counted = trial.backend.get_metrics()
-        assert trial.engine.read_health().first_bad_update is None
+        assert trial.engine.read_update_health().first_bad_update is None
         losses = trial.backend.read_to_host([result.loss for result in results])
     assert counted["loss_scale"] == 2.0 ** (30 - counted["overflows"])
     assert 1 < counted["overflows"] < 20

@@ -243,7 +243,7 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
         names = data.label_names
         assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
-            label, found = labels[data.train.list_documents(index)[0]], data.train[index]["labels"]
+            label, found = labels[data.train.list_document_numbers(index)[0]], data.train[index]["labels"]
             if problem == SINGLE:
                 expected: Any = names.index(str(label))
             elif problem == MULTI and not any(isinstance(item, bool | float) for item in label):

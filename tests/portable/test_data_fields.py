@@ -181,7 +181,7 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
         data = build_classifier_data(path, tmp_path)
         assert data.label_names == wanted
         names = [data.label_names[int(data.train[i]["labels"])] for i in range(len(labels))]
-        texts = [data.train.list_documents(i)[0] for i in range(len(labels))]
+        texts = [data.train.list_document_numbers(i)[0] for i in range(len(labels))]
         spelled = [labels[number] for number in texts]
         same = [
             name == label or float(name) == float(label) for name, label in zip(names, spelled, strict=True)

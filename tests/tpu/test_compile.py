@@ -447,9 +447,11 @@ def test_a_compiler_that_dies(
 ASKS = """
 import os
 from pathlib import Path
-from portable.tpu.compile.child_process import ask
+from portable.tpu.compile.child_process import run_in_child_process
 code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
-ask(code, Path({answer!r}), request=None, environment=os.environ, failure=lambda *ended: "")
+run_in_child_process(
+    code, Path({answer!r}), request=None, environment=os.environ, format_failure=lambda *ended: ""
+)
 """
 
 

@@ -29,7 +29,7 @@ _NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cp
 class TorchTpuPackage(TorchPackage):
     """A rank a chip, with TorchTPU's process group."""
 
-    def is_here(self) -> bool:
+    def is_available(self) -> bool:
         return device_specs.count_tpu_chips() > 0 and find_spec("torch_tpu") is not None
 
     def count_local_ranks(self) -> int:
@@ -49,18 +49,18 @@ class TorchTpuPackage(TorchPackage):
     def list_devices(self) -> tuple[Device, ...]:
         return tuple(device_specs.list_accelerators())
 
-    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+    def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         # torch_tpu refuses inductor; its own compiler is what the default means there.
         if config.compile and config.compile_backend == "inductor":
             return config.replaced({"compile_backend": self.default_compile_backend})
         return config
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+    def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         from portable.tpu.torchtpu.dry_run import compile_torchtpu_step
 
-        return compile_torchtpu_step(self.adopt(config, World(target.num_devices)), target)
+        return compile_torchtpu_step(self.adopt_engine_file(config, World(target.num_devices)), target)
 
-    def launch_environment(self, ranks: int) -> dict[str, str]:
+    def get_launch_environment(self, ranks: int) -> dict[str, str]:
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError, require
-from portable.registry import World
+from portable.registry import BackendPackage, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ _ATTENTION_ROWS = 512
 """Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
 
 
-class XlaPackage:
+class XlaPackage(BackendPackage):
     """One process a host, which drives all its devices."""
 
     name = "xla"
@@ -33,7 +33,7 @@ class XlaPackage:
     typical_device = "v5e"
     runs_cuda = runs_zero = False
 
-    def is_here(self) -> bool:
+    def is_available(self) -> bool:
         from portable.tpu.device_specs import is_tpu_selected
 
         return is_tpu_selected()
@@ -47,7 +47,7 @@ class XlaPackage:
                 "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
             )
 
-    def launch_environment(self, ranks: int) -> dict[str, str]:
+    def get_launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
     def get_world(self, ranks: int) -> World:
@@ -66,10 +66,10 @@ class XlaPackage:
 
         return checks.find_problems(config, late=late)
 
-    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+    def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
 
-    def check(self, config: RunConfig, world: World) -> None:
+    def check_config(self, config: RunConfig, world: World) -> None:
         from portable.tpu.xla import runtime
         from portable.tpu.xla.layout import MeshLayout
 
@@ -84,7 +84,7 @@ class XlaPackage:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
-    def iter_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+    def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
         # Nothing can be offloaded, and the logits exist once, in the compute type.
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
@@ -105,12 +105,12 @@ class XlaPackage:
 
         return tuple(list_accelerators())
 
-    def compile(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
+    def compile_graphs(self, config: RunConfig, target: CompileTarget) -> CompiledRun:
         from portable.tpu.compile.compiler import compile_xla_graphs
 
         return compile_xla_graphs(config, target)
 
-    def create(self) -> Backend:
+    def create_backend(self) -> Backend:
         from portable.tpu.xla.backend import XlaBackend
 
         return XlaBackend(self.name)

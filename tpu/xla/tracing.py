@@ -257,18 +257,18 @@ class _FirstMicroBatchEngine:
         self.objective = engine.objective
         self._first: StepSums | None = None
 
-    def accumulate(
-        self, batch: Batch, weight: Tensor, *, last: bool, with_token_metrics: bool = False
+    def accumulate_gradients(
+        self, batch: Batch, weight: Tensor, *, is_last_micro_batch: bool, with_token_metrics: bool = False
     ) -> StepSums:
         if self._first is not None:
             zeros = self._engine.layout.replicate(torch.zeros(self._first.values.shape))
             return StepSums(zeros, self._first.names)
         self._first = self._engine.accumulate_gradients(
-            batch, weight, is_last_micro_batch=last, with_token_metrics=with_token_metrics
+            batch, weight, is_last_micro_batch=is_last_micro_batch, with_token_metrics=with_token_metrics
         )
         return self._first
 
-    def update(self, *args: Any, **kwargs: Any) -> Tensor:
+    def take_optimizer_step(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._engine.take_optimizer_step(*args, **kwargs)
 
 
