@@ -64,7 +64,7 @@ class TorchPackage(TorchDevice, BackendPackage):
         if not self.runs_zero:
             yield from check_strategy_without_zero(config)
         if uses_zero_strategy(config):
-            yield from checks.find_problems(config, late=late, cuda=self.runs_cuda)
+            yield from checks.find_problems(config, late=late, has_cuda=self.runs_cuda)
         if not self.runs_cuda:
             yield from check_cuda_only_settings(config, is_resolved=late)
         if late and not uses_zero_strategy(config):

@@ -421,7 +421,7 @@ def test_a_save_has_the_state_of_its_step(
         engine = trial.engine
         for _ in range(2):
             trial.step()
-        handle = engine.save(folder, background=True)
+        handle = engine.save_shards(folder, background=True)
         parameters = engine._optimized
         kept = {name: to_local(p.detach()).cpu().clone() for name, p in parameters.items()}
         moments = {

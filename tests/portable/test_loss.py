@@ -197,7 +197,7 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
         batch = trial.backend.copy_to_device(rows[0])
         labels = int((rows[0]["labels"] != IGNORED_LABEL).sum())
         alone = compute_summed_cross_entropy(trial.engine.model, batch) / labels
-        evaluated = trial.engine.evaluate(batch, LOSS_ONLY, {})["loss"] / labels
+        evaluated = trial.engine.evaluate_batch(batch, LOSS_ONLY, {})["loss"] / labels
         torch.testing.assert_close(evaluated.float(), alone.detach(), rtol=1e-6, atol=0)
 
 
