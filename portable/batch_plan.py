@@ -168,7 +168,15 @@ def describe_padding(plan: BatchPlan) -> str:
 
 
 def compute_batch_plan_of_rank(config: RunConfig, backend: Backend) -> BatchPlan:
-    """Compute the batch plan of this rank."""
+    """Compute the batch plan of this rank.
+
+    Args:
+        config: Config of the run.
+        backend: Backend of this rank.
+
+    Raises:
+        UserError: If the global batch cannot be divided among the ranks.
+    """
     return compute_batch_plan(
         config,
         world_size=backend.world_size,

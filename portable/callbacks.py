@@ -102,10 +102,20 @@ class Callback:
         """
 
     def record_pause(self, run: Run, seconds: float) -> None:
-        """Record a pause of ``seconds`` during which training waited for an evaluation or a save."""
+        """Record a pause of the training.
+
+        Args:
+            run: The current run.
+            seconds: Time that training waited for an evaluation or a save.
+        """
 
     def handle_completed_checkpoint(self, run: Run, checkpoint: AnyPath) -> None:
-        """Handle a completed checkpoint. Only called on rank 0."""
+        """Handle a completed checkpoint. Only called on rank 0, usually in a background thread.
+
+        Args:
+            run: The current run.
+            checkpoint: Folder or URL of the checkpoint.
+        """
 
     def close(self) -> None:
         """Release resources at the end of a launch, even if the launch failed."""
@@ -334,7 +344,10 @@ class Run:
         return StepRequests(self.is_stop_requested, save)
 
     def take_logged_values(self) -> dict[str, float]:
-        """Return and forget the values of :meth:`log` since the last call. Reads tensors from the device."""
+        """Return the values of :meth:`log` since the last call, keyed by name, and forget them.
+
+        Reads tensors from the device.
+        """
         pending, self.pending_values = self.pending_values, {}
         tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}

@@ -21,7 +21,9 @@ def format_bytes(count: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, such as ``1 rank`` or ``2 ranks``.
 
-    The plural of ``noun`` must end in s.
+    Args:
+        count: The count.
+        noun: Noun in the singular. Its plural must end in s.
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 

@@ -111,7 +111,14 @@ class BackendPackage(Protocol):
         """Raise UserError if this machine cannot start ``ranks`` ranks."""
 
     def get_launch_environment(self, ranks: int) -> dict[str, str]:
-        """Return environment variables that all ranks of this machine need before they start."""
+        """Return environment variables that all ranks of this machine need before they start.
+
+        Args:
+            ranks: Number of ranks on this machine.
+
+        Returns:
+            The values, keyed by variable.
+        """
 
     def get_world(self, ranks: int) -> World:
         """Return the ranks and devices of the launch that this process starts or has joined.
@@ -143,6 +150,13 @@ class BackendPackage(Protocol):
     def adopt_engine_file(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by the values in a file of an engine, such as a DeepSpeed JSON.
 
+        Args:
+            config: Config of the run.
+            world: Ranks and devices of the launch.
+
+        Returns:
+            The config with the values. Unchanged if it names no such file.
+
         Raises:
             UserError: If the file contradicts the config.
         """
@@ -154,7 +168,15 @@ class BackendPackage(Protocol):
         """Build notes about unexpected effects of the config under this backend, one line each."""
 
     def iter_memory_remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        """Yield settings that need less device memory than ``config``, the cheapest first."""
+        """Yield settings that need less device memory than ``config``, the cheapest first.
+
+        Args:
+            config: Config of the run.
+            ranks: Number of ranks of the launch.
+
+        Yields:
+            A setting with its value, such as ``memory.activation_checkpointing full``.
+        """
 
     def get_host_memory_advice(self, config: RunConfig) -> str:
         """Return one sentence about the settings to change if host memory runs out."""

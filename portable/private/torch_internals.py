@@ -49,7 +49,7 @@ def build_dtensor_like(
 
 @_torch.explain_missing_names("checkpoints under strategy full_shard")
 def compute_shard_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Compute the slices of the global tensor that this rank's shard covers."""
+    """Compute the slices of the global tensor that this rank's shard covers, one for each dimension."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -207,7 +207,12 @@ get_submodules = _torch.wrap_private_attribute("_modules", "model")
 
 @_torch.explain_missing_names("adapter")
 def copy_with_submodules(module: Any, changed: dict[str, Any]) -> Any:
-    """Copy ``module`` with other submodules. The copy shares everything else."""
+    """Copy ``module`` with other submodules. The copy shares everything else.
+
+    Args:
+        module: Module to copy.
+        changed: Submodules of the copy, keyed by name.
+    """
     module_copy = copy.copy(module)
     module_copy._modules = changed
     return module_copy

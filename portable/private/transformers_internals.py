@@ -121,7 +121,7 @@ def get_mask_functions() -> Any:
 
 
 def get_module_namespace(model: Any) -> dict[str, Any]:
-    """Return the global names of the module that defines the class of ``model``.
+    """Return the global names of the module that defines the class of ``model``, with their values.
 
     FSDP2 replaces the class of a model by a subclass that torch defines. Classes of torch are skipped.
     """
@@ -279,6 +279,13 @@ An Auto class might choose another class for the config.
 def get_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``.
 
+    Args:
+        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        config: Config of the model.
+
+    Returns:
+        The class, or several classes for some model types.
+
     Raises:
         KeyError: If the Auto class has no class for the config.
     """
@@ -289,6 +296,10 @@ def find_model_class(auto_class: Any, config: PretrainedConfig) -> Any:
     """Return the class that an Auto class builds for ``config``, or None if it has none.
 
     If transformers lists several classes, the architecture in the config decides.
+
+    Args:
+        auto_class: Auto class of transformers, such as ``AutoModelForCausalLM``.
+        config: Config of the model.
     """
     try:
         classes = get_model_class(auto_class, config)
@@ -365,7 +376,12 @@ get_commit_hash = _transformers.wrap_private_attribute("_commit_hash", "adapter"
 def wrap_activation_checkpointing(
     model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Wrap the function with which layers checkpoint their activations."""
+    """Wrap the function with which layers checkpoint their activations.
+
+    Args:
+        model: Model whose layers already checkpoint their activations.
+        wrap: Function that wraps the original function.
+    """
     name = "_gradient_checkpointing_func"
     for module in model.modules():
         if hasattr(module, name):

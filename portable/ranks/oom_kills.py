@@ -49,7 +49,12 @@ def _list_cgroup_counter_files(root: Path) -> list[Path]:
 
 
 def has_new_oom_kill(before: OomKillCounts, after: OomKillCounts) -> bool | None:
-    """Return whether there was an OOM kill between two readings, or None if there are no counters."""
+    """Return whether there was an OOM kill between two readings, or None if there are no counters.
+
+    Args:
+        before: First result of :func:`read_oom_kills`.
+        after: Later result.
+    """
     if not before:
         return None
     return any(after.get(path, count) > count for path, count in before.items())

@@ -172,7 +172,7 @@ def _describe_rank_change(prepared: PreparedRun, restored: RestoredRun) -> str |
 
 
 def format_rank_count(ranks: int, devices_per_rank: int) -> str:
-    """Format the number of ranks, with the devices of each if a rank drives several."""
+    """Format the number of ranks, such as ``8``, or ``2 x 4 devices`` if a rank drives several devices."""
     return str(ranks) if devices_per_rank == 1 else f"{ranks} x {devices_per_rank} devices"
 
 
@@ -181,6 +181,11 @@ def print_sample_text(prepared: PreparedRun, engine: Engine, reporter: RunReport
 
     Prints nothing if the model cannot generate text. Prints only a warning if the model or the chat template
     fails, because the run is complete without a sample.
+
+    Args:
+        prepared: The run.
+        engine: Engine with the trained weights.
+        reporter: Reporter, which prints on rank 0.
     """
     config = prepared.config
     try:

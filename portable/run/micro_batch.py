@@ -123,7 +123,12 @@ def build_micro_batch_search(prepared: PreparedRun) -> MicroBatchSearch:
 
 
 def list_micro_batch_sizes(config: RunConfig, world: World) -> list[int]:
-    """List the micro-batch sizes that the global batch allows, in ascending order."""
+    """List the micro-batch sizes that the global batch allows, in ascending order.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+    """
     total, groups = config.train.global_batch_size, max(1, world.devices // config.ranks_together)
     share = -(-total // groups)
     return (
@@ -142,6 +147,12 @@ def read_previous_micro_batch_size(
     config: RunConfig, existing: ExistingRun, output_place: AnyPath, world: World
 ) -> int | None:
     """Read the micro-batch size of the latest launch of this run, so that ``auto`` does not search again.
+
+    Args:
+        config: Config of this launch.
+        existing: The run that the output folder contains.
+        output_place: Folder or URL of ``output_dir``.
+        world: Ranks and devices of this launch.
 
     Returns:
         The size. None if the run has no checkpoint, if the number of ranks or a setting that affects memory
@@ -255,7 +266,12 @@ def agree_on_smallest_size(size_of_rank: int, config: RunConfig, world: World, b
 
 
 def describe_memory_remedies(config: RunConfig, world: World) -> str:
-    """Describe settings that need less device memory than the settings of ``config``, the cheapest first."""
+    """Describe settings that need less device memory than the settings of ``config``, the cheapest first.
+
+    Args:
+        config: Config of the run.
+        world: Ranks and devices of the launch.
+    """
     settings = load_backend_package(config.backend).iter_memory_remedies(config, world.ranks)
     return ", ".join(settings) or "more devices"
 

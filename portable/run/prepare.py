@@ -169,7 +169,13 @@ def describe_unreached_parameters(model: PreTrainedModel) -> str:
 def open_run_data(
     config: RunConfig, model_config: PretrainedConfig, special_tokens: ModelSpecialTokens
 ) -> RunData:
-    """Open the data of a run, and tokenize it if it is not cached."""
+    """Open the training and evaluation data of a run, and tokenize it if it is not cached.
+
+    Args:
+        config: Config of the run.
+        model_config: Config of the model.
+        special_tokens: Special tokens of the model, which some tasks need.
+    """
     classifies = config.model.task == "sequence-classification"
     return build_data(
         config.data,
