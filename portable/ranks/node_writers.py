@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class NodeWriters:
     """Group of the ranks that write a model together: the first rank of each node.
 
-    Implements :class:`portable.converters.WriterGroup`. Rank 0 is process 0 of the group.
+    Implements the protocol :class:`portable.converters.writers.writer_group.WriterGroup`. Rank 0 is process 0
+    of the group.
 
     Args:
         group: Process group of these ranks. None if rank 0 is the only one.
@@ -37,7 +38,7 @@ class NodeWriters:
         self.has_lost_a_process = False
 
     def call_everywhere(self, function: Callable[[], str]) -> list[str]:
-        """Call a function in every process of the group; see :class:`portable.converters.WriterGroup`.
+        """Call a function in every process of the group. A collective call of the group.
 
         Args:
             function: Function that returns a text.
