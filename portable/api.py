@@ -75,7 +75,13 @@ def replace_settings_with_objects(
 
     Args:
         config: Config of the run.
-        loss, metrics, callbacks, data, model, schedule, optimizer: See :func:`train`.
+        loss: See :func:`train`.
+        metrics: See :func:`train`.
+        callbacks: See :func:`train`.
+        data: See :func:`train`.
+        model: See :func:`train`.
+        schedule: See :func:`train`.
+        optimizer: See :func:`train`.
 
     Returns:
         A config that also contains the source text that ranks need to create the objects.
@@ -188,7 +194,9 @@ def plan(
     host_memory: str | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
-    """Compute what a run needs before a machine is rented, as ``portable-plan`` does. Loads no weights.
+    """Compute the memory, strategy and time of a run before a machine is rented, as ``portable-plan`` does.
+
+    Loads no weights.
 
     Example:
         >>> from portable import load_config, plan
