@@ -235,7 +235,7 @@ class TorchEngine:
     def evaluate_batch(
         self, batch: Batch, metric_accumulator: MicroBatchMeasure, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Run the forward pass of one evaluation micro-batch and add its metrics to ``totals``."""
+        """Run the forward pass of an evaluation micro-batch, and return ``totals`` plus its metrics."""
         self.model.eval()
         if self._cuda_graph_memory is not None:
             self._cuda_graph_memory.begin_pass()
