@@ -206,8 +206,8 @@ def plan(
 
     Args:
         config: Config of the run, from :func:`portable.load_config`.
-        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. None for the devices
-            of this machine.
+        device: Name of the accelerator, for example ``h100``, ``a100-80``, or ``v5e``. If None, the
+            device is unknown, and the plan says what each strategy needs instead of what fits.
         devices: Number of devices.
         device_memory: Memory of a device, for example ``80GB``, instead of ``device`` or to override it.
         host_memory: Memory of a node, for example ``512GB``. It limits offloading.

@@ -32,7 +32,7 @@ from portable.gpu.zero.saving import ZeroSaver
 from portable.gpu.zero.settings import ModelElementCounts, build_deepspeed_config
 from portable.model.freezing import list_frozen_names
 from portable.model.layers import find_modules_called_repeatedly
-from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.model.parameter_groups import assign_parameter_groups
 from portable.model.parameters import get_state_tensors, has_peft_adapter, materialize_model, replace_tensors
 from portable.model.weight_sources import copy_into_tensor
@@ -277,9 +277,7 @@ class ZeroEngine:
         """Run the forward and backward pass of one micro-batch and return its contribution to the loss."""
         self._partitions.refresh_compute_copies()
         self._engine.set_gradient_accumulation_boundary(is_last_micro_batch)
-        output = compute_micro_batch_loss(
-            self._engine, batch, self.objective, with_token_metrics=with_token_metrics
-        )
+        output = forward_loss(self._engine, batch, self.objective, with_token_metrics=with_token_metrics)
         loss, sums = scale_loss_by_global_weight(output, global_weight, self.objective.global_batch_size)
         # DeepSpeed checks only the gradients, which can be finite if the loss is not. Make them NaN in this
         # case.

@@ -1,7 +1,7 @@
 """Engines that torch supports on any device (DDP and FSDP2), and the backend on torch.distributed.
 
 The modules here access a device only through its record, :class:`portable.engines.package.TorchPackage`. The
-engine of DeepSpeed is in :mod:`portable.gpu.zero`; :data:`portable.registry.ENGINES` lists the packages of
+engine of DeepSpeed is in :mod:`portable.gpu.zero`; :data:`portable.registry.ENGINE_PACKAGES` lists the packages of
 all engines.
 """
 

@@ -60,7 +60,8 @@ def enable_context_parallelism(model: Any, config: RunConfig, at_stop: ExitStack
 
     Args:
         model: Transformers model that has passed
-            :func:`portable.model.context_parallel_support.check_sequences`. Its ``generate`` is replaced.
+            :func:`portable.model.context_parallel_support.check_context_parallel_support`. Its ``generate``
+            method is replaced.
         config: Config of the run.
         at_stop: Exit stack that restores the replaced functions of transformers.
     """

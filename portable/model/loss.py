@@ -1,6 +1,6 @@
 """Loss of a micro-batch, for every task, engine and kind of loss.
 
-:func:`compute_micro_batch_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
+:func:`forward_loss` runs the model on a micro-batch and returns the summed loss. A step minimizes
 the mean over all labels of the global batch, so :func:`scale_loss_by_global_weight` divides the sum by the
 number of valid labels of the global batch, not of the micro-batch. The loss is cross-entropy, the loss of a
 classifier's ``problem_type``, or the loss that ``train.loss`` names.
@@ -88,8 +88,8 @@ def count_valid_labels(labels: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class MicroBatchLoss:
-    """Result of :func:`compute_micro_batch_loss`.
+class LossOutput:
+    """Result of :func:`forward_loss`.
 
     Attributes:
         loss_sum: Loss summed over the labels of the micro-batch, an fp32 scalar.
@@ -162,7 +162,7 @@ class StepContribution(NamedTuple):
 
 
 def scale_loss_by_global_weight(
-    output: MicroBatchLoss, global_weight: Tensor, global_batch_size: int
+    output: LossOutput, global_weight: Tensor, global_batch_size: int
 ) -> StepContribution:
     """Divide a micro-batch's summed loss by the weight of the global batch, and add the auxiliary losses.
 
@@ -311,14 +311,14 @@ class TaskLoss:
         return LossSums(criterion(outputs.logits, labels), None, {})
 
 
-def compute_micro_batch_loss(
+def forward_loss(
     model: nn.Module,
     batch: Batch,
     objective: TrainingObjective,
     *,
     with_token_metrics: bool = False,
     evaluation: MicroBatchMeasure | None = None,
-) -> MicroBatchLoss:
+) -> LossOutput:
     """Run a model on a micro-batch and compute its loss.
 
     Args:
@@ -368,7 +368,7 @@ def compute_micro_batch_loss(
     if metric_needs is not None and predictions is None and not labels.is_floating_point():
         assert outputs.logits is not None
         predictions = outputs.logits.argmax(dim=-1)
-    return MicroBatchLoss(
+    return LossOutput(
         loss_sum,
         labels.shape[0],
         weight,
@@ -553,7 +553,7 @@ class TrainingObjective:
         if isinstance(measure, PrecomputePass):
             assert self._custom_loss is not None and self._custom_loss.once is not None
             return self._call_without_gradients(self._custom_loss.once, batch)
-        output = compute_micro_batch_loss(model, batch, self, evaluation=measure)
+        output = forward_loss(model, batch, self, evaluation=measure)
         metrics = {f"{LOSS_SUM_PREFIX}{name}": value for name, value in output.metrics.items()}
         outputs = Outputs(output.predictions, output.logits)
         return {"loss": output.loss_sum, **metrics, **measure(outputs, batch)}

@@ -17,7 +17,7 @@ from portable.errors import require
 from portable.evaluation.totals import build_zero_totals, compute_new_totals
 from portable.model.auxiliary_losses import has_router_loss
 from portable.model.layers import find_transformer_layers
-from portable.model.loss import compute_micro_batch_loss, scale_loss_by_global_weight
+from portable.model.loss import forward_loss, scale_loss_by_global_weight
 from portable.optim.non_finite_updates import (
     INITIAL_COUNTERS,
     UpdateHealth,
@@ -33,7 +33,7 @@ from portable.tpu.xla.checks import STRATEGIES_GATHERED_ONCE
 from portable.tpu.xla.custom_optimizer import build_xla_optimizer
 from portable.tpu.xla.functional_call import FunctionalCaller
 from portable.tpu.xla.generation import sample_continuation
-from portable.tpu.xla.layout import constrain_with_gradient, copy_unsharded
+from portable.tpu.xla.layout import constrain_with_gradient, copy_without_sharding
 from portable.tpu.xla.lm_head import shard_head_gradient
 from portable.tpu.xla.parameter_gathering import gather_layer_parameters
 from portable.tpu.xla.parameters import DeviceParameters
@@ -175,9 +175,11 @@ class XlaEngine:
             # become an input of the graph, and masks already separate the documents.
             waits = {} if self._recomputes_layers else batch
             waiting = {
-                name: copy_unsharded(rows) for name, rows in waits.items() if name != "document_lengths"
+                name: copy_without_sharding(rows)
+                for name, rows in waits.items()
+                if name != "document_lengths"
             }
-            output = compute_micro_batch_loss(self.model, {**batch, **waiting}, self.objective)
+            output = forward_loss(self.model, {**batch, **waiting}, self.objective)
             loss, sums = scale_loss_by_global_weight(output, global_weight, self.objective.global_batch_size)
             # The backward pass waits for the loss. Otherwise the compiler would delay the loss, and keep the
             # logits for it.

@@ -313,12 +313,12 @@ def copy_with_sharding(tensor: Tensor, sharding: Any) -> Tensor:
     """Return a copy of a tensor that is annotated with a sharding."""
     # Copy the tensor, because marking works in place, and a clone would inherit the sharding of a placed
     # tensor.
-    copy = copy_unsharded(tensor)
+    copy = copy_without_sharding(tensor)
     xla.mark_sharding(copy, sharding)
     return copy
 
 
-def copy_unsharded(tensor: Tensor) -> Tensor:
+def copy_without_sharding(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor without its sharding annotation. The compiler removes the copy."""
     return tensor | False if tensor.dtype == torch.bool else tensor * 1
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from portable.tpu.xla.layout import copy_unsharded, copy_with_sharding
+from portable.tpu.xla.layout import copy_with_sharding, copy_without_sharding
 from portable.tpu.xla.sharding import is_head_gradient_transposed
 from portable.tpu.xla.torch_xla_internals import xla
 
@@ -80,7 +80,7 @@ class _HeadFunction(torch.autograd.Function):
         hidden, gathered = ctx.saved_tensors
         # Compute one product after the other. The second product may be a loop, which copies its operands if
         # they are read after it, so the gradients of the logits would exist twice.
-        hidden_gradient, gradient = gradient @ gathered, copy_unsharded(gradient)
+        hidden_gradient, gradient = gradient @ gathered, copy_without_sharding(gradient)
         xla.barrier_([hidden_gradient, gradient])
         # Do not flatten the tensors: if the vocabulary size is not a multiple of 128, the compiler would copy
         # the gradients of the logits to flatten them.

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from portable.private.torch_internals import find_view_origin, get_tensor_version
-from portable.tpu.xla.layout import constrain_with_gradient, copy_unsharded
+from portable.tpu.xla.layout import constrain_with_gradient, copy_without_sharding
 from portable.tpu.xla.runtime import xb
 from portable.tpu.xla.torch_xla_internals import lowering_context, xla
 
@@ -224,10 +224,10 @@ class _BodyTracer:
         """
         carry, stacked, shared = _split_by_lengths(placeholders, *self._counts[:2])
         slices = [
-            copy_unsharded(tensor) if sharding is None else constrain_with_gradient(tensor, *sharding)
+            copy_without_sharding(tensor) if sharding is None else constrain_with_gradient(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*map(copy_unsharded, carry), *slices, *map(copy_unsharded, shared)]
+        return [*map(copy_without_sharding, carry), *slices, *map(copy_without_sharding, shared)]
 
     def _call_body(
         self, placeholders: Sequence[Tensor], on_inputs: Callable[[Sequence[Tensor]], None] = lambda _: None
@@ -251,7 +251,7 @@ class _BodyTracer:
         for before, after in zip(body_inputs, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
         # Copy the outputs, because an input may also be an output.
-        return [copy_unsharded(t) for t in (*carried, *results)], body_inputs
+        return [copy_without_sharding(t) for t in (*carried, *results)], body_inputs
 
     def _trace_with_recompute(self) -> _TracedLoops:
         """Build a forward loop that saves only its carries, and a backward loop that runs the body again."""
@@ -304,7 +304,7 @@ class _BodyTracer:
         with torch.no_grad():
             backward_values += [
                 *self._constrain_placeholders(backward_placeholders),
-                *map(copy_unsharded, saved),
+                *map(copy_without_sharding, saved),
             ]
         traced = self._trace_backward(forward, outputs, placeholders, backward_placeholders, saved)
         assert not traced.backward.reads(placeholders), "a function keeps tensors without save_for_backward"
@@ -331,7 +331,7 @@ class _BodyTracer:
         incoming_gradients = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
         trained_indices = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
         pairs = [
-            (o, copy_unsharded(g))
+            (o, copy_without_sharding(g))
             for o, g in zip(outputs, incoming_gradients, strict=True)
             if o.requires_grad
         ]
