@@ -98,7 +98,10 @@ def read_index(folder: AnyPath) -> TokenIndex:
 
 
 def _build_folder_finder(file: str) -> Callable[[Path], Path | None]:
-    """Build a function that returns a folder if it contains ``file``, for :func:`portable.temporary_folder.open_or_build_cache_folder`."""
+    """Build a function that returns a folder if it contains ``file``.
+
+    :func:`portable.temporary_folder.open_or_build_cache_folder` takes such a function.
+    """
     return lambda folder: folder if (folder / file).exists() else None
 
 

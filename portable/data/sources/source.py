@@ -128,7 +128,10 @@ class SourceSettings:
 
     @property
     def tokenizer_languages(self) -> dict[str, Any]:
-        """Language arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer`. Empty unless the task is seq2seq."""
+        """Language arguments of :func:`portable.data.tokens.tokenizer.load_tokenizer`.
+
+        Empty unless the task is seq2seq.
+        """
         if self.task != SEQ2SEQ:
             return {}
         return {"source_language": self.data.source_language, "target_language": self.data.target_language}
