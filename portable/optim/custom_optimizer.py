@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEY = "train.optimizer"
 
 
-class OptimizerFactory(Protocol):
+class MakesOptimizer(Protocol):
     """Class such as ``torch.optim.NAdam``, or function that returns an optimizer, for ``train.optimizer``.
 
     ``step()`` updates in place every parameter with a gradient, with the learning rate ``group["lr"]``, which

@@ -241,7 +241,7 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(row: dict[str, An
     with learns(tmp_path, labels, **given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         names = data.label_names
-        assert (data.classes.problem, model.config.num_labels) == (problem, outputs)
+        assert (data.classes.problem_type, model.config.num_labels) == (problem, outputs)
         for index in range(len(labels)):
             label, found = labels[data.train.list_document_numbers(index)[0]], data.train[index]["labels"]
             if problem == SINGLE:

@@ -149,7 +149,7 @@ def test_whole_numbers_are_classes_in_every_file(suffix: str, tmp_path: Path) ->
     path = tmp_path / f"a.{suffix}"
     PANDAS[suffix](frame, path)
     data = build_classifier_data(path, tmp_path, on_bad_record="skip")
-    assert data.classes.problem == "single_label_classification" and data.label_names == ("0", "1", "2")
+    assert data.classes.problem_type == "single_label_classification" and data.label_names == ("0", "1", "2")
     assert data.tokens.documents == 11
 
 
@@ -188,7 +188,7 @@ def test_all_cells_of_a_column_decide_its_kind(cells: str, tmp_path: Path) -> No
         ]
         assert all(same)
     elif wanted == "regression":
-        assert build_classifier_data(path, tmp_path).classes.problem == "regression"
+        assert build_classifier_data(path, tmp_path).classes.problem_type == "regression"
     else:
         with pytest.raises(UserError, match=wanted):
             build_classifier_data(path, tmp_path)

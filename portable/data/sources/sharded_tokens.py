@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.converters.storage.listed_file import ListedFile
     from portable.converters.storage.path_or_url import AnyPath
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -110,14 +109,6 @@ def find_sharded_folder(name: str) -> ShardedFolder | None:
     if not isinstance(index, dict) or not ("shards" in index or "chunks" in index):
         return None
     return ShardedFolder(folder, index)
-
-
-def _format_status(file: ListedFile) -> str:
-    """Format the size and version of a remote file for a digest. The text must never change.
-
-    Otherwise, a run that uses the file could not be resumed, because its data would seem to have changed.
-    """
-    return f"Object(size={file.size_bytes!r}, version={file.version!r})"
 
 
 def parse_shard_layouts(index: dict[str, Any], name: str) -> list[ShardLayout]:
@@ -234,7 +225,7 @@ class ShardedTokens(TokenSource):
                 digest.update(compute_file_digest(path, self.settings))
             else:
                 with self._convert_read_errors(piece), convert_storage_errors("data.source"):
-                    digest.update(_format_status(path.fetch_status()).encode())
+                    digest.update(repr(path.fetch_status()).encode())
         return digest.hexdigest()
 
     def iter_shards(self, part_bytes: int) -> Iterator[SourceShard]:
