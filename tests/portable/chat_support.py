@@ -36,7 +36,7 @@ class Family:
     marked: bool = True
     """Whether TRL has a template with marks."""
     in_marks: str = ""
-    """What TRL's marks include before an answer, which the generation prompt has written already."""
+    """Tokens before an answer that TRL's marks include and the generation prompt has already written."""
 
 
 FAMILIES = {

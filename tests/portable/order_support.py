@@ -1,11 +1,11 @@
-"""A mixture whose samples tell who they are, and a process that takes its batches until it is killed.
+"""A mixture whose samples identify themselves, and a process that takes its batches until it is killed.
 
 Every record is one sample of four tokens: the name of its source, two digits to base 100, and the end token.
 
     python -m tests.portable.order_support FOLDER WORLD_SIZE WORKERS STEPS
 
-takes the batches of all ranks from the position in ``FOLDER/position.json`` on. It appends the ids of each
-step to ``FOLDER/taken``, and replaces the position every few steps, as a checkpoint does.
+takes the batches of all ranks, starting at the position in ``FOLDER/position.json``. It appends the ids of
+each step to ``FOLDER/taken``, and replaces the position every few steps, as a checkpoint does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _records(name: str, first: int, count: int) -> Iterator[dict[str, str]]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer that knows the words of the records."""
+    """Write a tokenizer whose vocabulary has all words of the records."""
     words = ["<end>", "<unknown>"]
     words += [f"{name}{n}" for name in SOURCES for n in range(4)]
     words += [f"{digit}{n}" for digit in "hl" for n in range(_DIGITS)]

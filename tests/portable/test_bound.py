@@ -34,7 +34,7 @@ def load_and_wait(folder: str) -> None:
 
 
 def below(pid: int) -> list[int]:
-    """The processes that ``pid`` began, and those that these began."""
+    """Return the descendants of the process `pid`."""
     done = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )

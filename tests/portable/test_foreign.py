@@ -1,6 +1,6 @@
-"""A run begins at a checkpoint that another program's own code wrote (`make_external.py`).
+"""Runs that begin at a checkpoint written by another program (`make_external.py`).
 
-What it takes is what the writing run held in memory, bit for bit; it goes on as the Trainer itself does.
+The loaded state equals the memory of the writing run, bit for bit, and the run continues like the Trainer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AS_BEFORE: dict[str, Any] = {
     "train__weight_decay": DECAY,
     "train__learning_rate": RATE,
 }
-# What the run must be told to go on as the program did.
+# Settings with which the run continues like the other program.
 XLA_SETTINGS: dict[str, Any] = {**AS_BEFORE, "train__weight_decay": 0.01}
 SOURCES = [
     "trainer",
@@ -73,7 +73,7 @@ ENGINES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
-    """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
+    """Return a folder of other programs' checkpoints, with a file `<name>.ref.pt` for each."""
     pytest.importorskip("deepspeed")
 
     def fill(out: Path) -> None:
@@ -104,7 +104,10 @@ def begun(path: Path, corpus: Path, folder: Path, **settings: Any) -> dict[str, 
 
 
 def begin(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> tuple[int, int]:
-    """On one rank: begin at ``path``, and save what was taken into ``folder``; the step and the sample."""
+    """On one rank, begin at ``path`` and save the loaded state into ``folder``.
+
+    Returns the step and the sample.
+    """
     keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
     config = configured(folder, corpus, **keys)
     backend = create_backend(config.backend)
@@ -120,7 +123,7 @@ def begin(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
 
 
 def batches_after(samples: int, corpus: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """What a run takes after ``samples``."""
+    """Return the batches of a run after ``samples``."""
     with opened(configured(folder, corpus, train__global_batch_size=BATCH, data__eval_fraction=0)) as trial:
         data = trial.run.data.train
         loader = TrainLoader(data, seed=0, position=samples, global_batch_size=BATCH, micro_batch_size=BATCH)
@@ -142,7 +145,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("source", "engine"), list(cases()))
-def test_begins_with_what_the_writing_run_held(
+def test_external_checkpoint_loads_state_of_writing_run(
     source: str, engine: str, foreign: Path, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     held: dict[str, Any] = torch.load(foreign / f"{source}.ref.pt", weights_only=False)
@@ -164,8 +167,8 @@ def test_begins_with_what_the_writing_run_held(
         assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
 
 
-def test_goes_on_as_the_trainer_itself_does(trainer: Path, corpus: Path, tmp_path: Path) -> None:
-    """transformers' own `resume_from_checkpoint`, on the samples that this run takes."""
+def test_external_checkpoint_continues_like_trainer(trainer: Path, corpus: Path, tmp_path: Path) -> None:
+    """Compare with `resume_from_checkpoint` of transformers on the samples of this run."""
     taken = [
         {**{name: tensor[at] for name, tensor in batch.items()}, "shift_labels": batch["labels"][at]}
         for batch in batches_after(STEPS * BATCH, corpus, tmp_path / "data")
@@ -201,7 +204,7 @@ def trainer(foreign: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(foreign / "trainer", tmp_path / "trainer"))
 
 
-def test_a_run_begins_and_goes_on_by_itself(
+def test_external_checkpoint_starts_run_that_resumes(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -222,7 +225,7 @@ def test_a_run_begins_and_goes_on_by_itself(
     assert f"resuming at step 5 from {ours}" in capsys.readouterr().err
 
 
-def test_what_is_told_where_the_person_decides(
+def test_external_checkpoint_position_and_settings_may_be_set(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = {"checkpoint__resume_step": 0, "checkpoint__resume_samples": 7, "train__stop_after": 1}
@@ -237,7 +240,7 @@ def test_what_is_told_where_the_person_decides(
     assert steps == {4.0}  # of the moments, which the schedule's step does not change
 
 
-def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_info_describes_external_checkpoint(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, expected in ROWS["resume_info"].items():
         assert main(["--resume-info", str(foreign / name)]) == 0
         said = capsys.readouterr().out
@@ -245,10 +248,13 @@ def test_resume_info(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert word in said
 
 
-def test_the_model_names_what_the_optimizer_numbers(
+def test_external_optimizer_state_is_numbered_by_model_order(
     trainer: Path, corpus: Path, tmp_path: Path, foreign: Path
 ) -> None:
-    """safetensors sort their names; of a new architecture only the model itself tells their order."""
+    """Safetensors files are sorted by name.
+
+    For a new architecture, only the model defines the parameter order.
+    """
     path = trainer / f"checkpoint-{STEPS}" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "new"}))
     names = [name for name, _ in llama().named_parameters()]
@@ -277,7 +283,7 @@ def set_back(step: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS["refused"], ids=lambda row: row["it"])
-def test_refused(
+def test_external_checkpoint_with_errors_is_rejected(
     row: dict[str, Any],
     trainer: Path,
     corpus: Path,
@@ -293,7 +299,7 @@ def test_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_are_mere_defaults(
+def test_external_checkpoint_rejects_differing_default_settings(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = begun(trainer, corpus, tmp_path / "run")
@@ -311,10 +317,10 @@ def saved(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Path:
     return folder / "last.pt"
 
 
-def test_a_checkpoint_that_says_no_step(
+def test_external_checkpoint_without_step_needs_resume_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's SGD counts nothing. Its weights here are in 16 bits, and its momentum is as well."""
+    """SGD of torch counts no steps. Its weights and its momentum are stored in 16 bits."""
     model = llama().bfloat16()
     path = saved(tmp_path, model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9))
     chosen = {
@@ -342,10 +348,10 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_no_pickle_is_executed(
+def test_external_checkpoint_executes_no_pickle(
     trainer: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A scheduler of a class of its own is no reason to refuse; an optimizer is. Neither is run."""
+    """An unknown class is ignored in the scheduler and rejected in the optimizer. Neither is executed."""
     step = trainer / f"checkpoint-{STEPS}"
     torch.save({"base_lrs": Trap(tmp_path / "sprung")}, step / "scheduler.pt")
     assert main(["--resume-info", str(trainer)]) == 0
@@ -356,7 +362,7 @@ def test_no_pickle_is_executed(
     assert not (tmp_path / "sprung").exists()
 
 
-def test_another_rule_of_the_same_state_is_refused(
+def test_external_optimizer_with_other_rule_is_rejected(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = llama()
