@@ -106,7 +106,7 @@ SIZES_OF_TOWER = {
     "num_attention_heads": 2,
 }
 NAMES_PER_TYPE = 12
-"""Names of which every part is changed, so that the server has to refuse them."""
+"""Names of which each part is changed in turn, so that the server must reject them."""
 
 
 class Names(NamedTuple):
