@@ -75,8 +75,10 @@ def published(s3: ObjectStore, name: str) -> dict[str, bytes]:
 
 @pytest.fixture
 def large(s3: ObjectStore, tmp_path: Path) -> Path:
-    """Write two safetensors shards of 1 MB, also into the bucket as `src`: three large and many small
-    tensors."""
+    """Write two safetensors shards of 1 MB, also into the bucket as `src`.
+
+    The shards have three large and many small tensors.
+    """
     random = np.random.default_rng(0)
     state = {f"layer.{i}.weight": random.standard_normal((250, 750), np.float32) for i in range(3)}
     state |= {f"norm.{i}": random.standard_normal(32, np.float32) for i in range(200)}

@@ -38,8 +38,7 @@ from tests.runs import TINY_MODEL, configured
 Run = Callable[..., list[float]]
 STEPS = 6
 CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
-"""Relative difference from the CPU's losses: a GPU sums in another order, and Adam amplifies the difference.
-"""
+"""Relative difference from the CPU's losses: a GPU sums in another order, which Adam amplifies."""
 
 OPTIMIZERS = ["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
 HEADS_OF_16 = {**TINY_MODEL, "hidden_size": 64}

@@ -105,8 +105,7 @@ def on_host_by_zero(engine: Any) -> int:
 
 
 def live(config: RunConfig) -> Kept:
-    """Return the memory of the first rank after the last micro-batch of the second step, with optimizer
-    state."""
+    """Return the memory of the first rank after the last micro-batch of the second step."""
     return stepped(config, kept_by_zero if config.strategy.startswith("zero") else kept_by_fsdp)
 
 
