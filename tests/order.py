@@ -25,10 +25,10 @@ FIRST: tuple[str, ...] = (
     "tests/portable/test_remote_runs.py",
     "tests/test_adapters.py",
     "tests/portable/test_api.py",
-    "tests/test_docs.py::test_commands_run[train]",
+    "tests/test_docs.py::test_docs_commands_run[train]",
     "tests/test_composite_models.py",
-    "tests/test_docs.py::test_commands_run[data]",
-    "tests/test_docs.py::test_commands_run[README]",
+    "tests/test_docs.py::test_docs_commands_run[data]",
+    "tests/test_docs.py::test_docs_commands_run[README]",
     "tests/converters/test_mutations.py",
     "tests/tpu/test_planned_steps.py",
 )
@@ -40,7 +40,7 @@ def group_of(nodeid: str) -> str:
     file, _, test = nodeid.partition("::")
     if file.startswith("tests/torchtpu/") or "[tpu" in test:
         return "TorchTPU"
-    return nodeid if test.startswith("test_commands_run") else file
+    return nodeid if test.startswith("test_docs_commands_run") else file
 
 
 class InGroups(LoadScopeScheduling):  # type: ignore[misc]
