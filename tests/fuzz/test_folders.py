@@ -1,4 +1,4 @@
-"""A sample of the hostile folders, and that the observers see what they are for."""
+"""A sample of the hostile folders, and a check that the observers detect each fault."""
 
 from __future__ import annotations
 

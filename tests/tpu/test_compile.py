@@ -231,7 +231,7 @@ def test_analyze_module_counts_loop_iterations() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_count_convolution_flops_matches_direct_count(seed: int) -> None:
-    """The count is compared with all pairs of positions, with strides, paddings and dilations of batch dims."""
+    """The count is compared with all pairs of positions, with strides, paddings and dilations."""
     size, stride, low, high, holes, gaps, extent = [
         (1, 1, 0, 0, 1, 1, 7),
         (3, 1, 1, 1, 1, 1, 6),
@@ -627,8 +627,7 @@ def test_logits_are_stored_once(library: compiler.LibtpuInstallation, tmp_path: 
 def test_head_needs_no_copies(
     vocabulary: int, tokens: int, most: float, library: compiler.LibtpuInstallation, tmp_path: Path
 ) -> None:
-    """Neither the state of the head, for a gradient with another layout, nor the logits' gradients are
-    copied."""
+    """Neither the state of the head nor the gradients of the logits are copied to another layout."""
     settings = {
         "model.config": {**TINY, "hidden_size": 1024, "vocab_size": vocabulary},
         "data.seq_len": tokens,

@@ -74,7 +74,7 @@ def test_xla_metrics_count_graphs_and_transfers(tmp_path: Path, corpus: Path, xl
 
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:
-    """Return the reports when the shape of a batch changes, and when a scalar becomes a constant of the step."""
+    """Return the reports when a batch changes its shape, and when a scalar becomes a constant."""
     from portable.tpu.xla.graphs import GraphRunner
 
     said: list[str] = []

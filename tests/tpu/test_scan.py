@@ -1,4 +1,4 @@
-"""Layers in one compiled loop: compared with the same run without a loop, and the loop compared with torch."""
+"""Layers in one compiled loop: compared with the same run without a loop, and with torch."""
 
 from __future__ import annotations
 
@@ -148,8 +148,10 @@ def leg(config: RunConfig) -> int:
 
 
 def test_scan_layers_checkpoints_move_to_unrolled(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    """The run begins in a loop on four devices, continues without a loop and on the CPU, and ends in a loop
-    on two."""
+    """The run begins in a loop on four devices, and continues without a loop and on the CPU.
+
+    It ends in a loop on two devices.
+    """
     settings: dict[str, Any] = {**LLAMA, **BATCH, "log__sample_tokens": 2, "train__eval_every": 4}
     assert run_rank("cpu", configured(tmp_path / "truth", corpus, **settings)) == 0
     folder = tmp_path / "run"
@@ -275,8 +277,10 @@ def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.parametrize(("recompute", "saved"), [(False, 4), (True, 1)])
 def test_scan_gradients_match_unrolled(recompute: bool, saved: int, xla: XlaPool) -> None:
-    """The loop saves the results of linear, softmax and tanh and the carry, or only the carry, but never
-    weights."""
+    """The loop saves the results of linear, softmax and tanh and the carry, or only the carry.
+
+    It never saves the weights.
+    """
     found, kept = xla.run(1, in_a_loop, recompute)
     for ours, theirs in zip(found, by_hand(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
